@@ -1,0 +1,363 @@
+"""Every knob of a run, as frozen dataclasses; standard library only, so a recipe can be read and checked anywhere.
+
+A recipe in `configs/` is a `Config`; the command line replaces single fields of it. Each section checks itself when it
+is made; `Config.check(num_devices)` checks what spans sections, before anything is allocated.
+"""
+
+import dataclasses
+import math
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
+"""Mesh axes, from the slowest to the fastest link."""
+
+GPUS_PER_NODE = 8
+
+REMAT_NAMES = ("attn_norm", "q", "k", "v", "attn_core", "attn_out", "mlp_norm", "gate", "up", "mlp_out")
+"""The tensors of a block that `train.remat` may name, in the order in which the block makes them."""
+
+
+def require(ok: bool, name: str, value: object, fix: str) -> None:
+    """Raise a `ValueError` that names the field, its value and the fix, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name}={value!r}: {fix}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent stretch of the rotary embedding (arXiv 2407.21783, section 3.2)."""
+
+    factor: float = 8.0
+    """How many times longer than `original_seq_len` the context is."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above `original_seq_len / low_freq_factor` are stretched by `factor`."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below `original_seq_len / high_freq_factor` are left alone; between the two, interpolated."""
+    original_seq_len: int = 8192
+    """Sequence length of the pre-training before the stretch, in tokens."""
+
+    def __post_init__(self):
+        require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            "model.rope_scaling.low_freq_factor",
+            self.low_freq_factor,
+            f"must lie between 0 and high_freq_factor={self.high_freq_factor}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of one decoder; the families it covers are those of `models/hf.py`."""
+
+    vocab_size: int = 256
+    """Number of token ids (V)."""
+    d_model: int = 256
+    """Width of the residual stream (D)."""
+    d_ff: int = 1024
+    """Width of the gated feed-forward layer (F)."""
+    num_layers: int = 4
+    """Number of blocks (L)."""
+    num_heads: int = 4
+    """Number of query heads (N)."""
+    num_kv_heads: int = 4
+    """Number of key/value heads (K); fewer than `num_heads` is grouped-query attention."""
+    head_dim: int = 64
+    """Width of one head (H)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Normalise the input of each half-block (Llama) or its output (OLMo-2)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
+    qkv_bias: bool = False
+    """Add a bias to the query, key and value projections (Qwen2)."""
+    tied_embeddings: bool = False
+    """Use the embedding table as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch of the rotary frequencies, or none."""
+    sliding_window: int | None = None
+    """A position attends to itself and the `sliding_window - 1` before it (Mistral); none: to all before it."""
+    first_window_layer: int = 0
+    """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"must divide model.num_heads={self.num_heads}",
+        )
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "must be even for rotary embeddings")
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be positive")
+        require(
+            self.sliding_window is None or self.sliding_window >= 1,
+            "model.sliding_window",
+            self.sliding_window,
+            "must be at least 1, or none",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes; one may be -1, which takes the devices that the others leave."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int = 1
+    """Data-parallel replicas: batch split, parameters replicated."""
+    fsdp: int = -1
+    """Batch split; optimizer state, gradients and parameters sharded as `train.zero` says."""
+    ep: int = 1
+    """Expert parallelism; for a dense model another fsdp axis."""
+    cp: int = 1
+    """Context parallelism: the sequence is split everywhere."""
+    sp: int = 1
+    """Tensor parallelism with the residual stream split along the sequence."""
+    tp: int = 1
+    """Tensor parallelism with the residual stream replicated."""
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            require(size >= 1 or size == -1, f"mesh.{axis}", size, "must be at least 1, or -1 for the rest")
+        free = [axis for axis, size in self.sizes.items() if size == -1]
+        require(len(free) <= 1, f"mesh.{free[-1] if free else ''}", -1, f"only one axis may be -1, but {free} are")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def batch(self) -> int:
+        """Number of parts that the batch is split into."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def tensor(self) -> int:
+        """Number of parts that heads, feed-forward layer and vocabulary are split into."""
+        return self.sp * self.tp
+
+    def resolve(self, num_devices: int) -> "MeshConfig":
+        """The same mesh with -1 replaced, checked to be exactly `num_devices` large."""
+        text = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "dp=1"
+        fixed = math.prod(size for size in self.sizes.values() if size != -1)
+        free = next((axis for axis, size in self.sizes.items() if size == -1), None)
+        if free is not None:
+            fix = f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; change the other axes"
+            require(num_devices % fixed == 0, "mesh", text, fix)
+            return dataclasses.replace(self, **{free: num_devices // fixed})
+        fix = f"the sizes multiply to {fixed}, but there are {num_devices} devices; change an axis or set one to -1"
+        require(fixed == num_devices, "mesh", text, fix)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from and how they are packed."""
+
+    source: str = "python-stdlib"
+    """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; several with weights: `tokens:a@0.7,tokens:b@0.3`."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    seq_len: int = 256
+    """Tokens of one sequence (T)."""
+    document_mask: bool = True
+    """No attention across a document border and positions restart there; false: one causal stream."""
+    eval_fraction: float = 0.01
+    """Share of the documents that is held out for evaluation."""
+
+    def __post_init__(self):
+        require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
+        fix = "must be at least 0 and less than 0.5"
+        require(0 <= self.eval_fraction < 0.5, "data.eval_fraction", self.eval_fraction, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.1
+    """Final learning rate as a share of the peak."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the last step, or stable and then linear decay (wsd), or constant."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: int = 0
+    """Length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the first moment is stored (the second stays float32)."""
+
+    def __post_init__(self):
+        require(self.lr > 0, "optim.lr", self.lr, "must be positive")
+        require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, "is a share of optim.lr, from 0 to 1")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
+            require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must not be negative")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training step and the loop around it."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    global_batch: int = 16
+    """Sequences of one optimizer step, over all devices and micro-batches."""
+    micro_batches: int = 1
+    """Gradient-accumulation steps inside one optimizer step."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage over (fsdp, cp, ep): 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Type of compute; master weights, optimizer state and gradient accumulation are float32 in both."""
+    remat: str = "none"
+    """`none`, `full`, `selective` (attention), `dots`, or `save:q,k` / `offload:gate,up` by name, joined by `+`."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits in the loss."""
+    seed: int = 0
+    """Seed of initialisation and data order."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
+    eval_batches: int = 8
+    """Global batches of one evaluation."""
+    max_skipped: int = 10
+    """Stop after so many steps in a row whose loss or gradient norm is not finite."""
+
+    def __post_init__(self):
+        for name in ("steps", "global_batch", "micro_batches", "eval_batches", "max_skipped"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+        for name in ("z_loss", "eval_every", "seed"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+        self.remat_names()
+
+    def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names to save on the device and names to offload to the host; both empty for a policy by name."""
+        saved: tuple[str, ...] = ()
+        offloaded: tuple[str, ...] = ()
+        if self.remat in ("none", "full", "selective", "dots"):
+            return saved, offloaded
+        for part in self.remat.split("+"):
+            kind, _, names = part.partition(":")
+            fix = "must be none, full, selective, dots, or save:NAMES and offload:NAMES joined by +"
+            require(kind in ("save", "offload") and bool(names), "train.remat", self.remat, fix)
+            for name in names.split(","):
+                require(name in REMAT_NAMES, "train.remat", self.remat, f"{name!r} is none of {', '.join(REMAT_NAMES)}")
+            if kind == "save":
+                saved += tuple(names.split(","))
+            else:
+                offloaded += tuple(names.split(","))
+        return saved, offloaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save and what to resume."""
+
+    dir: str = "checkpoints"
+    """Folder inside the run directory."""
+    every: int = 0
+    """Steps between checkpoints; 0 saves only after the last step."""
+    keep: int = 3
+    """Newest checkpoints to keep."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from the newest checkpoint: if there is one, never, or else fail."""
+
+    def __post_init__(self):
+        path = PurePath(self.dir)
+        fix = "must be a relative path that stays inside log.run_dir"
+        require(
+            self.dir != "" and not path.is_absolute() and ".." not in path.parts and "\0" not in self.dir,
+            "checkpoint.dir",
+            self.dir,
+            fix,
+        )
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where a run writes."""
+
+    run_dir: str = "out/run"
+    """Folder that holds everything a run writes."""
+
+    def __post_init__(self):
+        require(self.run_dir.strip() != "" and "\0" not in self.run_dir, "log.run_dir", self.run_dir, "must be a path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run. Recipes in `configs/` are instances; variants are `dataclasses.replace` of them."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def check(self, num_devices: int) -> "Config":
+        """This run on `num_devices` devices: the mesh resolved, and every combination that cannot work refused."""
+        mesh = self.mesh.resolve(num_devices)
+        model, data, train = self.model, self.data, self.train
+        require(mesh.pp == 1, "mesh.pp", mesh.pp, "this release has no pipeline; set mesh.pp=1 and use fsdp, sp or tp")
+        group = f"mesh.sp*mesh.tp={mesh.tensor}"
+        for name in ("num_heads", "d_ff", "vocab_size"):
+            size = getattr(model, name)
+            require(size % mesh.tensor == 0, f"model.{name}", size, f"must be divisible by {group}; use a smaller group")
+        kv = model.num_kv_heads
+        fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
+        require(kv % mesh.tensor == 0 or mesh.tensor % kv == 0, "model.num_kv_heads", kv, fix)
+        shards = mesh.fsdp * mesh.cp * mesh.ep if train.zero else 1
+        fix = f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} when train.zero={train.zero}; use mesh.dp too"
+        require(model.d_model % shards == 0, "model.d_model", model.d_model, fix)
+        parts = mesh.cp * mesh.sp
+        fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
+        require(data.seq_len % parts == 0, "data.seq_len", data.seq_len, fix)
+        parts = mesh.batch * train.micro_batches
+        fix = (
+            f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.micro_batches={parts}; "
+            "change the batch, an axis or train.micro_batches"
+        )
+        require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
+        if mesh.tensor > GPUS_PER_NODE:
+            warnings.warn(f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow", stacklevel=2)
+        return dataclasses.replace(self, mesh=mesh)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`fsdp=4,tp=2` as a dictionary of axis sizes."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d+)\s*", part)
+        if match is None:
+            raise ValueError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
+        axis, size = match[1], int(match[2])
+        require(axis in AXES, "mesh", text, f"{axis!r} is no axis; the axes are {', '.join(AXES)}")
+        require(axis not in sizes, "mesh", text, f"{axis!r} is given twice")
+        sizes[axis] = size
+    return sizes
