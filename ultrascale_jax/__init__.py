@@ -1,0 +1,57 @@
+"""The Ultra-Scale Playbook as running software: train language models on any mesh of GPUs with JAX.
+
+The public API is imported on first use, so `import ultrascale_jax` is quick and needs no JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ultrascale_jax.config import Config
+    from ultrascale_jax.mesh import abstract_mesh, make_mesh
+    from ultrascale_jax.models.hf import load as load_hf
+    from ultrascale_jax.models.hf import save as save_hf
+    from ultrascale_jax.models.transformer import Transformer
+    from ultrascale_jax.parallel.manual import smap
+    from ultrascale_jax.sharding import act
+    from ultrascale_jax.training.state import init_state
+    from ultrascale_jax.training.step import make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Transformer",
+    "abstract_mesh",
+    "act",
+    "init_state",
+    "load_hf",
+    "make_mesh",
+    "make_train_step",
+    "save_hf",
+    "smap",
+]
+
+_HOME = {
+    "Config": "config",
+    "Transformer": "models.transformer",
+    "abstract_mesh": "mesh",
+    "act": "sharding",
+    "init_state": "training.state",
+    "load_hf": "models.hf:load",
+    "make_mesh": "mesh",
+    "make_train_step": "training.step",
+    "save_hf": "models.hf:save",
+    "smap": "parallel.manual",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

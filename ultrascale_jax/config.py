@@ -1,7 +1,8 @@
-"""Every knob of a run, as frozen dataclasses; standard library only, so a recipe can be read and checked anywhere.
+"""Every knob of a run, as frozen dataclasses; standard library only: recipes can be read anywhere.
 
-A recipe in `configs/` is a `Config`; the command line replaces single fields of it. Each section checks itself when it
-is made; `Config.check(num_devices)` checks what spans sections, before anything is allocated.
+A recipe in `configs/` is a `Config`; the command line replaces single fields of it. Each section
+checks itself when it is made; `Config.check(num_devices)` checks what spans sections, before
+anything is allocated.
 """
 
 import dataclasses
@@ -17,26 +18,40 @@ AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 
 GPUS_PER_NODE = 8
 
-REMAT_NAMES = ("attn_norm", "q", "k", "v", "attn_core", "attn_out", "mlp_norm", "gate", "up", "mlp_out")
-"""The tensors of a block that `train.remat` may name, in the order in which the block makes them."""
+REMAT_NAMES = (
+    *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
+    *("mlp_norm", "gate", "up", "mlp_out"),
+)
+"""The tensors of a block that `train.remat` may name, in the order in which it makes them."""
+
+
+class UserError(ValueError):
+    """Something the user can mend; scripts show its message alone, without a traceback."""
 
 
 def require(ok: bool, name: str, value: object, fix: str) -> None:
-    """Raise a `ValueError` that names the field, its value and the fix, unless `ok`."""
+    """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
     if not ok:
-        raise ValueError(f"{name}={value!r}: {fix}")
+        raise UserError(f"{name}={value!r}: {fix}")
+
+
+def _require_at_least(minimum: int, section: str, values: object, names: tuple[str, ...]) -> None:
+    fix = f"must be at least {minimum}" if minimum else "must not be negative"
+    for name in names:
+        value = getattr(values, name)
+        require(value >= minimum, f"{section}.{name}", value, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent stretch of the rotary embedding (arXiv 2407.21783, section 3.2)."""
+    """Llama 3's stretch of the rotary embedding by frequency (arXiv 2407.21783, section 3.2)."""
 
     factor: float = 8.0
     """How many times longer than `original_seq_len` the context is."""
     low_freq_factor: float = 1.0
     """Wavelengths above `original_seq_len / low_freq_factor` are stretched by `factor`."""
     high_freq_factor: float = 4.0
-    """Wavelengths below `original_seq_len / high_freq_factor` are left alone; between the two, interpolated."""
+    """Wavelengths below `original_seq_len / high_freq_factor` are kept; interpolated between."""
     original_seq_len: int = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
 
@@ -83,29 +98,24 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Stretch of the rotary frequencies, or none."""
     sliding_window: int | None = None
-    """A position attends to itself and the `sliding_window - 1` before it (Mistral); none: to all before it."""
+    """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
     first_window_layer: int = 0
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.num_kv_heads",
-            self.num_kv_heads,
-            f"must divide model.num_heads={self.num_heads}",
-        )
-        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "must be even for rotary embeddings")
+        widths = ("vocab_size", "d_model", "d_ff", "head_dim")
+        _require_at_least(1, "model", self, (*widths, "num_layers", "num_heads", "num_kv_heads"))
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        fix = f"must divide model.num_heads={heads}"
+        require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)
+        fix = "must be even for rotary embeddings"
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, fix)
         require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be positive")
-        require(
-            self.sliding_window is None or self.sliding_window >= 1,
-            "model.sliding_window",
-            self.sliding_window,
-            "must be at least 1, or none",
-        )
+        window = self.sliding_window
+        fix = "must be at least 1, or none"
+        require(window is None or window >= 1, "model.sliding_window", window, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +138,13 @@ class MeshConfig:
     """Tensor parallelism with the residual stream replicated."""
 
     def __post_init__(self):
+        fix = "must be at least 1, or -1 for the rest"
         for axis, size in self.sizes.items():
-            require(size >= 1 or size == -1, f"mesh.{axis}", size, "must be at least 1, or -1 for the rest")
+            require(size >= 1 or size == -1, f"mesh.{axis}", size, fix)
         free = [axis for axis, size in self.sizes.items() if size == -1]
-        require(len(free) <= 1, f"mesh.{free[-1] if free else ''}", -1, f"only one axis may be -1, but {free} are")
+        if len(free) > 1:
+            fix = f"only one axis may be -1, but {' and '.join(free)} are"
+            require(False, f"mesh.{free[-1]}", -1, fix)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,14 +163,21 @@ class MeshConfig:
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """The same mesh with -1 replaced, checked to be exactly `num_devices` large."""
-        text = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "dp=1"
+        text = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
+        text = text or "dp=1"
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         free = next((axis for axis, size in self.sizes.items() if size == -1), None)
         if free is not None:
-            fix = f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; change the other axes"
+            fix = (
+                f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; "
+                "change the other axes"
+            )
             require(num_devices % fixed == 0, "mesh", text, fix)
             return dataclasses.replace(self, **{free: num_devices // fixed})
-        fix = f"the sizes multiply to {fixed}, but there are {num_devices} devices; change an axis or set one to -1"
+        fix = (
+            f"the sizes multiply to {fixed}, but there are {num_devices} devices; "
+            "change an axis or set one to -1"
+        )
         require(fixed == num_devices, "mesh", text, fix)
         return self
 
@@ -167,13 +187,13 @@ class DataConfig:
     """Where tokens come from and how they are packed."""
 
     source: str = "python-stdlib"
-    """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; several with weights: `tokens:a@0.7,tokens:b@0.3`."""
+    """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     seq_len: int = 256
     """Tokens of one sequence (T)."""
     document_mask: bool = True
-    """No attention across a document border and positions restart there; false: one causal stream."""
+    """Attention ends and positions restart at a document border; false: one causal stream."""
     eval_fraction: float = 0.01
     """Share of the documents that is held out for evaluation."""
 
@@ -194,7 +214,7 @@ class OptimConfig:
     min_lr: float = 0.1
     """Final learning rate as a share of the peak."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the last step, or stable and then linear decay (wsd), or constant."""
+    """After the warm-up: cosine to the last step, stable then linear decay (wsd), or constant."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 0
@@ -212,10 +232,17 @@ class OptimConfig:
 
     def __post_init__(self):
         require(self.lr > 0, "optim.lr", self.lr, "must be positive")
-        require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, "is a share of optim.lr, from 0 to 1")
-        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
-            require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must not be negative")
-        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)")
+        require(
+            0 <= self.min_lr <= 1,
+            "optim.min_lr",
+            self.min_lr,
+            "is a share of optim.lr, from 0 to 1",
+        )
+        names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
+        _require_at_least(0, "optim", self, names)
+        require(
+            all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +256,11 @@ class TrainConfig:
     micro_batches: int = 1
     """Gradient-accumulation steps inside one optimizer step."""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage over (fsdp, cp, ep): 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
+    """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Type of compute; master weights, optimizer state and gradient accumulation are float32 in both."""
+    """Type of compute; master weights, optimizer state and gradient sums are float32 in both."""
     remat: str = "none"
-    """`none`, `full`, `selective` (attention), `dots`, or `save:q,k` / `offload:gate,up` by name, joined by `+`."""
+    """`none`, `full`, `selective` (attention), `dots`, or by name: `save:q,k+offload:gate,up`."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
     seed: int = 0
@@ -246,14 +273,13 @@ class TrainConfig:
     """Stop after so many steps in a row whose loss or gradient norm is not finite."""
 
     def __post_init__(self):
-        for name in ("steps", "global_batch", "micro_batches", "eval_batches", "max_skipped"):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        for name in ("z_loss", "eval_every", "seed"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+        names = ("steps", "global_batch", "micro_batches", "eval_batches", "max_skipped")
+        _require_at_least(1, "train", self, names)
+        _require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
         self.remat_names()
 
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names to save on the device and names to offload to the host; both empty for a policy by name."""
+        """Names to save on the device and to offload to the host; both empty for a named policy."""
         saved: tuple[str, ...] = ()
         offloaded: tuple[str, ...] = ()
         if self.remat in ("none", "full", "selective", "dots"):
@@ -263,7 +289,8 @@ class TrainConfig:
             fix = "must be none, full, selective, dots, or save:NAMES and offload:NAMES joined by +"
             require(kind in ("save", "offload") and bool(names), "train.remat", self.remat, fix)
             for name in names.split(","):
-                require(name in REMAT_NAMES, "train.remat", self.remat, f"{name!r} is none of {', '.join(REMAT_NAMES)}")
+                fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
+                require(name in REMAT_NAMES, "train.remat", self.remat, fix)
             if kind == "save":
                 saved += tuple(names.split(","))
             else:
@@ -287,14 +314,11 @@ class CheckpointConfig:
     def __post_init__(self):
         path = PurePath(self.dir)
         fix = "must be a relative path that stays inside log.run_dir"
-        require(
-            self.dir != "" and not path.is_absolute() and ".." not in path.parts and "\0" not in self.dir,
-            "checkpoint.dir",
-            self.dir,
-            fix,
-        )
-        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+        inside = not path.is_absolute() and ".." not in path.parts
+        usable = self.dir != "" and "\0" not in self.dir
+        require(inside and usable, "checkpoint.dir", self.dir, fix)
+        _require_at_least(0, "checkpoint", self, ("every",))
+        _require_at_least(1, "checkpoint", self, ("keep",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +329,8 @@ class LogConfig:
     """Folder that holds everything a run writes."""
 
     def __post_init__(self):
-        require(self.run_dir.strip() != "" and "\0" not in self.run_dir, "log.run_dir", self.run_dir, "must be a path")
+        usable = self.run_dir.strip() != "" and "\0" not in self.run_dir
+        require(usable, "log.run_dir", self.run_dir, "must be a path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,19 +346,25 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def check(self, num_devices: int) -> "Config":
-        """This run on `num_devices` devices: the mesh resolved, and every combination that cannot work refused."""
+        """This run on `num_devices` devices: mesh resolved, and what cannot work refused."""
         mesh = self.mesh.resolve(num_devices)
         model, data, train = self.model, self.data, self.train
-        require(mesh.pp == 1, "mesh.pp", mesh.pp, "this release has no pipeline; set mesh.pp=1 and use fsdp, sp or tp")
+        fix = "this release has no pipeline; set mesh.pp=1 and use fsdp, sp or tp"
+        require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
         for name in ("num_heads", "d_ff", "vocab_size"):
             size = getattr(model, name)
-            require(size % mesh.tensor == 0, f"model.{name}", size, f"must be divisible by {group}; use a smaller group")
+            fix = f"must be divisible by {group}; use a smaller group"
+            require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         kv = model.num_kv_heads
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
-        require(kv % mesh.tensor == 0 or mesh.tensor % kv == 0, "model.num_kv_heads", kv, fix)
+        shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
+        require(shared, "model.num_kv_heads", kv, fix)
         shards = mesh.fsdp * mesh.cp * mesh.ep if train.zero else 1
-        fix = f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} when train.zero={train.zero}; use mesh.dp too"
+        fix = (
+            f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} "
+            f"when train.zero={train.zero}; use mesh.dp too"
+        )
         require(model.d_model % shards == 0, "model.d_model", model.d_model, fix)
         parts = mesh.cp * mesh.sp
         fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
@@ -345,7 +376,8 @@ class Config:
         )
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if mesh.tensor > GPUS_PER_NODE:
-            warnings.warn(f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow", stacklevel=2)
+            text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
+            warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
 
 
@@ -355,7 +387,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d+)\s*", part)
         if match is None:
-            raise ValueError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
+            raise UserError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
         axis, size = match[1], int(match[2])
         require(axis in AXES, "mesh", text, f"{axis!r} is no axis; the axes are {', '.join(AXES)}")
         require(axis not in sizes, "mesh", text, f"{axis!r} is given twice")

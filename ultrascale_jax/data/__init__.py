@@ -1,0 +1,1 @@
+"""Real text as batches of token ids: sources and tokenizers, token shards, packing by index."""

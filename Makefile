@@ -1,0 +1,47 @@
+# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --devices 8"` passes ARGS on.
+
+BIN := .venv/bin
+ARGS ?=
+WORKERS ?= 2
+# The extra that brings CUDA's libraries, where there is a GPU: `make train GPU=cuda13`, or `GPU=` for none.
+GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+.PHONY: setup setup-dev train test test-fast bench lint clean
+
+setup: .venv/.installed
+
+setup-dev: .venv/.installed-dev
+
+train: .venv/.installed
+	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.train $(ARGS)
+
+test: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) tests
+
+test-fast: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS) tests
+
+bench: .venv/.installed
+	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+clean:
+	rm -rf .venv build dist
+
+.venv/pyvenv.cfg:
+	@python=$$(PYTHON="$(PYTHON)" .ci/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/pyvenv.cfg
+	@echo "Installing into .venv (minutes, the first time)"
+	@$(INSTALL) '.$(if $(GPU),[$(GPU)])'
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml | .venv/pyvenv.cfg
+	@echo "Installing into .venv, with what the tests need (minutes, the first time)"
+	@$(INSTALL) '.[dev]'
+	@touch $@

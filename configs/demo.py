@@ -1,0 +1,26 @@
+"""The default: a small model of Python source code, byte by byte; about two minutes on two CPU cores."""
+
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=ModelConfig(
+        vocab_size=256,
+        d_model=256,
+        d_ff=768,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+    ),
+    data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
+    optim=OptimConfig(lr=3e-3, warmup_steps=20),
+    train=TrainConfig(steps=200, global_batch=16, precision="fp32", eval_every=100),
+    log=LogConfig(run_dir="out/demo"),
+)

@@ -1,0 +1,25 @@
+"""Qwen3 32B, meant for 32 to 1,024 GPUs of 80 GB: fully sharded, with a tensor and sequence group of 4.
+
+32 GPUs (fsdp 8 x sp 4) want `--train.micro-batches 32`, 256 want 4; 4 M tokens a step.
+"""
+
+from configs import shapes
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=shapes.QWEN3_32B,
+    mesh=MeshConfig(fsdp=-1, sp=4),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
+    optim=OptimConfig(lr=2e-4, warmup_steps=2000),
+    train=TrainConfig(steps=100_000, global_batch=512, remat="full", eval_every=1000),
+    checkpoint=CheckpointConfig(every=500),
+    log=LogConfig(run_dir="out/qwen3_32b"),
+)

@@ -1,0 +1,25 @@
+"""Qwen3 8B, meant for 8 to 512 GPUs of 80 GB: fully sharded, recomputing each block.
+
+As for `llama3_8b`: 8 GPUs want `--train.micro-batches 32`, 64 want 4, 256 want 1.
+"""
+
+from configs import shapes
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=shapes.QWEN3_8B,
+    mesh=MeshConfig(fsdp=-1),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
+    optim=OptimConfig(lr=3e-4, warmup_steps=2000),
+    train=TrainConfig(steps=100_000, global_batch=512, remat="full", eval_every=1000),
+    checkpoint=CheckpointConfig(every=500),
+    log=LogConfig(run_dir="out/qwen3_8b"),
+)

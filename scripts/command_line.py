@@ -1,0 +1,181 @@
+"""The command line of every script that runs a recipe: `RECIPE --section.field VALUE ...`.
+
+A recipe is a module that exposes `config`, a `Config`; its values are the defaults, and the command
+line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
+`--help` and `--print-config` answer at once, on any machine.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import itertools
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+import configs
+from ultrascale_jax.config import AXES, Config, MeshConfig, UserError, parse_mesh, require
+
+DEFAULT_RECIPE = "demo"
+
+
+def _option(metavar: str, absent: str = "none"):
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run is told beside its configuration."""
+
+    mesh: Annotated[str | None, _option("AXIS=SIZE,...", "the recipe's")] = None
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left."""
+    run_dir: Annotated[str | None, _option("DIR", "the recipe's")] = None
+    """Short for --log.run-dir."""
+    devices: Annotated[int | None, _option("N", "the real ones")] = None
+    """Run on so many fake CPU devices, to try a mesh on a laptop."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the configuration that the command line makes, and stop."""
+
+    def __post_init__(self):
+        require(
+            self.devices is None or self.devices >= 1, "devices", self.devices, "must be at least 1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command[O: Options]:
+    options: Annotated[O, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def parse[O: Options](
+    argv: Sequence[str], *, prog: str, options: type[O] = Options, description: str = ""
+) -> tuple[Config, O]:
+    """The configuration and the options that `argv` (without the program's name) asks for.
+
+    A script with options of its own passes a subclass of `Options`. What cannot be understood ends
+    the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
+    """
+    with user_errors():
+        recipe, arguments = _split_recipe(argv)
+        default = load_recipe(recipe)
+        if (mesh := _mesh_argument(arguments)) is not None:
+            sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
+            default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
+        default_command = _Command(options=options(), config=default)
+        command = _replace_fields(arguments, prog, description, default_command)
+        cfg, chosen = command.config, command.options
+        if chosen.run_dir is not None:
+            cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=chosen.run_dir))
+        if chosen.print_config:
+            print(describe(cfg.check(chosen.devices) if chosen.devices else cfg))
+            raise SystemExit(0)
+    return cfg, chosen
+
+
+def use_fake_devices(num_devices: int) -> None:
+    """Give JAX `num_devices` CPU devices and nothing else; call it before the first array."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Where the block raises a `UserError`: one line on stderr and exit code 2, no traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def recipes() -> list[str]:
+    """The names of the recipes in `configs/`."""
+    return [
+        module.name for module in pkgutil.iter_modules(configs.__path__) if module.name != "shapes"
+    ]
+
+
+def load_recipe(name: str) -> Config:
+    """The `config` of `configs/NAME.py`, or of the module `pkg.mod` if the name has a dot."""
+    known = recipes()
+    is_module = "." in name and all(part.isidentifier() for part in name.split("."))
+    module_name = name if is_module else f"configs.{name.replace('-', '_')}"
+    if not is_module and module_name.removeprefix("configs.") not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        fix = f"{hint}the recipes are {', '.join(known)}; or give a module as pkg.mod"
+        require(False, "recipe", name, fix)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"recipe={name!r}: there is no module {error.name}") from None
+    config = getattr(module, "config", None)
+    fix = f"the module must expose `config`, a Config, but it is {type(config).__name__}"
+    require(isinstance(config, Config), "recipe", name, fix)
+    return config
+
+
+def describe(cfg: Config) -> str:
+    """Every field of `cfg`, one a line, a blank line between sections."""
+    sections = [_fields(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _fields(name: str, value: object) -> list[str]:
+    if not dataclasses.is_dataclass(value):
+        return [f"{name} = {value!r}"]
+    fields = dataclasses.fields(value)
+    return [line for f in fields for line in _fields(f"{name}.{f.name}", getattr(value, f.name))]
+
+
+def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
+    if argv and not argv[0].startswith("-"):
+        return argv[0], list(argv[1:])
+    return DEFAULT_RECIPE, list(argv)
+
+
+def _mesh_argument(arguments: Sequence[str]) -> str | None:
+    """The value of `--mesh`, which replaces the recipe's mesh before `--mesh.AXIS` changes it."""
+    values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
+    values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
+    return values[-1] if values else None
+
+
+def _replace_fields(
+    arguments: Sequence[str], prog: str, description: str, default: _Command
+) -> _Command:
+    """`default` with the fields that `arguments` name replaced.
+
+    tyro draws a box around what a section refuses and wraps its lines; here the section's error is
+    raised again as it was, so that all errors of a configuration read alike. The rest is tyro's.
+    """
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return tyro.cli(
+                _Command[type(default.options)],
+                args=arguments,
+                default=default,
+                prog=f"{prog} [RECIPE]",
+                description=description,
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__context__
+        print(report.getvalue(), end="", file=sys.stderr)
+        raise

@@ -1,0 +1,68 @@
+"""Train a model: `python -m scripts.train [RECIPE] [--mesh fsdp=4,tp=2] [--section.field VALUE ...]`."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from scripts import command_line
+from ultrascale_jax.config import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(command_line.Options):
+    """What a run is told beside its configuration."""
+
+    profile: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
+    ] = None
+    """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        fix = "write the first step and the one to stop before, as 10:13"
+        steps = self.profile_steps
+        require(self.profile is None or steps is not None, "profile", self.profile, fix)
+        require(steps is None or steps[0] < steps[1], "profile", self.profile, fix)
+
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """`profile` as two numbers."""
+        match = re.fullmatch(r"(\d+):(\d+)", self.profile or "")
+        return (int(match[1]), int(match[2])) if match else None
+
+
+DESCRIPTION = f"""Train a language model. RECIPE is one of {", ".join(command_line.recipes())} \
+(default {command_line.DEFAULT_RECIPE}), or a module pkg.mod that exposes `config`; \
+the options change single fields of it."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
+    cfg, options = command_line.parse(
+        arguments, prog="python -m scripts.train", options=Options, description=DESCRIPTION
+    )
+    # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
+    import jax
+
+    from ultrascale_jax import distributed
+    from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.training.loop import train
+
+    if options.devices is not None:
+        command_line.use_fake_devices(options.devices)
+    else:
+        distributed.set_xla_flags(os.environ)
+        distributed.initialize()
+    with command_line.user_errors():
+        cfg = cfg.check(jax.device_count())
+        train(cfg, make_mesh(cfg.mesh), profile=options.profile_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The record of a run: strict JSON, one row a step, also after a resume, and few lines on the console."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from ultrascale_jax.training.metrics import RunLog, peak_memory_gb, read_rows, to_json, truncate_rows
+
+
+def row(step, **changes):
+    values = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 8, "tokens_per_s": 80.0, "step_s": 0.1}
+    return {"step": step, **values, "mfu": None, "skipped": False, **changes}
+
+
+def run_log(tmp_path, **changes):
+    console = Console(file=io.StringIO(), force_terminal=False, width=300)
+    return RunLog(tmp_path, **{"first_step": 0, "num_steps": 9, "console": console, **changes}), console.file
+
+
+def test_each_step_is_one_json_object_and_none_is_left_out(tmp_path):
+    log, _ = run_log(tmp_path)
+    with log:
+        log.step(row(1))
+        log.step(row(2, mfu=0.5))
+        log.evaluation(2, 1.5, 64)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert "mfu" not in lines[0] and lines[1]["mfu"] == 0.5
+    assert lines[2] == {"step": 2, "eval_loss": 1.5, "eval_tokens": 64}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null(value):
+    assert json.loads(to_json({"step": 1, "loss": value})) == {"step": 1, "loss": None}
+
+
+def test_floats_are_written_exactly():
+    assert json.loads(to_json({"loss": 0.1 + 0.2}))["loss"] == 0.1 + 0.2
+
+
+def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_a_cut_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3, 4)) + '{"step": 5, "lo')
+    log, _ = run_log(tmp_path, first_step=2)
+    with log:
+        log.step(row(3))
+    assert [line["step"] for line in read_rows(path)] == [1, 2, 2, 3]
+    assert read_rows(path)[-1]["loss"] == 2.0
+
+
+def test_truncating_a_file_that_is_not_there_makes_none(tmp_path):
+    truncate_rows(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_in_the_middle_that_is_not_json_is_refused_by_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\ngarbage\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_rows(path)
+
+
+def test_the_console_shows_first_and_last_step_of_a_fast_run(tmp_path):
+    log, text = run_log(tmp_path)
+    with log:
+        for step in range(1, 10):
+            log.step(row(step))
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("step 1/9  loss 2.0000") and lines[-1].startswith("step 9/9")
+    assert len(lines) < 9
+
+
+def test_a_skipped_step_is_always_shown(tmp_path):
+    log, text = run_log(tmp_path)
+    with log:
+        log.step(row(1))
+        log.step(row(2, skipped=True, loss=math.nan))
+        log.step(row(3))
+    assert "step 2/9  loss nan" in text.getvalue() and "SKIPPED" in text.getvalue()
+
+
+def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_path):
+    shown = {}
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+        with RunLog(tmp_path / str(terminal), first_step=0, num_steps=2, console=console) as log:
+            log.step(row(1))
+            log.step(row(2, loss=1.25))
+        shown[terminal] = console.file.getvalue()
+    assert "loss 1.2500" in shown[True] and "2/2" in shown[True] and "\x1b[" in shown[True]
+    assert "\x1b[" not in shown[False]
+
+
+def test_tensorboard_gets_every_number_of_a_step(tmp_path):
+    log, _ = run_log(tmp_path)
+    with log:
+        log.step(row(1))
+    [events] = (tmp_path / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert b"loss" in data and b"grad_norm" in data and b"tokens_per_s" in data
+
+
+def test_memory_is_0_where_the_device_does_not_tell():
+    assert peak_memory_gb() == 0

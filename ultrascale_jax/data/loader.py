@@ -1,0 +1,291 @@
+"""Batches as a pure function of (seed, step), whatever the mesh and the number of processes.
+
+The documents of a split are put in an order set by the seed and read as one stream; sample i is its
+tokens i*T to i*T+T, one more than a row so that every token but the first is a target. Grain
+shuffles the samples anew for every epoch and mixes the sources by weight, both by index alone, so
+row r of step s is simply sample s*B+r: no state to save, and each process reads only the rows of
+its own devices.
+
+    stream   doc 7 | doc 2 .......... | doc 5 ... | doc 0 ...
+    samples  [  0  ][  1  ][  2  ][  3  ][  4  ] ...
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ultrascale_jax.config import DataConfig, require
+from ultrascale_jax.data.shards import Corpus
+from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
+from ultrascale_jax.sharding import act
+
+Batch = dict[str, np.ndarray]
+
+ENDLESS = 1 << 31
+"""Length given to sequences that have no end; Grain wants one."""
+
+
+class PackedSamples:
+    """Rows cut from the documents of one corpus, in an order set by `key`."""
+
+    def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
+        """`chosen`: int64 [documents] indices into the corpus."""
+        order = np.argsort(_random_bits(key, chosen.size), kind="stable")
+        self._documents = chosen[order]
+        lengths = corpus.ends[self._documents] - corpus.starts[self._documents]
+        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._corpus, self._data = corpus, data
+
+    def __len__(self) -> int:
+        return max(0, (int(self._begins[-1]) - 1) // self._data.seq_len)
+
+    def __getitem__(self, i: int) -> Batch:
+        start = i * self._data.seq_len
+        stop = start + self._data.seq_len + 1
+        first = int(np.searchsorted(self._begins, start, side="right")) - 1
+        last = int(np.searchsorted(self._begins, stop, side="left")) - 1
+        edges = np.clip(self._begins[first : last + 2], start, stop)
+        # From the place of a document in the stream to its place in the corpus.
+        documents = self._documents[first : last + 1]
+        shifts = self._corpus.starts[documents] - self._begins[first : last + 1]
+        pieces = [
+            self._corpus.read(int(begin + shift), int(end + shift))
+            for begin, end, shift in zip(edges[:-1], edges[1:], shifts, strict=True)
+        ]
+        stream = np.concatenate(pieces, dtype=np.int32)
+        return _row(stream, np.diff(edges), self._data.document_mask)
+
+
+class SyntheticSamples:
+    """Random rows with a mean of three documents each; row i depends on (key, i) alone."""
+
+    def __init__(self, source: Synthetic, data: DataConfig, key: tuple):
+        self._vocab_size, self._data, self._key = source.vocab_size, data, key
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, i: int) -> Batch:
+        size = self._data.seq_len + 1
+        bits = _random_bits((*self._key, int(i)), 2 * size)
+        tokens = (bits[:size] % self._vocab_size).astype(np.int32)
+        borders = np.flatnonzero(bits[size : 2 * size - 1] % size < 2) + 1
+        lengths = np.diff(borders, prepend=0, append=size)
+        return _row(tokens, lengths, self._data.document_mask)
+
+
+class Loader:
+    """The batches of one split of `data.source`; making one checks every token of the sources.
+
+    `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
+    does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
+    segments count documents from 1, positions start at 0 in each, and the last token of a document
+    has no target; without it the row is one stream.
+
+    Args:
+        data: source, tokenizer and packing.
+        vocab_size: ids must be below it.
+        global_batch: rows of one step (B), over all processes.
+        seed: sets the order of the training split; the held-out split always has the same.
+        split: `train`, or `eval` for the held-out documents.
+        sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
+
+    Raises:
+        ValueError: a source is missing, damaged or outside the vocabulary, or has no whole row to
+            train on.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        global_batch: int,
+        seed: int,
+        split: str = "train",
+        sources: Sources | None = None,
+    ):
+        require(split in ("train", "eval"), "split", split, "must be train or eval")
+        self.data, self.vocab_size, self.global_batch = data, vocab_size, global_batch
+        self.seed, self.split = seed, split
+        self.sources = open_sources(data, vocab_size) if sources is None else sources
+        self.tokenizer = self.sources.tokenizer
+        samples = self._split_samples()
+        self.num_sequences: int = sum(len(part) for _, _, part in samples)
+        """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
+        self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
+
+    def held_out(self) -> "Loader":
+        """The held-out split of the same, already open sources."""
+        return Loader(
+            self.data,
+            vocab_size=self.vocab_size,
+            global_batch=self.global_batch,
+            seed=self.seed,
+            split="eval",
+            sources=self.sources,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with documents, tokenizer and packing, but not with paths, seed or batch size."""
+        content = {
+            "sources": [corpus.fingerprint for corpus in self.sources.corpora],
+            "weights": self.sources.weights,
+            "tokenizer": self.tokenizer.fingerprint,
+            "packing": [self.data.seq_len, self.data.document_mask, self.data.eval_fraction],
+        }
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Rows of the global batch of a step, int32 [rows, T] by name."""
+        return self._load(step, range(self.global_batch)[rows])
+
+    def batch_hash(self, step: int) -> str:
+        """Hash of the tokens and targets of the whole global batch, the same on every mesh."""
+        return batch_hash(self.batch(step))
+
+    def device_batches(
+        self, mesh: Mesh, start_step: int
+    ) -> Iterator[tuple[int, dict[str, jax.Array], str]]:
+        """From `start_step` on without end: the step, its batch on the devices, and its hash.
+
+        Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
+        all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
+        """
+        sharding = NamedSharding(mesh, act("BT"))
+        shape = (self.global_batch, self.data.seq_len)
+        slices = [index[0] for index in sharding.addressable_devices_indices_map(shape).values()]
+        mine = np.unique(np.concatenate([np.arange(self.global_batch)[part] for part in slices]))
+        hashing = jax.process_index() == 0
+
+        def load(step: int) -> tuple[int, Batch, str]:
+            if not hashing:
+                return step, self._load(step, mine), ""
+            batch = self.batch(step)
+            return step, {name: value[mine] for name, value in batch.items()}, batch_hash(batch)
+
+        def place(local: np.ndarray) -> jax.Array:
+            def piece(index):
+                first = np.searchsorted(mine, index[0].start or 0)
+                count = len(range(self.global_batch)[index[0]])
+                return local[first : first + count, index[1]]
+
+            return jax.make_array_from_callback(shape, sharding, piece)
+
+        steps = grain.MapDataset.range(start_step, ENDLESS).map(load)
+        options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
+        reader = iter(steps.to_iter_dataset(options))
+        try:
+            for step, batch, digest in reader:
+                yield step, {name: place(value) for name, value in batch.items()}, digest
+        finally:
+            reader.close()
+
+    def _key(self) -> tuple:
+        return ("train", self.seed) if self.split == "train" else ("eval",)
+
+    def _split_samples(self) -> list[tuple[str, float, PackedSamples | SyntheticSamples]]:
+        """Name, weight and samples of every source that has a whole row in this split."""
+        corpora = [corpus for corpus in self.sources.corpora if isinstance(corpus, Corpus)]
+        held_out = held_out_hashes([corpus.hashes for corpus in corpora], self.data.eval_fraction)
+        samples = []
+        for i, corpus in enumerate(self.sources.corpora):
+            name, key = self.sources.names[i], (*self._key(), i)
+            if isinstance(corpus, Synthetic):
+                if self.split == "eval" and not self.data.eval_fraction:
+                    continue
+                part = SyntheticSamples(corpus, self.data, key)
+            else:
+                held = np.isin(corpus.hashes, held_out)
+                chosen = np.flatnonzero(held if self.split == "eval" else ~held)
+                part = PackedSamples(corpus, chosen, self.data, key)
+            if len(part):
+                samples.append((name, self.sources.weights[i], part))
+            elif self.split == "train":
+                fault = (
+                    f"has less than data.seq_len + 1 = {self.data.seq_len + 1} tokens to train on"
+                )
+                raise ValueError(f"data.source={name!r}: {fault}; give more text or shorter rows")
+        return samples
+
+    def _load(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
+        if self._samples is None:
+            fix = "the held-out documents do not fill one row; raise it or lower data.seq_len"
+            raise ValueError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
+        samples = [self._samples[step * self.global_batch + int(row)] for row in rows]
+        batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        # The sources were sound when they were opened, but a shard may be altered under the run.
+        largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
+        fix = f"step {step} has token {largest}, outside model.vocab_size; a shard was altered"
+        require(largest < self.vocab_size, "data.source", self.data.source, fix)
+        return batch
+
+
+def batch_hash(batch: Batch) -> str:
+    """32 hexadecimal digits of the tokens and targets of a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("tokens", "targets"):
+        digest.update(np.ascontiguousarray(batch[name], "<i4"))
+    return digest.hexdigest()
+
+
+def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarray:
+    """Hashes of the documents that no training split may see.
+
+    Of every corpus the `fraction` with the smallest hashes, at least one if it has two different
+    documents. They are held out of all corpora, so a text that occurs twice, in one source or in
+    two, is never on both sides.
+
+    Args:
+        corpora: uint64 [documents] of each corpus.
+        fraction: share of the different documents to hold out.
+    """
+    held_out = [np.zeros(0, np.uint64)]
+    for hashes in corpora if fraction > 0 else []:
+        different = np.unique(hashes)
+        count = min(max(1, round(fraction * different.size)), different.size - 1)
+        held_out.append(different[:count])
+    return np.unique(np.concatenate(held_out))
+
+
+def _shuffle_and_mix(samples, key: tuple) -> grain.MapDataset:
+    """One endless dataset: every source reshuffled each epoch, mixed by weight, all by index."""
+    parts = []
+    for i, (_, _, part) in enumerate(samples):
+        dataset = grain.MapDataset.source(part)
+        if not isinstance(part, SyntheticSamples):
+            seed = int(_random_bits((*key, i, "shuffle"), 1)[0] % 2**32)
+            dataset = dataset.seed(seed).shuffle()
+        parts.append(dataset.repeat())
+    if len(parts) == 1:
+        return parts[0]
+    return grain.MapDataset.mix(parts, weights=[weight for _, weight, _ in samples])
+
+
+def _row(stream: np.ndarray, lengths: np.ndarray, document_mask: bool) -> Batch:
+    """T+1 tokens that `lengths` divides into documents, as a row of T tokens with their targets."""
+    size = stream.size - 1
+    row = {
+        "tokens": stream[:-1],
+        "targets": stream[1:],
+        "positions": np.arange(size, dtype=np.int32),
+    }
+    if document_mask:
+        segments = np.repeat(np.arange(1, lengths.size + 1, dtype=np.int32), lengths)
+        starts = np.repeat((np.cumsum(lengths) - lengths).astype(np.int32), lengths)
+        row["segment_ids"] = segments[:-1]
+        row["positions"] = row["positions"] - starts[:-1]
+        row["targets"] = np.where(segments[1:] == segments[:-1], stream[1:], np.int32(-1))
+    return row
+
+
+def _random_bits(key: tuple, count: int) -> np.ndarray:
+    """uint64 [count] set by the key alone; Philox's raw bits are the same in every NumPy."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest)).random_raw(count)

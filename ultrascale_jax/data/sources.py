@@ -1,0 +1,161 @@
+"""Where documents come from: what `data.source` names, opened and checked before the first step.
+
+    python-stdlib    the .py files of the running Python's own standard library: no download, about
+    10 MB text:GLOB        each matching file is one document of UTF-8 text, held in memory
+    tokens:DIR       token shards that `scripts/prepare_data.py` wrote, memory-mapped synthetic
+    random token ids and document borders, without end
+
+Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios
+matter.
+"""
+
+import glob
+import hashlib
+import math
+import os
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultrascale_jax.config import DataConfig, require
+from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
+from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+
+KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
+
+STDLIB_SKIPPED = {
+    *("test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"),
+    *("encodings", "pydoc_data"),  # generated tables and help text, not code to learn from
+}
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Token ids drawn at random below `vocab_size`; any number of sequences."""
+
+    vocab_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        return f"synthetic {self.vocab_size}"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything that a run reads, in the order of `data.source`."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    """Shares of the sequences; their sum is 1."""
+    corpora: tuple[Corpus | Synthetic, ...]
+    tokenizer: Tokenizer
+
+
+def open_sources(data: DataConfig, vocab_size: int) -> Sources:
+    """Open and check every source, so that nothing is wrong with the tokens once training starts.
+
+    Raises:
+        ValueError: in one line the field, the source, the file at fault and the fix.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    mixture = parse_mixture(data.source)
+    corpora = tuple(_open(name, tokenizer, vocab_size) for name, _ in mixture)
+    total = sum(weight for _, weight in mixture)
+    return Sources(
+        names=tuple(name for name, _ in mixture),
+        weights=tuple(weight / total for _, weight in mixture),
+        corpora=corpora,
+        tokenizer=tokenizer,
+    )
+
+
+def parse_mixture(source: str) -> list[tuple[str, float]]:
+    """`a@0.7,b@0.3` as names and weights; a comma parts sources only before the name of a kind."""
+    mixture = []
+    for part in re.split(r",\s*(?=python-stdlib|synthetic|text:|tokens:)", source):
+        match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
+        try:
+            name, weight = (match[1], float(match[2])) if match else (part.strip(), 1.0)
+        except ValueError:
+            name, weight = part.strip(), 1.0  # an @ inside a path
+        kind, _, argument = name.partition(":")
+        known = name in ("python-stdlib", "synthetic") or (
+            kind in ("text", "tokens") and bool(argument)
+        )
+        require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")
+        fix = f"the weight of {name!r} must be a positive number"
+        require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
+        mixture.append((name, weight))
+    return mixture
+
+
+def _open(name: str, tokenizer: Tokenizer, vocab_size: int) -> Corpus | Synthetic:
+    kind, _, argument = name.partition(":")
+    if kind == "synthetic":
+        return Synthetic(vocab_size)
+    if kind == "tokens":
+        try:
+            return open_shards(Path(argument), vocab_size, tokenizer.fingerprint)
+        except (ValueError, OSError) as error:
+            fix = "name a folder that scripts/prepare_data.py wrote, or write it anew"
+            raise ValueError(f"data.source={name!r}: {error}; {fix}") from error
+    paths = (
+        stdlib_paths()
+        if kind == "python-stdlib"
+        else glob.glob(os.path.expanduser(argument), recursive=True)
+    )
+    files = _read_files(
+        name, sorted(Path(path) for path in paths), skip_undecodable=kind == "python-stdlib"
+    )
+    require(bool(files), "data.source", name, "no file with text matches; give another pattern")
+    return _encode(name, files, tokenizer, vocab_size)
+
+
+def stdlib_paths() -> list[Path]:
+    """The .py files of the running Python's standard library, without tests and tables."""
+    paths = []
+    for folder, subfolders, files in Path(sysconfig.get_path("stdlib")).walk():
+        # The build's own settings (config-*, _sysconfigdata) differ from machine to machine.
+        subfolders[:] = [
+            name for name in subfolders if name not in STDLIB_SKIPPED and "config-" not in name
+        ]
+        paths += [
+            folder / name
+            for name in files
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    return paths
+
+
+def _read_files(name: str, paths: list[Path], skip_undecodable: bool) -> list[tuple[Path, str]]:
+    """The files that are not empty, as text."""
+    files = []
+    for path in filter(Path.is_file, paths):
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            if skip_undecodable:
+                continue
+            fix = f"{path} is not UTF-8 text; convert it or leave it out of the pattern"
+            raise ValueError(f"data.source={name!r}: {fix}") from error
+        if text:
+            files.append((path, text))
+    return files
+
+
+def _encode(
+    name: str, files: list[tuple[Path, str]], tokenizer: Tokenizer, vocab_size: int
+) -> Corpus:
+    tokens, lengths = encode_documents(tokenizer, [text for _, text in files])
+    ends = np.cumsum(lengths)
+    if int(tokens.max()) >= vocab_size:
+        place = int(np.argmax(tokens >= vocab_size))
+        path = files[int(np.searchsorted(ends, place, side="right"))][0]
+        fault = f"{path} has token {tokens[place]}, outside model.vocab_size={vocab_size}"
+        raise ValueError(f"data.source={name!r}: {fault}; use a tokenizer within it, or raise it")
+    hashes = np.array([text_hash(text.encode()) for _, text in files], np.uint64)
+    digest = hashlib.sha256(tokenizer.fingerprint.encode() + hashes.tobytes() + ends.tobytes())
+    return Corpus(arrays=(tokens,), ends=ends, hashes=hashes, fingerprint=digest.hexdigest())

@@ -1,0 +1,145 @@
+"""Text to token ids and back: bytes, or a Hugging Face `tokenizer.json`.
+
+Every document becomes its tokens followed by one separator, the tokenizer's end-of-text token. No
+other special token is added. Reading a `tokenizer.json` parses JSON and runs no code from it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ultrascale_jax.config import require
+
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+"""Names of the end-of-text token; the first that the tokenizer has separates documents."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    eos: int
+    """Id that ends every document."""
+    fingerprint: str
+    """Equal for tokenizers that give equal ids."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of the text as ids 0 to 255; byte 0 separates documents."""
+
+    vocab_size = 256
+    eos = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes; what is not UTF-8, and ids above 255, read as U+FFFD."""
+        # 0xFF occurs nowhere in UTF-8, so it always decodes to the replacement character.
+        return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` as the `tokenizers` library runs it."""
+
+    def __init__(self, path: str | Path):
+        import tokenizers
+
+        fix = "must be 'bytes' or the path of a Hugging Face tokenizer.json"
+        require(Path(path).is_file(), "data.tokenizer", str(path), fix)
+        content = Path(path).read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"data.tokenizer={str(path)!r}: {fix}; it says: {error}") from error
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        separator = next((name for name in SEPARATORS if name in vocab), None)
+        fix = (
+            f"has none of the end-of-text tokens {', '.join(SEPARATORS)}; add one to its vocabulary"
+        )
+        require(separator is not None, "data.tokenizer", str(path), fix)
+        self.vocab_size = max(vocab.values()) + 1
+        self.eos = vocab[separator or ""]
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a `tokenizer.json`."""
+    return ByteTokenizer() if name == "bytes" else JsonTokenizer(name)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned type that holds ids below `vocab_size`."""
+    return np.min_scalar_type(vocab_size - 1)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Documents end to end, each followed by the separator.
+
+    Returns:
+        All tokens as one flat array of `token_dtype`, and the length of every document, its
+        separator counted.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    separator = np.array([tokenizer.eos], dtype)
+    pieces: list[np.ndarray] = []
+    for start in range(0, len(texts), 64):  # bounds what the tokenizer holds beside the ids
+        for ids in tokenizer.encode_batch(texts[start : start + 64]):
+            pieces += (ids, separator)
+    sizes = np.array([piece.size for piece in pieces], np.int64)
+    tokens = np.concatenate(pieces, dtype=dtype) if pieces else np.zeros(0, dtype)
+    return tokens, sizes.reshape(-1, 2).sum(axis=1)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE of at most `vocab_size` ids and write its `tokenizer.json` to `path`.
+
+    Any text round-trips: the 256 bytes are in the vocabulary. Id 0 is the separator
+    `<|endoftext|>`. Equal texts give an equal file.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    require(
+        vocab_size > 256,
+        "train_bpe",
+        vocab_size,
+        "must be at least 257: the bytes and the separator",
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATORS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    unfinished = path.with_name(path.name + ".tmp")
+    tokenizer.save(str(unfinished))
+    os.replace(unfinished, path)

@@ -1,0 +1,109 @@
+"""Grouped-query attention with rotary embeddings, over the tensor group and packed documents."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.kernels.attention import attention
+from ultrascale_jax.models.layers import INIT_STD, gather_sequence, gradient_axes, param, rms_norm, rotate, spread
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import act, einsum, gathered, mesh_size
+
+Cache = tuple[jax.Array, jax.Array, jax.Array]
+"""Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
+
+
+class Attention(nnx.Module):
+    """One attention layer; heads are split over the tensor group."""
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        self.cfg = cfg
+        D, N, K, H = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        k_q, k_k, k_v, k_o = jax.random.split(key, 4)
+        self.w_q = param(k_q, "DNH", "BTD", (D, N, H))
+        self.w_k = param(k_k, "DKH", "BTD", (D, K, H))
+        self.w_v = param(k_v, "DKH", "BTD", (D, K, H))
+        self.w_o = param(k_o, "NHD", "BTNH", (N, H, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
+        if cfg.qkv_bias:
+            self.b_q = param(None, "NH", "BTNH", (N, H), std=0)
+            self.b_k = param(None, "KH", "BTKH", (K, H), std=0)
+            self.b_v = param(None, "KH", "BTKH", (K, H), std=0)
+        if cfg.qk_norm == "head":
+            self.q_norm = param(None, "H", "BTNH", (H,), std=1)
+            self.k_norm = param(None, "H", "BTKH", (H,), std=1)
+        if cfg.qk_norm == "full":
+            self.q_norm = param(None, "NH", "BTNH", (N, H), std=1)
+            self.k_norm = param(None, "KH", "BTKH", (K, H), std=1)
+
+    def __call__(
+        self,
+        x_BRD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        segment_ids_BT: jax.Array | None = None,
+        *,
+        window: int | None = None,
+        recompute: bool = False,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """`[B, R, D]` to `[B, R, D]`, and the cache with this call's keys and values added."""
+        x_BTD = gather_sequence(x_BRD)
+        q_BTNH = self._project(x_BTD, "q", "N")
+        k_BTKH = self._project(x_BTD, "k", "K")
+        v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
+        q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
+        k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
+        start = jnp.int32(0)
+        if cache is not None:
+            cached_k, cached_v, start = cache
+            k_BTKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BTKH, start, axis=1)
+            v_BTKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BTKH, start, axis=1)
+            cache = (k_BTKH, v_BTKH, start + q_BTNH.shape[1])
+        out_BTNH = self._core(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, start, window, recompute)
+        out_BTNH = checkpoint_name(out_BTNH, "attn_core")
+        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], to="BRD"), cache
+
+    def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
+        """Queries, keys or values, with bias and norm where the family has them."""
+        dims = f"BT{heads}H"
+        y = einsum(f"BTD,D{heads}H->{dims}", x_BTD, self._widen(f"w_{name}", f"D{heads}H"))
+        if self.cfg.qkv_bias:
+            y = y + spread(self._widen(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
+        if self.cfg.qk_norm != "none" and name != "v":
+            over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
+            y = rms_norm(y, self._widen(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
+        return y
+
+    def _widen(self, name: str, dims: str) -> jax.Array:
+        """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
+
+        Each device then computes only the head it needs; the weights' gradient is summed over the copies.
+        """
+        weight = getattr(self, name)
+        value, on = weight[...], weight.on
+        copies = mesh_size("sp", "tp") // self.cfg.num_kv_heads
+        if "K" not in dims or copies <= 1:
+            return value
+        axis, reduced = dims.index("K"), gradient_axes(dims, on)
+        shape = (*value.shape[: axis + 1], copies, *value.shape[axis + 1 :])
+        value = jnp.broadcast_to(jnp.expand_dims(value, axis + 1), shape)
+        value = value.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+        return jax.reshard(value, gathered(dims, value.shape, reduced=reduced))
+
+    def _core(self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute):
+        """Attention on this device's heads; keys and values are whole over cp (an all-gather there)."""
+
+        def core(q, k, v, index, *segments):
+            return attention(
+                q, k, v, q_index=index, segment_ids=segments or None, window=window, recompute=recompute,
+                implementation=self.cfg.attention,
+            )  # fmt: skip
+
+        k_BSKH, v_BSKH = (jax.reshard(t, act("BSKH")) for t in (k_BSKH, v_BSKH))
+        index_T = start + jnp.arange(q_BTNH.shape[1], dtype=jnp.int32, out_sharding=act("T"))
+        segments = ()
+        if segment_ids_BT is not None:
+            segments = (segment_ids_BT, jax.reshard(segment_ids_BT, act("BS")))
+        specs = (act("BTNH"), act("BSKH"), act("BSKH"), act("T"), *(act("BT"), act("BS"))[: len(segments)])
+        return smap(core, in_specs=specs, out_specs=act("BTNH"))(q_BTNH, k_BSKH, v_BSKH, index_T, *segments)

@@ -1,0 +1,278 @@
+"""Hugging Face `config.json` to `ModelConfig` and back.
+
+A key that would make `transformers` compute something else than our decoder is refused, never
+skipped: a model that loads is the same model. Absent keys take the default that the family has in
+`transformers`. The keys written are those that both transformers 4 and 5 read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ultrascale_jax.config import ModelConfig, RopeScaling, require
+from ultrascale_jax.models.hf_files import inside, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type`: what its code does, and what an absent key means."""
+
+    architecture: str
+    """The only class whose weights have the names of `models/hf.py`."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qkv_bias: bool = False
+    window: Literal["none", "all", "upper"] = "none"
+    """Layers that `sliding_window` can bound: none, all, or those from `max_window_layers` on."""
+    norm_eps: float = 1e-6
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+FAMILIES = {
+    "llama": Family(architecture="LlamaForCausalLM"),
+    "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", qkv_bias=True, window="upper", num_kv_heads=32
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        qk_norm="head",
+        window="upper",
+        num_kv_heads=32,
+        head_dim=128,
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM", norm_placement="post", qk_norm="full", norm_eps=1e-5
+    ),
+}
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (1,),
+    "rope_interleaved": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "quantization_config": (),
+    "auto_map": ({},),
+    "is_encoder_decoder": (False,),
+    "is_causal": (True,),
+}
+"""Values of keys that change the computation; `null` or no such key is always allowed."""
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The model that a Hugging Face folder (or its `config.json`) describes.
+
+    Raises `ValueError` naming the key, its value and what is supported where the model is not
+    exactly ours.
+    """
+    path = Path(path)
+    folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+    return parse_config(read_json(inside(folder, name)))
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model that the object in a `config.json` describes; raises as `read_config`."""
+    model_type = raw.get("model_type")
+    known = isinstance(model_type, str) and model_type in FAMILIES
+    require(known, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    supported = [family.architecture]
+    names = raw.get("architectures") or supported
+    require(names == supported, "architectures", names, f"supported is {supported}")
+    for key, allowed in _ALLOWED.items():
+        value = raw.get(key)
+        fix = f"supported is {' or '.join(map(repr, allowed)) or 'null'}, or no such key"
+        require(value is None or value in allowed, key, value, fix)
+
+    num_heads, num_layers = _integer(raw, "num_attention_heads"), _integer(raw, "num_hidden_layers")
+    d_model = _integer(raw, "hidden_size")
+    share = d_model // num_heads
+    tied = raw.get("tie_word_embeddings", False)
+    require(isinstance(tied, bool), "tie_word_embeddings", tied, "must be true or false")
+    rope_theta, rope_scaling = _rope(raw)
+    sliding_window, first_window_layer = _window(raw, family, num_layers)
+    return ModelConfig(
+        vocab_size=_integer(raw, "vocab_size"),
+        d_model=d_model,
+        d_ff=_integer(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_integer(raw, "num_key_value_heads", family.num_kv_heads, null=num_heads),
+        head_dim=_integer(raw, "head_dim", family.head_dim, null=share),
+        norm_eps=_number(raw, "rms_norm_eps", family.norm_eps),
+        norm_placement=family.norm_placement,
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        tied_embeddings=tied,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        sliding_window=sliding_window,
+        first_window_layer=first_window_layer,
+    )
+
+
+def _integer(
+    raw: Mapping[str, Any], key: str, default: int | None = None, null: int | None = None
+) -> int:
+    """A positive integer; `default` where the key is absent, `null` where its value is null."""
+    value = raw.get(key, default)
+    value = null if value is None else value
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(good, key, value, "must be a positive integer")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = raw.get(key, default)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number and 0 < value < float("inf"), key, value, "must be a positive number")
+    return float(value)
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and stretch: `rope_theta`, `rope_scaling` of transformers 4, `rope_parameters` of 5."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    require(isinstance(rope, dict), key, rope, "must be an object")
+    # transformers 5 writes one object per kind of layer where they differ; ours share one.
+    nested = any(isinstance(value, dict) for value in rope.values())
+    require(not nested, key, rope, "supported is one for all layers")
+    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)
+    share = rope.get("partial_rotary_factor")
+    require(share in (None, 1), "partial_rotary_factor", share, "supported is 1, or no such key")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = kind in ("default", "llama3")
+    require(known, f"{key}.rope_type", kind, "supported are default, llama3")
+    if kind == "default":
+        return theta, None
+    key = "original_max_position_embeddings"
+    # As transformers 5: the outer key wins, and the whole context is the fallback.
+    original = _integer(raw if raw.get(key) else rope, key, raw.get("max_position_embeddings"))
+    return theta, RopeScaling(
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_seq_len=original,
+    )
+
+
+def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, int]:
+    """`sliding_window` and `first_window_layer`; (None, 0) where no layer has a window."""
+    if family.window == "all":
+        window, first = raw.get("sliding_window", 4096), 0
+    elif family.window == "upper":
+        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+        first = raw.get("max_window_layers", 28)
+        good = isinstance(first, int) and not isinstance(first, bool) and first >= 0
+        require(window is None or good, "max_window_layers", first, "must be an integer from 0 on")
+    else:
+        window, first = None, 0
+        value, fix = raw.get("sliding_window"), f"{raw['model_type']} has none; supported is null"
+        require(value is None, "sliding_window", value, fix)
+    if window is not None:
+        window = _integer({"sliding_window": window}, "sliding_window")
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        first = _first_window_layer(kinds, window, family, num_layers)
+    return (window, first) if window is not None and first < num_layers else (None, 0)
+
+
+def _first_window_layer(kinds: Any, window: int | None, family: Family, num_layers: int) -> int:
+    """The first windowed layer of `layer_types`: full layers, and from there on windowed ones."""
+    full, windowed = "full_attention", "sliding_attention"
+    fix = f"supported are {num_layers} layers, {full} up to one layer and {windowed} from there on"
+    require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
+    first = kinds.count(full)
+    require(kinds == [full] * first + [windowed] * (num_layers - first), "layer_types", kinds, fix)
+    fix = "there is no sliding_window"
+    require(window is not None or first == num_layers, "layer_types", kinds, fix)
+    # Mistral's code ignores layer_types, so they may only repeat what it does.
+    repeats = family.window != "all" or first == (0 if window else num_layers)
+    fix = "supported is sliding_attention in all layers, or none where there is no sliding_window"
+    require(repeats, "layer_types", kinds, fix)
+    return first
+
+
+def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -> dict[str, Any]:
+    """The `config.json` with which `transformers` builds this model.
+
+    Raises `ValueError` where no family of `FAMILIES` has this combination of fields.
+    """
+    model_type = _model_type(cfg)
+    family = FAMILIES[model_type]
+    raw: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.d_ff,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rms_norm_eps": cfg.norm_eps,
+        "tie_word_embeddings": cfg.tied_embeddings,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": 0.02,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": None,
+        # The families' own defaults name tokens of their own tokenizers.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if cfg.rope_scaling is not None:
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": cfg.rope_scaling.factor,
+            "low_freq_factor": cfg.rope_scaling.low_freq_factor,
+            "high_freq_factor": cfg.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": cfg.rope_scaling.original_seq_len,
+        }
+    if model_type not in ("qwen2", "mistral"):
+        raw["attention_bias"] = False
+    if family.window == "all":
+        raw["sliding_window"] = _effective_window(cfg)
+    if family.window == "upper":
+        window = _effective_window(cfg)
+        raw["use_sliding_window"] = window is not None
+        raw["sliding_window"] = window
+        raw["max_window_layers"] = cfg.first_window_layer if window is not None else cfg.num_layers
+    return raw
+
+
+def _effective_window(cfg: ModelConfig) -> int | None:
+    return cfg.sliding_window if cfg.first_window_layer < cfg.num_layers else None
+
+
+def _model_type(cfg: ModelConfig) -> str:
+    """The family that computes exactly this model."""
+    window = _effective_window(cfg)
+    features = (cfg.norm_placement, cfg.qk_norm, cfg.qkv_bias)
+    # Llama's config refuses heads that do not divide the width; Mistral's is the same model.
+    plain = "mistral" if window is not None or cfg.d_model % cfg.num_heads else "llama"
+    families = {(f.norm_placement, f.qk_norm, f.qkv_bias): name for name, f in FAMILIES.items()}
+    name = plain if features == ("pre", "none", False) else families.get(features)
+    fix = f"none of {', '.join(FAMILIES)} has this norm_placement, qk_norm and qkv_bias together"
+    require(name is not None, "model", features, fix)
+    kind = FAMILIES[name].window
+    fix = f"{name} has no window; set it to none"
+    require(window is None or kind != "none", "model.sliding_window", window, fix)
+    first, fix = cfg.first_window_layer, f"{name} has its window on all layers; set it to 0"
+    require(window is None or kind != "all" or first == 0, "model.first_window_layer", first, fix)
+    return name

@@ -1,0 +1,88 @@
+"""The files of a Hugging Face checkpoint, opened without trusting what they say.
+
+Only JSON and safetensors are ever opened, and only inside the checkpoint's own folder: an index is
+somebody else's text, so the file names in it are checked before the first one is touched.
+"""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ultrascale_jax.config import UserError, require
+
+PLAIN_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name to the open file that holds it."""
+    files: dict[str, Any] = {}
+    for name, promised in weight_files(folder).items():
+        path = inside(folder, name)
+        try:
+            opened = stack.enter_context(safe_open(path, framework="np"))
+        except SafetensorError as error:
+            fault = f"is not a whole safetensors file ({error})"
+            raise UserError(f"path={str(path)!r}: {fault}") from None
+        names = set(opened.keys())
+        require_none("tensors", promised - names, f"missing from {name}, where the index puts them")
+        require_none("tensors", names & files.keys(), f"in {name} and in another file")
+        files |= dict.fromkeys(names, opened)
+    return files
+
+
+def weight_files(folder: Path) -> dict[str, set[str]]:
+    """The safetensors files to open, each with the tensors that the index promises there."""
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    if (folder / single).exists():
+        return {single: set()}
+    fix = f"holds neither {single} nor {index}; no other format is read, save it as safetensors"
+    require((folder / index).exists(), "path", str(folder), fix)
+    weight_map = read_json(inside(folder, index)).get("weight_map")
+    filled = isinstance(weight_map, dict) and len(weight_map) > 0
+    require(filled, "weight_map", weight_map, "must be an object that maps tensors to files")
+    promised: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        plain = isinstance(name, str) and PLAIN_NAME.fullmatch(name) is not None
+        fix = "must be the plain name of a .safetensors file"
+        require(plain, f"weight_map[{tensor!r}]", name, fix)
+        promised.setdefault(name, set()).add(tensor)
+    for name in promised:
+        inside(folder, name)
+    return promised
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The regular file `name` of `folder`, refused if it is a link that leaves the folder.
+
+    The Hub's own cache, whose snapshots are links into the `blobs` beside them, is one folder in
+    this sense.
+    """
+    root, path = folder.resolve(), (folder / name).resolve()
+    allowed = path.is_relative_to(root)
+    if root.parent.name == "snapshots":
+        allowed = allowed or path.is_relative_to(root.parent.parent / "blobs")
+    fix = "is a link out of the checkpoint's folder; put the file itself there"
+    require(allowed, "path", str(folder / name), fix)
+    require(path.is_file(), "path", str(folder / name), "there is no such file")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    require(path.is_file(), "path", str(path), "there is no such file")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"path={str(path)!r}: is not JSON ({error})") from None
+    require(isinstance(raw, dict), "path", str(path), "must hold a JSON object")
+    return raw
+
+
+def require_none(what: str, names: set[str], fault: str) -> None:
+    """Raise naming the first few of `names`, unless there are none."""
+    shown = sorted(names)[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else [])
+    require(not names, what, shown, fault)

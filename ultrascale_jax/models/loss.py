@@ -1,0 +1,113 @@
+"""Vocabulary-parallel cross-entropy that never holds the logits: chunks of tokens, gradients made on the way.
+
+For each chunk the logits, the loss and the gradients of hidden states and head are computed in one visit, so the
+backward pass has nothing to recompute and the largest buffer is one chunk of logits. The chunks take every n-th
+position, which leaves a sequence that is split over cp where it is.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.models.layers import gradient_axes
+from ultrascale_jax.sharding import BATCH, TENSOR, act, mesh_size
+
+CHUNK_BYTES = 2**29
+"""Upper bound of one chunk's float32 logits on a device."""
+
+
+def num_chunks(batch: int, seq_len: int, vocab_size: int) -> int:
+    """The smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
+    rows, length = max(batch // mesh_size(*BATCH), 1), seq_len // mesh_size("cp")
+    total = rows * length * (vocab_size // mesh_size(*TENSOR)) * 4
+    return next((n for n in range(1, length + 1) if length % n == 0 and total <= n * CHUNK_BYTES), length)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cross_entropy(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weight: jax.Array, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted sum of the negative log-likelihoods of `targets_BT`.
+
+    Args:
+      x_BTD: hidden states, `reduced` over the tensor group (`gather_sequence`).
+      head_DV: output head, V over the tensor group, in the type of compute.
+      targets_BT: token ids; -1 is not counted.
+      weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
+      z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
+
+    Returns:
+      The objective (with z-loss) and the bare cross-entropy, float32 scalars.
+    """
+    _, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=False)
+    return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
+
+
+def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
+    gradients, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True)
+    return (weight * jnp.sum(nll + z), weight * jnp.sum(nll)), gradients
+
+
+def _backward(z_loss, gradients, g):
+    return *(_scale(x, g[0]) for x in gradients), None, None
+
+
+def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """A partial sum times a scalar: the type system wants to see that the scalar is the same on every device."""
+    unreduced = jax.typeof(x).sharding.spec.unreduced
+    return x * jax.reshard(factor.astype(x.dtype), P(reduced=unreduced))
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
+    """Visit the chunks: (dx, dhead) or None, and each token's (nll, z-loss term)."""
+    B, T, D = x_BTD.shape
+    n = num_chunks(B, T, head_DV.shape[1])
+    if n == 1:
+        dhead, (dx, nll, z) = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)
+        return (dx, dhead if dhead is None else dhead.astype(head_DV.dtype)), (nll, z)
+    tensor = frozenset(TENSOR)
+    x = jax.lax.reshape(x_BTD, (B, T // n, n, D), out_sharding=act("BTCD", reduced=tensor))
+    targets = jax.lax.reshape(targets_BT, (B, T // n, n), out_sharding=act("BTC"))
+    x, targets = jnp.moveaxis(x, 2, 0), jnp.moveaxis(targets, 2, 0)
+
+    def step(dhead, chunk):
+        more, out = _visit(*chunk[:1], head_DV, *chunk[1:], weight, z_loss, with_gradients)
+        return dhead if more is None else dhead + more, out
+
+    start = None
+    if with_gradients:
+        unreduced = act("DV", unreduced=gradient_axes("DV", "BTD"))
+        start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
+    dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets))
+    if with_gradients:
+        dx = jax.lax.reshape(jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=tensor))
+        dhead = dhead.astype(head_DV.dtype)
+    return (dx, dhead), (nll, z)
+
+
+def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
+    """One chunk: dhead in float32, and (dx, nll, z-loss term), gradients None when not asked for."""
+    logits = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32)
+    counted = targets_BT >= 0
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
+    gold = vocabulary == targets_BT[:, :, None]
+    nll = jnp.where(counted, lse - jnp.sum(jnp.where(gold, logits, 0.0), axis=-1), 0.0)
+    z = jnp.where(counted, z_loss * jnp.square(lse), 0.0)
+    if not with_gradients:
+        return None, (None, nll, z)
+    scale = jnp.where(counted, weight, 0.0)[:, :, None]
+    probabilities = jnp.exp(logits - lse[:, :, None])
+    dlogits = scale * (probabilities * (1.0 + 2.0 * z_loss * lse[:, :, None]) - gold.astype(jnp.float32))
+    dlogits = dlogits.astype(x_BTD.dtype)
+    dx = jnp.einsum("BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=frozenset(TENSOR)))
+    dhead = jnp.einsum(
+        "BTD,BTV->DV", x_BTD, dlogits, preferred_element_type=jnp.float32,
+        out_sharding=act("DV", unreduced=gradient_axes("DV", "BTD")),
+    )  # fmt: skip
+    return dhead, (dx, nll, z)

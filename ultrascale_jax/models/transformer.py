@@ -1,0 +1,145 @@
+"""The decoder: embedding, a scan over stacked blocks, final norm, head.
+
+Modules are plain pytrees. A block is made once under `jax.vmap` over its init keys, so each of its parameters has a
+leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 a block gathers its own
+parameters as the first thing it does, inside the scan, so that XLA moves one layer at a time.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.models.attention import Attention, Cache
+from ultrascale_jax.models.layers import MLP, cast, gather, gather_sequence, gradient_axes, param, rms_norm, rotary
+from ultrascale_jax.sharding import TENSOR, P, act, einsum
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each with its norm and residual connection."""
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        self.cfg = cfg
+        k_attn, k_mlp = jax.random.split(key)
+        self.attn_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
+        self.attn = Attention(cfg, k_attn)
+        self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
+        self.mlp = MLP(cfg, k_mlp)
+
+    def __call__(
+        self, x_BRD: jax.Array, rope, segment_ids_BT=None, *, window=None, recompute=False, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gather` returns them."""
+        post = self.cfg.norm_placement == "post"
+        with jax.named_scope("attention"):
+            h = x_BRD if post else self._norm(x_BRD, "attn_norm")
+            h, cache = self.attn(h, rope, segment_ids_BT, window=window, recompute=recompute, cache=cache)
+            h = checkpoint_name(h, "attn_out")
+            x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
+        with jax.named_scope("mlp"):
+            h = checkpoint_name(self.mlp(x_BRD if post else self._norm(x_BRD, "mlp_norm")), "mlp_out")
+            x_BRD = x_BRD + (self._norm(h, "mlp_norm") if post else h)
+        return x_BRD, cache
+
+    def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
+        weight = getattr(self, name)[...]
+        return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps), name)
+
+
+class Transformer(nnx.Module):
+    """Decoder-only language model, Llama-style; `models/hf.py` lists the families it covers exactly."""
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        self.cfg = cfg
+        k_embed, k_blocks, k_head = jax.random.split(key, 3)
+        V, D = cfg.vocab_size, cfg.d_model
+        self.embed = param(k_embed, "VD", "BT", (V, D))
+        self.blocks = jax.vmap(lambda k: Block(cfg, k))(jax.random.split(k_blocks, cfg.num_layers))
+        self.final_norm = param(None, "D", "BRD", (D,), std=1)
+        if not cfg.tied_embeddings:
+            self.head = param(k_head, "DV", "BTD", (D, V))
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None = None,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        remat: Callable[[Callable], Callable] = lambda layer: layer,
+        recompute: bool = False,
+        cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]:
+        """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`.
+
+        Args:
+          tokens_BT: token ids, int32.
+          positions_BT: position of each token in its document, int32.
+          segment_ids_BT: document of each token, or None for one document a row.
+          dtype: type of compute.
+          remat: wraps the function of one layer, to say what the backward pass recomputes.
+          recompute: keep no attention scores for the backward pass.
+          cache: keys and values `[L, B, S, K, H]` of earlier positions and their number, for generation.
+
+        Returns:
+          Hidden states, and the cache with these positions added.
+        """
+        with jax.named_scope("embedding"):
+            x_BRD = self._embed(tokens_BT, dtype)
+        rope = rotary(positions_BT, self.cfg)
+        keys_values = None if cache is None else cache[:2]
+        outputs = []
+        for window, layers in self._segments():
+
+            def layer(x_BRD, block_and_cache, window=window):
+                block, kv = block_and_cache
+                kv = None if kv is None else (*kv, cache[2])
+                block = gather(block, dtype)
+                x_BRD, kv = block(x_BRD, rope, segment_ids_BT, window=window, recompute=recompute, cache=kv)
+                return x_BRD, None if kv is None else kv[:2]
+
+            part = jax.tree.map(lambda p: p[layers], (self.blocks, keys_values)) if layers else (self.blocks, keys_values)
+            with jax.named_scope("layers"):
+                x_BRD, kv = jax.lax.scan(remat(layer), x_BRD, part)
+            outputs.append(kv)
+        norm = gradient_axes("D", "BRD")
+        final_norm = jax.reshard(self.final_norm[...], P(None, reduced=norm))
+        x_BRD = rms_norm(x_BRD, final_norm, "D", "BRD", self.cfg.norm_eps)
+        if cache is None:
+            return x_BRD, None
+        keys, values = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs) if outputs[1:] else outputs[0]
+        return x_BRD, (keys, values, cache[2] + tokens_BT.shape[1])
+
+    def _segments(self) -> list[tuple[int | None, slice | None]]:
+        """Runs of layers with the same attention window: one unless only the upper layers have a window."""
+        windows = [
+            self.cfg.sliding_window if i >= self.cfg.first_window_layer else None for i in range(self.cfg.num_layers)
+        ]
+        if len(set(windows)) == 1:
+            return [(windows[0], None)]
+        runs = [(window, len(list(group))) for window, group in itertools.groupby(windows)]
+        stops = itertools.accumulate(length for _, length in runs)
+        return [(window, slice(stop - length, stop)) for (window, length), stop in zip(runs, stops, strict=True)]
+
+    def _embed(self, tokens_BT: jax.Array, dtype) -> jax.Array:
+        """Rows of the table, whose D is split over the tensor group for the look-up; then an all-to-all over sp."""
+        table = cast(self.embed[...], "VD", dtype)
+        table = jax.reshard(table, P(None, TENSOR, reduced=gradient_axes("VD", "BT")))
+        x_BTD = table.at[tokens_BT].get(out_sharding=P(*act("BT").partitions, TENSOR), mode="clip")
+        return jax.reshard(x_BTD, act("BRD"))
+
+    def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The output head `[D, V]`, V over the tensor group."""
+        tied = self.cfg.tied_embeddings
+        weight = cast(self.embed[...].T if tied else self.head[...], "DV", dtype)
+        return jax.reshard(weight, P(None, TENSOR, reduced=gradient_axes("DV", "BTD")))
+
+    def logits(self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32) -> jax.Array:
+        """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `models/loss.py`."""
+        x_BRD, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
+        x_BTD = gather_sequence(x_BRD)
+        return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)

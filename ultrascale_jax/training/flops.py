@@ -1,0 +1,59 @@
+"""Model FLOPs of a token, counted from the shapes, and the peak rates that they are compared with.
+
+Counted is the arithmetic that the model needs, not what a machine happens to do: a product of a vector with an [m, n]
+matrix is 2*m*n, its backward pass twice that, recomputation is free, and causal attention counts as the half of the
+score matrix that is used. Borders between packed documents are ignored. Model FLOPs utilisation (MFU) is this count
+per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal attention halved).
+"""
+
+import re
+
+from ultrascale_jax.config import ModelConfig
+
+PEAK_TFLOPS = (
+    (r"A100", 312.0, 156.0),
+    (r"H100 PCIe", 756.5, 378.0),
+    (r"H100 NVL", 835.5, 417.5),
+    (r"H100", 989.4, 494.7),
+    (r"H200 NVL", 835.5, 417.5),
+    (r"H200", 989.4, 494.7),
+    (r"GB200", 2500.0, 1250.0),
+    (r"B200", 2250.0, 1125.0),
+    (r"L40S", 362.05, 183.0),
+    (r"RTX 4090$", 165.2, 82.6),
+)
+"""(device kind, dense bfloat16 peak, dense TF32 peak) in TFLOP/s, first match wins.
+
+Sources: NVIDIA's data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and L40S, halved where they print the rate with
+sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 with float32 accumulation).
+"""
+
+
+def matmul_params(model: ModelConfig) -> int:
+    """Number of parameters that multiply an activation: all matrices of the blocks and the head, not the lookup."""
+    attention = model.d_model * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    mlp = 3 * model.d_model * model.d_ff
+    return model.num_layers * (attention + mlp) + model.d_model * model.vocab_size
+
+
+def mean_keys(seq_len: int, window: int | None) -> float:
+    """Keys that a position sees on average under a causal mask: T/2, or less within a sliding window."""
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return window - window**2 / (2 * seq_len)
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward pass per token: 6 per matrix parameter, and 12*N*H per layer and key seen."""
+    windowed = max(model.num_layers - model.first_window_layer, 0) if model.sliding_window is not None else 0
+    keys = (model.num_layers - windowed) * mean_keys(seq_len, None)
+    keys += windowed * mean_keys(seq_len, model.sliding_window)
+    return 6 * matmul_params(model) + 12 * model.num_heads * model.head_dim * keys
+
+
+def peak_tflops(device_kind: str, precision: str) -> float | None:
+    """Dense peak of one device in TFLOP/s (`precision`: `bf16`, or `fp32` on tensor cores), or none if not known."""
+    for pattern, bf16, tf32 in PEAK_TFLOPS:
+        if re.search(pattern, device_kind):
+            return bf16 if precision == "bf16" else tf32
+    return None

@@ -1,0 +1,264 @@
+"""The training loop: feed the compiled step, and report, evaluate and save on the way.
+
+The device never waits for the host. Step n+1 is dispatched before the metrics of step n are read, batches are prepared
+ahead by the loader's threads, and checkpoints are written in the background. What a run does depends on its config, the
+data and the step number alone, so a run that stops anywhere and resumes computes the same numbers.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.distributed import StopRequest
+from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
+from ultrascale_jax.training.flops import flops_per_token, peak_tflops
+from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
+from ultrascale_jax.training.state import TrainState, abstract_state, init_state
+from ultrascale_jax.training.step import make_eval_step, make_train_step
+
+
+class Diverged(RuntimeError):
+    """`train.max_skipped` steps in a row had a loss or gradient norm that is not finite."""
+
+    exit_code = 3
+
+
+def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) -> dict:
+    """Train as `cfg` says, from the newest checkpoint in its run directory if there is one.
+
+    Args:
+        cfg: a checked config.
+        mesh: the mesh of `cfg.mesh`.
+        profile: write a trace of the steps from the first number up to, not including, the second to `run_dir/profile`.
+
+    Returns:
+        What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
+        `eval_loss`, `eval_tokens`, `skipped` (steps of this process that were not finite), and of its steps after the
+        first `step_s` and `tokens_per_s` (means), `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from
+        the call to the end of the first step) and `hbm_gb`. What did not happen or is not known is none.
+
+    Raises:
+        UserError: the checkpoint is of another run, or the data cannot be used.
+        Diverged: too many steps in a row were not finite.
+    """
+    started = time.monotonic()
+    run_dir = Path(cfg.log.run_dir)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        loader = Loader(
+            cfg.data, vocab_size=cfg.model.vocab_size, global_batch=cfg.train.global_batch, seed=cfg.train.seed
+        )
+        checkpoints = stack.enter_context(Checkpoints(cfg))
+        state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
+        log = stack.enter_context(RunLog(run_dir, first_step=first_step, num_steps=cfg.train.steps))
+        if jax.process_index() == 0:
+            _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
+        for note in notes:
+            log.note(note)
+        tracer = stack.enter_context(_Tracer(run_dir / "profile", profile))
+        stop = stack.enter_context(StopRequest())
+        run = _Run(cfg, mesh, loader, checkpoints, log, started)
+        return run.run(state, first_step, stop, tracer)
+
+
+class _Run:
+    """What one call of `train` holds besides the state."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints, log: RunLog, started: float):
+        self.cfg, self.mesh, self.loader, self.checkpoints, self.log = cfg, mesh, loader, checkpoints, log
+        self.started = started
+        self.held_out = loader.held_out()
+        self.eval_step: Callable = make_eval_step(cfg)
+        self.rate = _Rate(cfg, mesh)
+        self.summary: dict = dict.fromkeys(("loss", "eval_loss", "eval_tokens", "compile_s", "first_step_s"))
+        self.skipped_hashes: list[str] = []
+        """Hashes of the batches of the last skipped steps in a row."""
+
+    def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: "_Tracer") -> dict:
+        """The steps after `first_step`; see `train`."""
+        steps, every, eval_every = self.cfg.train.steps, self.cfg.checkpoint.every, self.cfg.train.eval_every
+        self.in_a_row = int(state.skipped_in_a_row)
+        self.skipped = 0
+        step, stopped, pending = first_step, False, None
+        with contextlib.closing(self.loader.device_batches(self.mesh, first_step)) as batches:
+            train_step = None
+            while step < steps and not stopped:
+                asked = time.monotonic()
+                _, batch, digest = next(batches)
+                wait_s = time.monotonic() - asked
+                train_step = train_step or self._compile(state, batch)
+                step += 1
+                if tracer.turns(step):
+                    self._read(pending)
+                    pending = None
+                    tracer.turn(state)
+                    self.rate.restart()
+                state, metrics = train_step(state, batch)
+                self._read(pending)
+                pending = (step, metrics, digest, wait_s)
+                stopped = stop.reached(step) and step < steps
+                saves = stopped or step == steps or (every > 0 and step % every == 0)
+                evaluates = eval_every > 0 and step % eval_every == 0 and step < steps and not stopped
+                if not (saves or evaluates):
+                    continue
+                # Everything up to this step is on record before the checkpoint is.
+                self._read(pending)
+                pending = None
+                if evaluates:
+                    self._evaluate(state, step)
+                if saves:
+                    meta = describe(self.cfg, step, self.loader.fingerprint)
+                    self.checkpoints.save(state, meta, wait=stopped or step == steps)
+                self.rate.restart()
+        if stopped:
+            self.log.note(f"stopped by SIGTERM after step {step}; saved, the same command continues")
+        else:
+            self._evaluate(state, step)
+        known = {**self.summary, **self.rate.mean(), "hbm_gb": peak_memory_gb() or None, "skipped": self.skipped}
+        return {"step": step, "stopped": stopped, "run_dir": self.cfg.log.run_dir, **known}
+
+    def _compile(self, state: TrainState, batch: dict) -> Callable:
+        begun = time.monotonic()
+        train_step = make_train_step(self.cfg).lower(state, batch).compile()
+        self.summary["compile_s"] = time.monotonic() - begun
+        self.log.note(f"compiled the step in {self.summary['compile_s']:.1f} s")
+        self.rate.restart()
+        return train_step
+
+    def _read(self, pending: tuple | None) -> None:
+        """Wait for a dispatched step, record its metrics, and stop the run if it was one too many to skip."""
+        if pending is None:
+            return
+        step, metrics, digest, wait_s = pending
+        values = jax.device_get(metrics)
+        row = {name: float(values[name]) for name in ("loss", "grad_norm", "lr")}
+        row |= {"tokens": int(values["tokens"]), **self.rate.step(), "hbm_gb": peak_memory_gb()}
+        skipped = bool(values["skipped"])
+        self.log.step({"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest})
+        if self.summary["first_step_s"] is None:
+            self.summary["first_step_s"] = time.monotonic() - self.started
+        if not skipped:
+            self.summary["loss"] = row["loss"]
+            self.in_a_row, self.skipped_hashes = 0, []
+            return
+        self.skipped += 1
+        self.in_a_row += 1
+        self.skipped_hashes.append(digest)
+        if self.in_a_row >= self.cfg.train.max_skipped:
+            hashes = ", ".join(self.skipped_hashes)
+            raise Diverged(
+                f"loss or gradient norm was not finite in {self.in_a_row} steps in a row up to step {step} "
+                f"(train.max_skipped={self.cfg.train.max_skipped}); newest checkpoint: {self.checkpoints.latest}; "
+                f"hashes of the batches: {hashes}. Lower optim.lr, or raise optim.warmup_steps"
+            )
+
+    def _evaluate(self, state: TrainState, step: int) -> None:
+        """Mean loss over the same first batches of the held-out split every time."""
+        size = self.cfg.train.global_batch
+        # Rows beyond one epoch would count documents twice; a split smaller than one batch fills it by repeating.
+        batches = min(self.cfg.train.eval_batches, max(self.held_out.num_sequences // size, 1))
+        if self.held_out.num_sequences == 0:
+            self.log.note("no evaluation: the held-out documents do not fill one row of data.seq_len tokens")
+            return
+        nats, tokens = 0.0, 0
+        with contextlib.closing(self.held_out.device_batches(self.mesh, 0)) as held_out:
+            for _ in range(batches):
+                _, batch, _ = next(held_out)
+                batch_nats, batch_tokens = jax.device_get(self.eval_step(state.params, batch))
+                nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
+        self.summary |= {"eval_loss": nats / max(tokens, 1), "eval_tokens": tokens}
+        self.log.evaluation(step, self.summary["eval_loss"], tokens)
+
+
+class _Rate:
+    """Time, throughput and utilisation of steps; time spent between steps (evaluating, saving) does not count.
+
+    Throughput is in tokens that pass through the model, counted in the loss or not: the FLOPs are the same.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        self._tokens = cfg.train.global_batch * cfg.data.seq_len
+        self._tflops = self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size / 1e12
+        self._peak = peak_tflops(mesh.devices.flat[0].device_kind, cfg.train.precision)
+        self._times: list[float] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._begun = time.monotonic()
+
+    def step(self) -> dict[str, float | None]:
+        """The step that ends now, and the next one's beginning."""
+        begun = self._begun
+        self.restart()
+        self._times.append(self._begun - begun)
+        return self._of(self._times[-1])
+
+    def mean(self) -> dict[str, float | None]:
+        """All steps but the first, which warms up."""
+        times = self._times[1:]
+        return self._of(math.fsum(times) / len(times) if times else None)
+
+    def _of(self, step_s: float | None) -> dict[str, float | None]:
+        if step_s is None:
+            return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
+        tflops = self._tflops / step_s
+        mfu = None if self._peak is None else tflops / self._peak
+        return {"tokens_per_s": self._tokens / step_s, "step_s": step_s, "tflops_per_device": tflops, "mfu": mfu}
+
+
+class _Tracer:
+    """Profiler trace of the steps in [first, stop), which Perfetto opens."""
+
+    def __init__(self, folder: Path, steps: tuple[int, int] | None):
+        self._folder, self._steps, self._active = folder, steps, False
+
+    def __enter__(self) -> "_Tracer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._active:
+            jax.profiler.stop_trace()
+
+    def turns(self, step: int) -> bool:
+        """Whether the trace begins or ends before `step`."""
+        inside = self._steps is not None and self._steps[0] <= step < self._steps[1]
+        return inside != self._active and jax.process_index() == 0
+
+    def turn(self, state: TrainState) -> None:
+        """Begin or end the trace, when the steps before are done."""
+        jax.block_until_ready(state)
+        if self._active:
+            jax.profiler.stop_trace()
+        else:
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+        self._active = not self._active
+
+
+def _start(
+    cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
+) -> tuple[TrainState, int, list[str]]:
+    """The state to go on from, the step it stands at, and what to tell about it."""
+    step = checkpoints.latest
+    if step is None:
+        return init_state(cfg, mesh), 0, []
+    place = checkpoints.folder / str(step)
+    changes = check_same_run(checkpoints.meta(step), cfg, loader.fingerprint, place)
+    state = checkpoints.restore(step, abstract_state(cfg, mesh))
+    return state, step, [f"resumed from {place}", *(f"changed since: {change}" for change in changes)]
+
+
+def _write_json(path: Path, value: object) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(unfinished, path)

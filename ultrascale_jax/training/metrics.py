@@ -1,0 +1,173 @@
+"""What a run reports: rows of `metrics.jsonl`, lines or a progress bar on the console, and TensorBoard events.
+
+`metrics.jsonl` is the record; the rest is for watching. Each row is one JSON object, written whole and flushed, and a
+row of step n describes the n-th optimizer step (n = 1 is the first). A number that is not finite is written as null,
+because JSON has no word for it. A run that resumes at step n first drops the rows after n, so that every step stands
+in the file once. Only process 0 writes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ultrascale_jax.config import UserError
+
+FILE_NAME = "metrics.jsonl"
+
+
+def peak_memory_gb() -> float:
+    """Largest memory in use so far on this process's first device, in 1e9 bytes; 0 where JAX does not tell (CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", 0) / 1e9
+
+
+def to_json(row: Mapping[str, object]) -> str:
+    """`row` as one line of strict JSON; numbers that are not finite become null, and None leaves its key out."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+        if value is not None
+    }
+    return json.dumps(finite, allow_nan=False)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
+    rows = []
+    lines = path.read_text().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                fix = "is not JSON; move the file away to start a new one"
+                raise UserError(f"{path}: line {number} {fix}") from None
+    return rows
+
+
+def truncate_rows(path: Path, step: int) -> None:
+    """Drop the rows of `path` whose step is after `step`, and a last line that was cut short."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
+class RunLog:
+    """Writer of one run's metrics; use it as a context manager. On other processes than 0 it does nothing."""
+
+    def __init__(self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None):
+        """Open the files of `run_dir` behind step `first_step`, of `num_steps` in all."""
+        self._active = jax.process_index() == 0
+        self._stack = contextlib.ExitStack()
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._num_steps = num_steps
+        self._last_line = -math.inf
+        self._held_back: str | None = None
+        self._progress: Progress | None = None
+        if not self._active:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        truncate_rows(run_dir / FILE_NAME, first_step)
+        self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "a"))
+        self._events = _event_writer(run_dir / "tensorboard", first_step)
+        if self._events is not None:
+            self._stack.callback(self._events.close)
+        if self._console.is_terminal:
+            words = TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()
+            self._progress = Progress("train", BarColumn(), MofNCompleteColumn(), *words, console=self._console)
+            self._stack.enter_context(self._progress)
+            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, loss=math.nan)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Print the line of the last step, and close the files."""
+        self._release()
+        self._stack.close()
+
+    def step(self, row: Mapping[str, object]) -> None:
+        """Record one optimizer step. The console gets the first, the last, and about one line a second between."""
+        if not self._active:
+            return
+        self._record(row)
+        line = _line(row, self._num_steps)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], loss=row["loss"])
+        now = time.monotonic()
+        quiet = 1.0 if self._progress is None else 30.0
+        if now - self._last_line < quiet and not row["skipped"]:
+            self._held_back = line
+            return
+        self._last_line, self._held_back = now, line
+        self._release()
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """Record the mean loss in nats over `tokens` held-out tokens after `step` optimizer steps."""
+        if not self._active:
+            return
+        self._record({"step": step, "eval_loss": loss, "eval_tokens": tokens})
+        self.note(f"step {step}/{self._num_steps}  eval loss {loss:.4f} over {tokens:,} held-out tokens")
+
+    def note(self, text: str) -> None:
+        """Print one line, after that of the newest step."""
+        if self._active:
+            self._release()
+            self._console.print(text, markup=False)
+
+    def _release(self) -> None:
+        """Print the newest step's line if it was held back."""
+        if self._held_back is not None:
+            self._console.print(self._held_back, markup=False)
+            self._held_back = None
+
+    def _record(self, row: Mapping[str, object]) -> None:
+        self._file.write(to_json(row) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._events.add_scalar(name, value, row["step"])
+
+
+def _line(row: Mapping[str, object], num_steps: int) -> str:
+    """One row for people."""
+    parts = [
+        f"step {row['step']}/{num_steps}",
+        f"loss {row['loss']:.4f}",
+        f"grad {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_s']:,.0f} tok/s",
+        f"{row['step_s']:.3f} s",
+    ]
+    if row.get("mfu") is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if row.get("hbm_gb"):
+        parts.append(f"{row['hbm_gb']:.1f} GB")
+    if row["skipped"]:
+        parts.append("SKIPPED: loss or gradient not finite")
+    return "  ".join(parts)
+
+
+def _event_writer(folder: Path, first_step: int):
+    """A TensorBoard writer if tensorboardX is installed; events after `first_step` of an earlier try are hidden."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step + 1)

@@ -1,0 +1,43 @@
+"""Activation recomputation: what one layer keeps for its backward pass (playbook: activation recomputation).
+
+    none        everything, except gathered parameters: ZeRO-3 gathers them again
+    full        the input of the layer
+    selective   everything but the attention scores (Megatron's selective; flash attention never keeps them)
+    dots        the results of matmuls with parameters
+    save:q,k    only these names; offload:gate,up keeps those in host memory
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from ultrascale_jax.config import TrainConfig
+
+
+def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
+    """The wrapper of one layer's function that `train.remat` asks for."""
+    policies = jax.checkpoint_policies
+    saved, offloaded = cfg.remat_names()
+    if cfg.remat in ("none", "selective"):
+        policy = _keep_all_but_gathered
+    elif cfg.remat == "full":
+        policy = policies.nothing_saveable
+    elif cfg.remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+    else:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(saved),
+            names_which_can_be_offloaded=list(offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
+    """Keep a value unless it is a parameter whole over the ZeRO axes, known by its type: `reduced` over fsdp."""
+    if primitive.name == "reshard":
+        return "fsdp" not in params["dst_sharding"].spec.reduced
+    if primitive.name == "dot_general":
+        return True
+    return not any("fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding"))

@@ -1,0 +1,172 @@
+"""One optimizer step: micro-batches, gradients, one reduction, clip, optimizer. Reading it is reading the parallelism.
+
+    zero   parameters rest   gathered            gradients
+    0      whole             -                   accumulate locally; one all-reduce a step
+    1      sharded           once a step         accumulate locally; one reduce-scatter a step
+    2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
+    3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
+
+Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import cast, gather_sequence, gradient_axes, map_params
+from ultrascale_jax.models.loss import cross_entropy
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding import SHARD, act, gathered, is_matrix, stored
+from ultrascale_jax.training.optim import global_norm, optimizer, schedule
+from ultrascale_jax.training.precision import COMPUTE
+from ultrascale_jax.training.remat import remat
+from ultrascale_jax.training.state import TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The jitted step `(state, batch) -> (state, metrics)`; the state is donated. Call it inside the mesh."""
+    return jax.jit(lambda state, batch: train_step(cfg, state, batch), donate_argnums=0)
+
+
+def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
+    """The jitted `(params, batch) -> (sum of nats, number of tokens)`."""
+
+    def eval_step(params, batch):
+        tokens = count(batch)
+        return objective(cfg, use(cfg, params), batch, jnp.float32(1.0))[1], tokens
+
+    return jax.jit(eval_step)
+
+
+def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """One optimizer step on a global batch of `[B, T]` int32 arrays.
+
+    A step whose loss or gradient norm is not finite changes neither parameters nor optimizer state.
+    """
+    tokens = count(batch)
+    loss, grads = loss_and_gradients(cfg, state.params, batch, 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32))
+    norm = global_norm(grads)
+    ok = jnp.isfinite(loss) & jnp.isfinite(norm)
+    with jax.named_scope("optimizer"):
+        if cfg.optim.clip_norm:
+            scale = jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(ok, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+    bad = (~ok).astype(jnp.int32)
+    new = TrainState(params, opt_state, state.step + 1, state.skipped + bad, (state.skipped_in_a_row + bad) * bad)
+    lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
+    return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
+
+
+def count(batch: Batch) -> jax.Array:
+    """Number of targets that the loss counts; int32 scalar."""
+    return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
+
+
+def loss_and_gradients(cfg: Config, params: Transformer, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Transformer]:
+    """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+    used = use(cfg, params)
+
+    def loss(used, micro_batch):
+        return objective(cfg, used, micro_batch, weight)
+
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    if cfg.train.micro_batches == 1:
+        (_, total), grads = value_and_grad(used, batch)
+        return total, reduce_gradients(cfg, accumulable(cfg, grads))
+
+    def step(carry, micro_batch):
+        total, grads = carry
+        (_, part), more = value_and_grad(used, micro_batch)
+        return (total + part, jax.tree.map(jnp.add, grads, accumulable(cfg, more))), None
+
+    def zeros(value, dims, on):
+        return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
+
+    start = (jnp.float32(0.0), map_params(zeros, params))
+    (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.micro_batches))
+    return total, reduce_gradients(cfg, grads)
+
+
+def split(batch: Batch, micro_batches: int) -> Batch:
+    """`[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
+
+    def rows(x):
+        parts = jax.lax.reshape(x, (x.shape[0] // micro_batches, micro_batches, x.shape[1]), out_sharding=act("BMT"))
+        return jnp.moveaxis(parts, 1, 0)
+
+    return {name: rows(x) for name, x in batch.items()}
+
+
+def objective(cfg: Config, used: Transformer, batch: Batch, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Loss to differentiate (with z-loss) and bare cross-entropy, both summed over tokens times `weight`."""
+    dtype = COMPUTE[cfg.train.precision]
+    x_BRD, _ = used(
+        batch["tokens"],
+        batch["positions"],
+        batch.get("segment_ids"),
+        dtype=dtype,
+        remat=remat(cfg.train),
+        recompute=cfg.train.remat == "selective",
+    )
+    with jax.named_scope("loss"):
+        return cross_entropy(
+            gather_sequence(x_BRD), used.head_weight(dtype), batch["targets"], weight, cfg.train.z_loss
+        )
+
+
+def use(cfg: Config, params: Transformer) -> Transformer:
+    """Parameters as the micro-batches use them: with `zero < 3` cast and gathered here, once a step.
+
+    Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
+    not shard the parameters), so that gradients accumulate without communication.
+    """
+
+    def leaf(value, dims, on):
+        if keeps_shards(cfg, dims):
+            spec = stored(dims, value.shape, reduced=gradient_axes(dims, on) - set(SHARD))
+            return jax.reshard(value, spec)
+        return jax.reshard(
+            cast(value, dims, COMPUTE[cfg.train.precision]),
+            gathered(dims, value.shape, reduced=gradient_axes(dims, on)),
+        )
+
+    return map_params(leaf, params)
+
+
+def keeps_shards(cfg: Config, dims: str) -> bool:
+    """Whether this parameter is still sharded when the layers see it."""
+    return cfg.train.zero == 3 and is_matrix(dims)
+
+
+def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> jax.sharding.PartitionSpec:
+    """Sharding of a gradient accumulator."""
+    axes = gradient_axes(dims, on)
+    if cfg.train.zero >= 2 and is_matrix(dims):
+        return jax.sharding.PartitionSpec(
+            *stored(dims, value.shape).partitions, unreduced=axes - set(SHARD)
+        )
+    return jax.sharding.PartitionSpec(*gathered(dims, value.shape).partitions, unreduced=axes)
+
+
+def accumulable(cfg: Config, grads: Transformer) -> Transformer:
+    """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
+
+    def leaf(g, dims, on):
+        return jax.reshard(g, accumulator(cfg, g, dims, on)).astype(jnp.float32)
+
+    return map_params(leaf, grads)
+
+
+def reduce_gradients(cfg: Config, grads: Transformer) -> Transformer:
+    """The one reduction of a step: to the sharding in which parameters and moments rest."""
+    return map_params(lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads)
