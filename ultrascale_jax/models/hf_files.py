@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     require(path.is_file(), "path", str(path), "there is no such file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"path={str(path)!r}: is not JSON ({error})") from None
     require(isinstance(raw, dict), "path", str(path), "must hold a JSON object")
     return raw

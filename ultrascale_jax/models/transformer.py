@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.models.attention import Attention, Cache
 from ultrascale_jax.models.layers import MLP, cast, gather, gather_sequence, gradient_axes, param, rms_norm, rotary
-from ultrascale_jax.sharding import TENSOR, P, act, einsum
+from ultrascale_jax.sharding import act, einsum, gathered
 
 
 class Block(nnx.Module):
@@ -126,17 +127,24 @@ class Transformer(nnx.Module):
         return [(window, slice(stop - length, stop)) for (window, length), stop in zip(runs, stops, strict=True)]
 
     def _embed(self, tokens_BT: jax.Array, dtype) -> jax.Array:
-        """Rows of the table, whose D is split over the tensor group for the look-up; then an all-to-all over sp."""
-        table = cast(self.embed[...], "VD", dtype)
-        table = jax.reshard(table, P(None, TENSOR, reduced=gradient_axes("VD", "BT")))
-        x_BTD = table.at[tokens_BT].get(out_sharding=P(*act("BT").partitions, TENSOR), mode="clip")
-        return jax.reshard(x_BTD, act("BRD"))
+        """Rows of the table, whose D is split over the tensor group for the look-up.
+
+        Then D travels back: an all-to-all over sp, which splits the sequence, and an all-gather over tp.
+        """
+        batch, sequence = act("BT").partitions
+        reduced = gradient_axes("VD", "BT")
+        # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
+        table = jax.reshard(cast(self.embed[...], "VD", dtype), gathered("VD", self.embed.shape, reduced=reduced))
+        table = jax.reshard(table, P(None, ("tp", "sp"), reduced=reduced))
+        x_BTD = table.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
+        x_BRD = jax.reshard(x_BTD, P(batch, act("R").partitions[0], "tp"))
+        return jax.reshard(x_BRD, act("BRD"))
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The output head `[D, V]`, V over the tensor group."""
         tied = self.cfg.tied_embeddings
         weight = cast(self.embed[...].T if tied else self.head[...], "DV", dtype)
-        return jax.reshard(weight, P(None, TENSOR, reduced=gradient_axes("DV", "BTD")))
+        return jax.reshard(weight, gathered("DV", weight.shape, reduced=gradient_axes("DV", "BTD")))
 
     def logits(self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32) -> jax.Array:
         """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `models/loss.py`."""
