@@ -13,6 +13,7 @@ its own devices.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import grain
 import jax
@@ -160,8 +161,9 @@ class Loader:
         """
         sharding = NamedSharding(mesh, act("BT"))
         shape = (self.global_batch, self.data.seq_len)
-        slices = [index[0] for index in sharding.addressable_devices_indices_map(shape).values()]
-        mine = np.unique(np.concatenate([np.arange(self.global_batch)[part] for part in slices]))
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        rows = [np.arange(self.global_batch)[index[0]] for index in indices if index is not None]
+        mine = np.unique(np.concatenate(rows))
         hashing = jax.process_index() == 0
 
         def load(step: int) -> tuple[int, Batch, str]:
@@ -218,7 +220,8 @@ class Loader:
         if self._samples is None:
             fix = "the held-out documents do not fill one row; raise it or lower data.seq_len"
             raise ValueError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
-        samples = [self._samples[step * self.global_batch + int(row)] for row in rows]
+        first = step * self.global_batch
+        samples = [cast(Batch, self._samples[first + int(row)]) for row in rows]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
         # The sources were sound when they were opened, but a shard may be altered under the run.
         largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))

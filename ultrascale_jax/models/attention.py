@@ -54,13 +54,15 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
+        k_BSKH, v_BSKH = (jax.reshard(t, act("BSKH")) for t in (k_BTKH, v_BTKH))
         start = jnp.int32(0)
         if cache is not None:
             cached_k, cached_v, start = cache
-            k_BTKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BTKH, start, axis=1)
-            v_BTKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BTKH, start, axis=1)
-            cache = (k_BTKH, v_BTKH, start + q_BTNH.shape[1])
-        out_BTNH = self._core(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, start, window, recompute)
+            k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
+            v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
+            cache = (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
+        implementation = self.cfg.attention if cache is None else "xla"
+        out_BTNH = self._core(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation)
         out_BTNH = checkpoint_name(out_BTNH, "attn_core")
         return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], to="BRD"), cache
 
@@ -91,16 +93,15 @@ class Attention(nnx.Module):
         value = value.reshape(*shape[:axis], -1, *shape[axis + 2 :])
         return jax.reshard(value, gathered(dims, value.shape, reduced=reduced))
 
-    def _core(self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute):
-        """Attention on this device's heads; keys and values are whole over cp (an all-gather there)."""
+    def _core(self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation):
+        """Attention on this device's heads; keys and values are whole over cp (`act("BSKH")` gathered them)."""
 
         def core(q, k, v, index, *segments):
             return attention(
                 q, k, v, q_index=index, segment_ids=segments or None, window=window, recompute=recompute,
-                implementation=self.cfg.attention,
+                implementation=implementation,
             )  # fmt: skip
 
-        k_BSKH, v_BSKH = (jax.reshard(t, act("BSKH")) for t in (k_BSKH, v_BSKH))
         index_T = start + jnp.arange(q_BTNH.shape[1], dtype=jnp.int32, out_sharding=act("T"))
         segments = ()
         if segment_ids_BT is not None:
