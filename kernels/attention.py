@@ -4,6 +4,7 @@ Every implementation takes the same arguments and none knows a mesh: call it und
 of a custom call that it finds under a plain `jit`.
 """
 
+import functools
 import math
 
 import jax
@@ -45,7 +46,7 @@ def attention(
                 f"T={q.shape[1]}, S={k.shape[1]}, {q.dtype}, H={q.shape[3]}; use model.attention='xla'"
             )
         return _cudnn(q, k, v, segment_ids, window)
-    reference = jax.checkpoint(attention_reference, static_argnums=(5,)) if recompute else attention_reference
+    reference = _recomputed if recompute else attention_reference
     return reference(q, k, v, q_index, segment_ids, window)
 
 
@@ -85,3 +86,22 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.
     probabilities = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v)
     return out.reshape(B, T, N, H)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _recomputed(q, k, v, q_index, segment_ids, window):
+    """The reference, whose backward pass starts from q, k and v alone."""
+    return attention_reference(q, k, v, q_index, segment_ids, window)
+
+
+def _recomputed_forward(q, k, v, q_index, segment_ids, window):
+    inputs = (q, k, v, q_index, segment_ids)
+    return attention_reference(*inputs, window), inputs
+
+
+def _recomputed_backward(window, inputs, g):
+    _, pull_back = jax.vjp(lambda q, k, v: attention_reference(q, k, v, *inputs[3:], window), *inputs[:3])
+    return *pull_back(g), None, None
+
+
+_recomputed.defvjp(_recomputed_forward, _recomputed_backward)

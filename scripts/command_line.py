@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -89,12 +89,12 @@ def use_fake_devices(num_devices: int) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Where the block raises a `UserError`: one line on stderr and exit code 2, no traceback."""
+    """Where the block raises a `UserError`: one line on stderr and its exit code, no traceback."""
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
 
 
 def recipes() -> list[str]:
@@ -122,7 +122,8 @@ def load_recipe(name: str) -> Config:
         raise UserError(f"recipe={name!r}: there is no module {error.name}") from None
     config = getattr(module, "config", None)
     fix = f"the module must expose `config`, a Config, but it is {type(config).__name__}"
-    require(isinstance(config, Config), "recipe", name, fix)
+    if not isinstance(config, Config):
+        raise UserError(f"recipe={name!r}: {fix}")
     return config
 
 
@@ -161,10 +162,12 @@ def _replace_fields(
     raised again as it was, so that all errors of a configuration read alike. The rest is tyro's.
     """
     report = io.StringIO()
+    generic: Any = _Command
+    form = generic[type(default.options)]
     try:
         with contextlib.redirect_stderr(report):
             return tyro.cli(
-                _Command[type(default.options)],
+                form,
                 args=arguments,
                 default=default,
                 prog=f"{prog} [RECIPE]",

@@ -73,7 +73,9 @@ def prepare(args: Args) -> shards.Index:
         require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
-    paths = [path for path in map(Path, glob.glob(args.input, recursive=True)) if path.is_file()]
+    found = map(Path, glob.glob(args.input, recursive=True))
+    own = args.out.resolve()  # a pattern like ** may match what an earlier run wrote
+    paths = [path for path in found if path.is_file() and own not in path.resolve().parents]
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args.out.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
@@ -246,8 +248,9 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
                     f"input={str(path)!r}: line {number} is not JSON ({error})"
                 ) from error
             text = document.get(field) if isinstance(document, dict) else None
-            fix = f"line {number} has no text in {field!r}; give another --text-field"
-            require(isinstance(text, str), "input", str(path), fix)
+            if not isinstance(text, str):
+                fix = f"line {number} has no text in {field!r}; give another --text-field"
+                raise ValueError(f"input={str(path)!r}: {fix}")
             # JSON can hold half a surrogate pair, which is no text.
             yield text.encode(errors="replace").decode(), done
 

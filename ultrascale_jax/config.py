@@ -28,6 +28,9 @@ REMAT_NAMES = (
 class UserError(ValueError):
     """Something the user can mend; scripts show its message alone, without a traceback."""
 
+    exit_code = 2
+    """What a script that ends for this reason returns."""
+
 
 def require(ok: bool, name: str, value: object, fix: str) -> None:
     """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""

@@ -56,7 +56,11 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         ValueError: a plain environment is incomplete, or Open MPI does not say where process 0 is.
     """
     launch = _plain(environ) or _slurm(environ) or _ompi(environ)
-    if launch is None and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+    if (
+        launch is None
+        and "KUBERNETES_SERVICE_HOST" in environ
+        and "JOB_COMPLETION_INDEX" in environ
+    ):
         return Launch(method="kubernetes")
     return launch if launch is not None and launch.num_processes != 1 else None
 
@@ -120,7 +124,11 @@ class StopRequest:
 
     def reached(self, step: int) -> bool:
         """Whether to save after `step` and leave; every process asks after every step."""
-        return self._told.is_set() if self._alone else multihost_utils.reached_preemption_sync_point(step)
+        return (
+            self._told.is_set()
+            if self._alone
+            else multihost_utils.reached_preemption_sync_point(step)
+        )
 
 
 def _plain(environ: Mapping[str, str]) -> Launch | None:
@@ -136,7 +144,9 @@ def _plain(environ: Mapping[str, str]) -> Launch | None:
     text = environ.get("JAX_PROCESS_ID", environ.get("JOB_COMPLETION_INDEX", ""))
     fix = f"set it to this process's number, from 0 to JAX_NUM_PROCESSES-1={num_processes - 1}"
     require(text.isdecimal() and int(text) < num_processes, "JAX_PROCESS_ID", text, fix)
-    return Launch(method="environment", address=address, num_processes=num_processes, process_id=int(text))
+    return Launch(
+        method="environment", address=address, num_processes=num_processes, process_id=int(text)
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -147,11 +157,15 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
     num_processes = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", environ["SLURM_STEP_NODELIST"])
-    require(first is not None, "SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"], "must name a host")
+    require(
+        first is not None, "SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"], "must name a host"
+    )
     host = first[1] + (first[2] or "") if first else ""
     port = 61440 + int(environ["SLURM_JOB_ID"]) % 4096
     # One task on a node takes all its GPUs. Several take one each, unless SLURM shows each task only its own.
-    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "")))
+    per_node = re.match(
+        r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
+    )
     alone = per_node is not None and int(per_node[0]) == 1
     return Launch(
         method="slurm",
@@ -168,7 +182,9 @@ def _ompi(environ: Mapping[str, str]) -> Launch | None:
         return None
     num_processes = int(environ["OMPI_COMM_WORLD_SIZE"])
     address = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    launcher = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    launcher = re.match(
+        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ.get("OMPI_MCA_orte_hnp_uri", "")
+    )
     if not address and launcher is not None:
         address = f"{launcher[2] or launcher[3]}:{61440 + int(launcher[1]) // 4096 % 4096}"
     fix = "set it to host:port of rank 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...); Open MPI 5 does not tell it"

@@ -8,7 +8,14 @@ from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.training.flops import flops_per_token, matmul_params, mean_keys, peak_tflops
 
 MODEL = ModelConfig(
-    vocab_size=11, d_model=5, d_ff=7, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2, tied_embeddings=False
+    vocab_size=11,
+    d_model=5,
+    d_ff=7,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    tied_embeddings=False,
 )
 
 
@@ -43,9 +50,17 @@ def test_the_mean_number_of_keys_is_the_mean_of_the_mask():
 
 def test_llama3_8b_at_8192_tokens_needs_its_published_count():
     llama = ModelConfig(
-        vocab_size=128256, d_model=4096, d_ff=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128
+        vocab_size=128256,
+        d_model=4096,
+        d_ff=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
     )
-    assert matmul_params(llama) == 7_504_658_432  # 8.03e9 parameters less the embedding table and the norms
+    assert (
+        matmul_params(llama) == 7_504_658_432
+    )  # 8.03e9 parameters less the embedding table and the norms
     assert flops_per_token(llama, 8192) == 6 * 7_504_658_432 + 6 * 32 * 32 * 128 * 8192
 
 

@@ -7,17 +7,32 @@ import math
 import pytest
 from rich.console import Console
 
-from ultrascale_jax.training.metrics import RunLog, peak_memory_gb, read_rows, to_json, truncate_rows
+from ultrascale_jax.training.metrics import (
+    RunLog,
+    peak_memory_gb,
+    read_rows,
+    to_json,
+    truncate_rows,
+)
 
 
 def row(step, **changes):
-    values = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 8, "tokens_per_s": 80.0, "step_s": 0.1}
+    values = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 8,
+        "tokens_per_s": 80.0,
+        "step_s": 0.1,
+    }
     return {"step": step, **values, "mfu": None, "skipped": False, **changes}
 
 
 def run_log(tmp_path, **changes):
     console = Console(file=io.StringIO(), force_terminal=False, width=300)
-    return RunLog(tmp_path, **{"first_step": 0, "num_steps": 9, "console": console, **changes}), console.file
+    return RunLog(
+        tmp_path, **{"first_step": 0, "num_steps": 9, "console": console, **changes}
+    ), console.file
 
 
 def test_each_step_is_one_json_object_and_none_is_left_out(tmp_path):
@@ -43,7 +58,9 @@ def test_floats_are_written_exactly():
 
 def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_a_cut_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3, 4)) + '{"step": 5, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3, 4)) + '{"step": 5, "lo'
+    )
     log, _ = run_log(tmp_path, first_step=2)
     with log:
         log.step(row(3))

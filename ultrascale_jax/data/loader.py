@@ -12,7 +12,7 @@ its own devices.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import cast
 
 import grain
@@ -153,7 +153,7 @@ class Loader:
 
     def device_batches(
         self, mesh: Mesh, start_step: int
-    ) -> Iterator[tuple[int, dict[str, jax.Array], str]]:
+    ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
         """From `start_step` on without end: the step, its batch on the devices, and its hash.
 
         Grain's threads read ahead. A process reads only the rows of its own devices, but process 0

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ultrascale_jax.config import require
 from ultrascale_jax.models.layers import gather_sequence
@@ -13,7 +14,7 @@ from ultrascale_jax.sharding import act, einsum, mesh_size
 
 def generate(
     model: Transformer,
-    prompt_BP: jax.Array,
+    prompt_BP: jax.Array | np.ndarray,
     num_tokens: int,
     *,
     temperature: float = 0.8,

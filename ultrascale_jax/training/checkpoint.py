@@ -13,6 +13,7 @@ import os
 import platform
 import typing
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -50,9 +51,10 @@ class Checkpoints:
         if cfg.checkpoint.resume == "never":
             _move_aside(self.folder)
         _refuse_links(self.folder)
-        policies = ocp.training
-        self._orbax = policies.Checkpointer(
-            self.folder,
+        # The policies' type hints do not fit the class that takes them (Orbax 0.12).
+        policies: Any = ocp.training
+        self._orbax = ocp.training.Checkpointer(
+            str(self.folder),
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.preservation_policies.LatestN(cfg.checkpoint.keep),
             cleanup_tmp_directories=True,
@@ -60,7 +62,12 @@ class Checkpoints:
         self._saving = None
         self._failures = 0
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        require(cfg.checkpoint.resume != "must" or self.latest is not None, "checkpoint.resume", "must", fix)
+        require(
+            cfg.checkpoint.resume != "must" or self.latest is not None,
+            "checkpoint.resume",
+            "must",
+            fix,
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -84,7 +91,9 @@ class Checkpoints:
         if self.latest == step:
             return
         groups = split(state)
-        self._saving = self._orbax.save_checkpointables_async(step, groups, force=True, custom_metadata=meta)
+        self._saving = self._orbax.save_checkpointables_async(
+            step, groups, force=True, custom_metadata=meta
+        )
         if wait:
             self.finish()
 
@@ -100,12 +109,19 @@ class Checkpoints:
             if raise_error or self._failures >= FAILURES:
                 raise
             first = str(error).splitlines()[0]
-            print(f"checkpoint failed ({self._failures} of {FAILURES} in a row): {first}", flush=True)
+            print(
+                f"checkpoint failed ({self._failures} of {FAILURES} in a row): {first}", flush=True
+            )
 
     def meta(self, step: int) -> dict:
         """The JSON part of a checkpoint: `config`, `data` and `versions`."""
         meta = self._orbax.checkpointables_metadata(step).custom_metadata
-        require(isinstance(meta, dict) and "config" in meta, f"{self.folder / str(step)}", meta, "has no metadata")
+        require(
+            isinstance(meta, dict) and "config" in meta,
+            f"{self.folder / str(step)}",
+            meta,
+            "has no metadata",
+        )
         return typing.cast(dict, meta)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
@@ -144,7 +160,9 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
         moved = same_data and name in ("data.source", "data.tokenizer")
         (refused if name.startswith(SAME) and not moved else noted).append(change)
     if not same_data:
-        refused.append(f"data: saved fingerprint {meta['data']['fingerprint']}, now {fingerprint} (other tokens)")
+        refused.append(
+            f"data: saved fingerprint {meta['data']['fingerprint']}, now {fingerprint} (other tokens)"
+        )
     if refused:
         raise UserError(
             f"the checkpoint {place} is of another run:\n  "
@@ -154,19 +172,23 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
     return noted
 
 
-def load_params(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> tuple[Config, Transformer]:
+def load_params(
+    run_dir: str | Path, mesh: Mesh, step: int | None = None
+) -> tuple[Config, Transformer]:
     """Config and model of a run's checkpoint (default: the newest), on `mesh`; the optimizer state is not read.
 
     The config's mesh is replaced by `mesh`. Raises `UserError` when there is no such checkpoint.
     """
     folder = _find_folder(Path(run_dir).resolve())
     _refuse_links(folder)
-    with ocp.training.Checkpointer(folder) as orbax:
+    with ocp.training.Checkpointer(str(folder)) as orbax:
         steps = [checkpoint.step for checkpoint in orbax.checkpoints]
         step = max(steps, default=0) if step is None else step
         require(step in steps, "step", step, f"{folder} holds the steps {steps}")
         meta = typing.cast(dict, orbax.checkpointables_metadata(step).custom_metadata)
-        cfg = dataclasses.replace(config_from_dict(meta["config"]), mesh=MeshConfig(**dict(mesh.shape)))
+        cfg = dataclasses.replace(
+            config_from_dict(meta["config"]), mesh=MeshConfig(**dict(mesh.shape))
+        )
         with jax.set_mesh(mesh):
             abstract = abstract_state(cfg, mesh)
             loaded = orbax.load_checkpointables(step, {PARAMS: split(abstract)[PARAMS]})
@@ -229,7 +251,12 @@ def _dataclass_from_dict(kind, values: dict, name: str):
     hints = typing.get_type_hints(kind)
     arguments = {}
     for field, value in values.items():
-        require(field in hints, f"{name}.{field}", value, "is unknown to this version; use the version that saved it")
+        require(
+            field in hints,
+            f"{name}.{field}",
+            value,
+            "is unknown to this version; use the version that saved it",
+        )
         kinds = (hints[field], *typing.get_args(hints[field]))
         inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
         if inner is not None and isinstance(value, dict):
@@ -241,7 +268,12 @@ def _dataclass_from_dict(kind, values: dict, name: str):
 def _find_folder(run_dir: Path) -> Path:
     """The checkpoint folder of a run, by the config that the run left behind."""
     path = run_dir / "config.json"
-    require(path.is_file(), "run_dir", str(run_dir), "holds no config.json; give the run directory of a training run")
+    require(
+        path.is_file(),
+        "run_dir",
+        str(run_dir),
+        "holds no config.json; give the run directory of a training run",
+    )
     return run_dir / config_from_dict(json.loads(path.read_text())).checkpoint.dir
 
 

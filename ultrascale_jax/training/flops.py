@@ -45,7 +45,11 @@ def mean_keys(seq_len: int, window: int | None) -> float:
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of forward and backward pass per token: 6 per matrix parameter, and 12*N*H per layer and key seen."""
-    windowed = max(model.num_layers - model.first_window_layer, 0) if model.sliding_window is not None else 0
+    windowed = (
+        max(model.num_layers - model.first_window_layer, 0)
+        if model.sliding_window is not None
+        else 0
+    )
     keys = (model.num_layers - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
     return 6 * matmul_params(model) + 12 * model.num_heads * model.head_dim * keys

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
@@ -27,7 +27,7 @@ from ultrascale_jax.training.state import TrainState, abstract_state, init_state
 from ultrascale_jax.training.step import make_eval_step, make_train_step
 
 
-class Diverged(RuntimeError):
+class Diverged(UserError):
     """`train.max_skipped` steps in a row had a loss or gradient norm that is not finite."""
 
     exit_code = 3
@@ -56,7 +56,10 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         loader = Loader(
-            cfg.data, vocab_size=cfg.model.vocab_size, global_batch=cfg.train.global_batch, seed=cfg.train.seed
+            cfg.data,
+            vocab_size=cfg.model.vocab_size,
+            global_batch=cfg.train.global_batch,
+            seed=cfg.train.seed,
         )
         checkpoints = stack.enter_context(Checkpoints(cfg))
         state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
@@ -71,61 +74,78 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         return run.run(state, first_step, stop, tracer)
 
 
+SUMMARY = ("loss", "eval_loss", "eval_tokens", "compile_s", "first_step_s", "skipped")
+
+
 class _Run:
     """What one call of `train` holds besides the state."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints, log: RunLog, started: float):
-        self.cfg, self.mesh, self.loader, self.checkpoints, self.log = cfg, mesh, loader, checkpoints, log
-        self.started = started
-        self.held_out = loader.held_out()
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh,
+        loader: Loader,
+        checkpoints: Checkpoints,
+        log: RunLog,
+        started: float,
+    ):
+        self.cfg, self.mesh, self.loader = cfg, mesh, loader
+        self.checkpoints, self.log, self.started = checkpoints, log, started
+        self.fingerprint, self.held_out = loader.fingerprint, loader.held_out()
         self.eval_step: Callable = make_eval_step(cfg)
         self.rate = _Rate(cfg, mesh)
-        self.summary: dict = dict.fromkeys(("loss", "eval_loss", "eval_tokens", "compile_s", "first_step_s"))
+        self.summary: dict = dict.fromkeys(SUMMARY)
+        self.summary["skipped"] = 0
+        self.in_a_row = 0
         self.skipped_hashes: list[str] = []
         """Hashes of the batches of the last skipped steps in a row."""
 
     def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: "_Tracer") -> dict:
         """The steps after `first_step`; see `train`."""
-        steps, every, eval_every = self.cfg.train.steps, self.cfg.checkpoint.every, self.cfg.train.eval_every
         self.in_a_row = int(state.skipped_in_a_row)
-        self.skipped = 0
-        step, stopped, pending = first_step, False, None
+        step, stopped, pending, train_step = first_step, False, None, None
         with contextlib.closing(self.loader.device_batches(self.mesh, first_step)) as batches:
-            train_step = None
-            while step < steps and not stopped:
+            while step < self.cfg.train.steps and not stopped:
                 asked = time.monotonic()
                 _, batch, digest = next(batches)
                 wait_s = time.monotonic() - asked
                 train_step = train_step or self._compile(state, batch)
                 step += 1
                 if tracer.turns(step):
-                    self._read(pending)
-                    pending = None
+                    pending = self._read(pending)
                     tracer.turn(state)
                     self.rate.restart()
                 state, metrics = train_step(state, batch)
                 self._read(pending)
                 pending = (step, metrics, digest, wait_s)
-                stopped = stop.reached(step) and step < steps
-                saves = stopped or step == steps or (every > 0 and step % every == 0)
-                evaluates = eval_every > 0 and step % eval_every == 0 and step < steps and not stopped
-                if not (saves or evaluates):
-                    continue
-                # Everything up to this step is on record before the checkpoint is.
-                self._read(pending)
-                pending = None
-                if evaluates:
-                    self._evaluate(state, step)
-                if saves:
-                    meta = describe(self.cfg, step, self.loader.fingerprint)
-                    self.checkpoints.save(state, meta, wait=stopped or step == steps)
-                self.rate.restart()
+                stopped = stop.reached(step) and step < self.cfg.train.steps
+                evaluates, saves = self._due(step, stopped)
+                if evaluates or saves:
+                    # Everything up to this step is on record before the checkpoint is.
+                    pending = self._read(pending)
+                    if evaluates:
+                        self._evaluate(state, step)
+                    if saves:
+                        last = stopped or step == self.cfg.train.steps
+                        meta = describe(self.cfg, step, self.fingerprint)
+                        self.checkpoints.save(state, meta, wait=last)
+                    self.rate.restart()
         if stopped:
-            self.log.note(f"stopped by SIGTERM after step {step}; saved, the same command continues")
+            self.log.note(f"stopped by SIGTERM after step {step}; the same command continues")
         else:
             self._evaluate(state, step)
-        known = {**self.summary, **self.rate.mean(), "hbm_gb": peak_memory_gb() or None, "skipped": self.skipped}
-        return {"step": step, "stopped": stopped, "run_dir": self.cfg.log.run_dir, **known}
+        self.summary |= {"step": step, "stopped": stopped, "run_dir": self.cfg.log.run_dir}
+        return {**self.summary, **self.rate.mean(), "hbm_gb": peak_memory_gb() or None}
+
+    def _due(self, step: int, stopped: bool) -> tuple[bool, bool]:
+        """Whether to evaluate and to save after `step`; the evaluation after the last step comes later."""
+
+        def every(n: int) -> bool:
+            return n > 0 and step % n == 0
+
+        last = step == self.cfg.train.steps
+        evaluates = every(self.cfg.train.eval_every) and not (last or stopped)
+        return evaluates, every(self.cfg.checkpoint.every) or last or stopped
 
     def _compile(self, state: TrainState, batch: dict) -> Callable:
         begun = time.monotonic()
@@ -136,7 +156,7 @@ class _Run:
         return train_step
 
     def _read(self, pending: tuple | None) -> None:
-        """Wait for a dispatched step, record its metrics, and stop the run if it was one too many to skip."""
+        """Wait for a dispatched step and record its metrics; stop the run if it was one too many to skip."""
         if pending is None:
             return
         step, metrics, digest, wait_s = pending
@@ -144,14 +164,16 @@ class _Run:
         row = {name: float(values[name]) for name in ("loss", "grad_norm", "lr")}
         row |= {"tokens": int(values["tokens"]), **self.rate.step(), "hbm_gb": peak_memory_gb()}
         skipped = bool(values["skipped"])
-        self.log.step({"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest})
+        self.log.step(
+            {"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest}
+        )
         if self.summary["first_step_s"] is None:
             self.summary["first_step_s"] = time.monotonic() - self.started
         if not skipped:
             self.summary["loss"] = row["loss"]
             self.in_a_row, self.skipped_hashes = 0, []
             return
-        self.skipped += 1
+        self.summary["skipped"] += 1
         self.in_a_row += 1
         self.skipped_hashes.append(digest)
         if self.in_a_row >= self.cfg.train.max_skipped:
@@ -168,7 +190,9 @@ class _Run:
         # Rows beyond one epoch would count documents twice; a split smaller than one batch fills it by repeating.
         batches = min(self.cfg.train.eval_batches, max(self.held_out.num_sequences // size, 1))
         if self.held_out.num_sequences == 0:
-            self.log.note("no evaluation: the held-out documents do not fill one row of data.seq_len tokens")
+            self.log.note(
+                "no evaluation: the held-out documents do not fill one row of data.seq_len tokens"
+            )
             return
         nats, tokens = 0.0, 0
         with contextlib.closing(self.held_out.device_batches(self.mesh, 0)) as held_out:
@@ -188,7 +212,9 @@ class _Rate:
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self._tokens = cfg.train.global_batch * cfg.data.seq_len
-        self._tflops = self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size / 1e12
+        self._tflops = (
+            self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size / 1e12
+        )
         self._peak = peak_tflops(mesh.devices.flat[0].device_kind, cfg.train.precision)
         self._times: list[float] = []
         self.restart()
@@ -214,7 +240,12 @@ class _Rate:
             return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
         tflops = self._tflops / step_s
         mfu = None if self._peak is None else tflops / self._peak
-        return {"tokens_per_s": self._tokens / step_s, "step_s": step_s, "tflops_per_device": tflops, "mfu": mfu}
+        return {
+            "tokens_per_s": self._tokens / step_s,
+            "step_s": step_s,
+            "tflops_per_device": tflops,
+            "mfu": mfu,
+        }
 
 
 class _Tracer:
@@ -255,7 +286,11 @@ def _start(
     place = checkpoints.folder / str(step)
     changes = check_same_run(checkpoints.meta(step), cfg, loader.fingerprint, place)
     state = checkpoints.restore(step, abstract_state(cfg, mesh))
-    return state, step, [f"resumed from {place}", *(f"changed since: {change}" for change in changes)]
+    return (
+        state,
+        step,
+        [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
+    )
 
 
 def _write_json(path: Path, value: object) -> None:

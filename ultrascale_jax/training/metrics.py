@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -54,11 +55,16 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def truncate_rows(path: Path, step: int) -> None:
-    """Drop the rows of `path` whose step is after `step`, and a last line that was cut short."""
+def truncate_rows(path: Path, step: int, *, finished: bool = False) -> None:
+    """Drop the rows of `path` after `step`, and a last line that was cut short.
+
+    A run that is `finished` at `step` will be evaluated again, so its evaluation there is dropped too.
+    """
     if not path.exists():
         return
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    again = [finished and row["step"] == step and "eval_loss" in row for row in rows]
+    kept = [json.dumps(row) + "\n" for row, drop in zip(rows, again, strict=True) if not drop]
     partial = path.with_suffix(".tmp")
     partial.write_text("".join(kept))
     os.replace(partial, path)
@@ -67,7 +73,9 @@ def truncate_rows(path: Path, step: int) -> None:
 class RunLog:
     """Writer of one run's metrics; use it as a context manager. On other processes than 0 it does nothing."""
 
-    def __init__(self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None):
+    def __init__(
+        self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None
+    ):
         """Open the files of `run_dir` behind step `first_step`, of `num_steps` in all."""
         self._active = jax.process_index() == 0
         self._stack = contextlib.ExitStack()
@@ -79,16 +87,20 @@ class RunLog:
         if not self._active:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        truncate_rows(run_dir / FILE_NAME, first_step)
+        truncate_rows(run_dir / FILE_NAME, first_step, finished=first_step >= num_steps)
         self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "a"))
         self._events = _event_writer(run_dir / "tensorboard", first_step)
         if self._events is not None:
             self._stack.callback(self._events.close)
         if self._console.is_terminal:
             words = TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()
-            self._progress = Progress("train", BarColumn(), MofNCompleteColumn(), *words, console=self._console)
+            self._progress = Progress(
+                "train", BarColumn(), MofNCompleteColumn(), *words, console=self._console
+            )
             self._stack.enter_context(self._progress)
-            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, loss=math.nan)
+            self._task = self._progress.add_task(
+                "train", total=num_steps, completed=first_step, loss=math.nan
+            )
 
     def __enter__(self) -> "RunLog":
         return self
@@ -101,7 +113,7 @@ class RunLog:
         self._release()
         self._stack.close()
 
-    def step(self, row: Mapping[str, object]) -> None:
+    def step(self, row: Mapping[str, Any]) -> None:
         """Record one optimizer step. The console gets the first, the last, and about one line a second between."""
         if not self._active:
             return
@@ -122,7 +134,9 @@ class RunLog:
         if not self._active:
             return
         self._record({"step": step, "eval_loss": loss, "eval_tokens": tokens})
-        self.note(f"step {step}/{self._num_steps}  eval loss {loss:.4f} over {tokens:,} held-out tokens")
+        self.note(
+            f"step {step}/{self._num_steps}  eval loss {loss:.4f} over {tokens:,} held-out tokens"
+        )
 
     def note(self, text: str) -> None:
         """Print one line, after that of the newest step."""
@@ -136,7 +150,7 @@ class RunLog:
             self._console.print(self._held_back, markup=False)
             self._held_back = None
 
-    def _record(self, row: Mapping[str, object]) -> None:
+    def _record(self, row: Mapping[str, Any]) -> None:
         self._file.write(to_json(row) + "\n")
         self._file.flush()
         if self._events is not None:
@@ -145,7 +159,7 @@ class RunLog:
                     self._events.add_scalar(name, value, row["step"])
 
 
-def _line(row: Mapping[str, object], num_steps: int) -> str:
+def _line(row: Mapping[str, Any], num_steps: int) -> str:
     """One row for people."""
     parts = [
         f"step {row['step']}/{num_steps}",

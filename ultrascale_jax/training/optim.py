@@ -28,7 +28,9 @@ def schedule(cfg: Config) -> optax.Schedule:
 def optimizer(cfg: Config) -> optax.GradientTransformation:
     """AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only."""
     optim = cfg.optim
-    adamw = optax.adamw(
+    if optim.name == "muon":
+        return _muon(cfg)
+    return optax.adamw(
         schedule(cfg),
         b1=optim.betas[0],
         b2=optim.betas[1],
@@ -37,35 +39,57 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
         mask=lambda params: map_params(lambda _, dims, on: is_matrix(dims), params),
         mu_dtype=jnp.dtype(optim.moment_dtype),
     )
-    if optim.name == "adamw":
-        return adamw
-    muon = optax.contrib.muon(
-        schedule(cfg),
-        beta=optim.betas[1],
-        weight_decay=optim.weight_decay,
-        mu_dtype=jnp.dtype(optim.moment_dtype),
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda params: map_params(
-            lambda _, dims, on: _matrix_axes(dims), params
-        ),
-    )
-    return optax.partition(
-        {"muon": muon, "adamw": adamw},
-        lambda params: map_params(lambda _, dims, on: "muon" if _in_block(dims) else "adamw", params),
-    )
 
 
-def _in_block(dims: str) -> bool:
-    return dims.startswith("L") and is_matrix(dims)
+def _muon(cfg: Config) -> optax.GradientTransformation:
+    """optax's Muon (arXiv 2502.16982) on the list of parameters.
+
+    Its Newton-Schulz iteration multiplies a matrix with its own transpose, so it needs dims whole that ZeRO has split:
+    XLA is left to partition it (Auto axes), and the results return to the sharding in which they rest.
+    """
+    optim = cfg.optim
+
+    def transformation(params):
+        return optax.contrib.muon(
+            schedule(cfg),
+            beta=optim.betas[1],
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            mu_dtype=jnp.dtype(optim.moment_dtype),
+            adam_b1=optim.betas[0],
+            adam_b2=optim.betas[1],
+            adam_eps_root=0.0,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=_each(params, _matrix_axes),
+        )
+
+    def init(params):
+        return transformation(params).init(jax.tree.leaves(params))
+
+    def update(grads, state, params):
+        arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
+        rest = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays[:2])
+        run = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
+        updates, state = run(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(grads), updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _each(params, fn) -> list:
+    """`fn(dims)` of each parameter, in the order of the leaves."""
+    found = []
+    map_params(lambda value, dims, on: (found.append(fn(dims)), value)[1], params)
+    return found
 
 
 def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which dims of a stacked parameter are the rows (in) and columns (out) of the matrix that Muon orthogonalises."""
-    if not _in_block(dims):
+    """Rows (input) and columns (output) of a stacked matrix of the blocks; None for what AdamW takes."""
+    if not dims.startswith("L") or not is_matrix(dims):
         return None
-    model = dims.index("D")
-    other = tuple(i for i in range(1, len(dims)) if i != model)
-    rows, columns = ((model,), other) if model == 1 else (other, (model,))
+    others = tuple(i for i, dim in enumerate(dims) if dim not in "LD")
+    model = (dims.index("D"),)
+    rows, columns = (model, others) if model[0] == 1 else (others, model)
     return optax.contrib.MuonDimensionNumbers(rows, columns)
 
 

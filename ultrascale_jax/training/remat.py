@@ -23,7 +23,7 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
     elif cfg.remat == "full":
         policy = policies.nothing_saveable
     elif cfg.remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
+        policy = _keep_matmuls
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),
@@ -41,3 +41,14 @@ def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
     if primitive.name == "dot_general":
         return True
     return not any("fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding"))
+
+
+def _keep_matmuls(primitive, *inputs, **params) -> bool:
+    """Keep what a matmul with parameters makes: its result, or, where that is a partial sum, the sum."""
+    if primitive.name == "reshard":
+        return bool(inputs[0].sharding.spec.unreduced)
+    if primitive.name != "dot_general":
+        return False
+    _, batch_dims = params["dimension_numbers"]
+    partial = params["out_sharding"] is not None and params["out_sharding"].spec.unreduced
+    return not any(batch_dims) and not partial

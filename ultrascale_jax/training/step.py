@@ -28,7 +28,7 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(cfg: Config) -> jax.stages.Wrapped:
     """The jitted step `(state, batch) -> (state, metrics)`; the state is donated. Call it inside the mesh."""
     return jax.jit(lambda state, batch: train_step(cfg, state, batch), donate_argnums=0)
 

@@ -1,0 +1,353 @@
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+from itertools import islice, pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale_jax.config import DataConfig, MeshConfig
+from ultrascale_jax.data.loader import Loader, PackedSamples, held_out_hashes
+from ultrascale_jax.data.shards import Corpus
+from ultrascale_jax.data.sources import Sources
+from ultrascale_jax.data.tokenizer import ByteTokenizer
+from ultrascale_jax.mesh import make_mesh
+
+ROWS = 8
+
+
+def make_loader(source="synthetic", *, seed=0, split="train", vocab_size=256, **data):
+    data = {"seq_len": 32, "eval_fraction": 0.1, **data}
+    return Loader(
+        DataConfig(source=source, **data),
+        vocab_size=vocab_size,
+        global_batch=ROWS,
+        seed=seed,
+        split=split,
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A source of 60 random documents."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        letters = rng.integers(97, 123, size=rng.integers(5, 200), dtype=np.uint8)
+        (folder / f"{i:02d}.txt").write_bytes(letters)
+    return f"text:{folder}/*.txt"
+
+
+def make_corpus(lengths, array_borders=()):
+    """Documents of these lengths whose tokens are 0, 1, 2, ... through all of them."""
+    ends = np.cumsum(lengths)
+    tokens = np.arange(ends[-1], dtype=np.uint16)
+    cuts = sorted({int(ends[i % len(ends)]) for i in array_borders} - {int(ends[-1])})
+    hashes = np.arange(len(lengths), dtype=np.uint64)
+    return Corpus(arrays=tuple(np.split(tokens, cuts)), ends=ends, hashes=hashes, fingerprint="")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    array_borders=st.lists(st.integers(0, 19), max_size=3),
+    seq_len=st.integers(2, 20),
+    seed=st.integers(0, 5),
+)
+def test_packing_equals_a_naive_walk_over_the_stream(lengths, array_borders, seq_len, seed):
+    corpus = make_corpus(lengths, array_borders)
+    data = DataConfig(seq_len=seq_len, document_mask=False)
+    chosen = np.arange(len(lengths))
+    plain = PackedSamples(corpus, chosen, data, ("test", seed))
+    masked = PackedSamples(
+        corpus, chosen, dataclasses.replace(data, document_mask=True), ("test", seed)
+    )
+    total = sum(lengths)
+    assert len(plain) == len(masked) == max(0, (total - 1) // seq_len)
+
+    # Every token of the corpus once, but for the tail; documents whole and in one piece.
+    stream = [int(token) for i in range(len(plain)) for token in plain[i]["tokens"]]
+    assert len(set(stream)) == len(stream) >= total - 1 - seq_len
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    breaks = [b for a, b in pairwise(stream) if b != a + 1]
+    assert set(breaks) <= set(starts.tolist())
+
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    for i in range(len(plain)):
+        tokens, targets = plain[i]["tokens"], plain[i]["targets"]
+        assert "segment_ids" not in plain[i]
+        assert plain[i]["positions"].tolist() == list(range(seq_len))
+        assert targets[:-1].tolist() == tokens[1:].tolist()
+        expected = {"tokens": tokens.tolist(), "targets": [], "positions": [], "segment_ids": []}
+        segment, position = 1, 0
+        for token, target in zip(tokens, targets, strict=True):
+            expected["segment_ids"].append(segment)
+            expected["positions"].append(position)
+            inside = document_of[token] == document_of[target]
+            expected["targets"].append(int(target) if inside else -1)
+            segment, position = (segment, position + 1) if inside else (segment + 1, 0)
+        assert {name: value.tolist() for name, value in masked[i].items()} == expected
+        assert all(value.dtype == np.int32 for value in masked[i].values())
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("source", ["texts", "synthetic", "mixed"])
+def test_a_batch_is_the_same_for_every_number_of_processes(texts, source, mask):
+    name = {"texts": texts, "mixed": f"{texts}@0.3,synthetic@0.7"}.get(source, source)
+    a, b = (make_loader(name, seed=3, document_mask=mask) for _ in range(2))
+    for step in (0, 1, 7, 1000):
+        whole = a.batch(step)
+        assert ("segment_ids" in whole) == mask
+        for processes in (1, 2, 4):
+            share = ROWS // processes
+            parts = [b.batch(step, slice(p * share, (p + 1) * share)) for p in range(processes)]
+            for key, value in whole.items():
+                assert value.shape == (ROWS, 32) and value.dtype == np.int32
+                np.testing.assert_array_equal(np.concatenate([part[key] for part in parts]), value)
+        assert a.batch_hash(step) == b.batch_hash(step)
+
+
+def test_the_order_is_set_by_the_seed_and_the_held_out_order_is_not(texts):
+    a, b = make_loader(texts, seed=0), make_loader(texts, seed=1)
+    assert a.batch_hash(0) != b.batch_hash(0)
+    assert a.batch_hash(0) != a.batch_hash(1)
+    assert a.held_out().batch_hash(0) == b.held_out().batch_hash(0)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_every_epoch_has_the_same_rows_in_another_order(texts, mask):
+    loader = make_loader(texts, document_mask=mask)
+    steps = -(-2 * loader.num_sequences // ROWS)
+    rows = np.concatenate([loader.batch(step)["tokens"] for step in range(steps)])
+    first, second = np.split(rows[: 2 * loader.num_sequences], 2)
+    assert not np.array_equal(first, second)
+    assert len(np.unique(first, axis=0)) == loader.num_sequences
+    np.testing.assert_array_equal(np.unique(first, axis=0), np.unique(second, axis=0))
+
+
+def test_both_splits_together_hold_every_document_once(texts):
+    loader = make_loader(texts, seq_len=2, document_mask=False)
+    seen = []
+    for split in (loader, loader.held_out()):
+        steps = -(-split.num_sequences // ROWS)
+        rows = np.concatenate([split.batch(step)["tokens"] for step in range(steps)])
+        seen.append(np.bincount(rows[: split.num_sequences].ravel(), minlength=256))
+    tokens = loader.sources.corpora[0].arrays[0]
+    missing = np.bincount(tokens, minlength=256) - seen[0] - seen[1]
+    assert missing.min() >= 0
+    assert missing.sum() <= 2 * 2  # the tail of each split: at most seq_len tokens
+
+
+def document_bytes(texts):
+    return [
+        path.read_bytes() for path in sorted(Path(texts.removeprefix("text:")).parent.iterdir())
+    ]
+
+
+def test_held_out_documents_are_the_asked_share_and_never_trained_on(texts):
+    loader = make_loader(texts, seq_len=2, document_mask=False, eval_fraction=0.2)
+    streams = []
+    for split in (loader, loader.held_out()):
+        [(_, _, samples)] = split._split_samples()
+        streams.append(b"".join(bytes(samples[i]["tokens"].tolist()) for i in range(len(samples))))
+    for document in document_bytes(texts):
+        # A document at the very end of a stream may lose its tail.
+        inside = [document[:-3] in stream for stream in streams]
+        assert sum(inside) == 1
+    held_out = sum(document[:-3] in streams[1] for document in document_bytes(texts))
+    assert held_out == 12
+
+
+@given(
+    corpora=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=20), min_size=1, max_size=3),
+    fraction=st.floats(0, 0.49),
+)
+def test_a_document_is_held_out_of_all_corpora_or_of_none(corpora, fraction):
+    arrays = [np.array(hashes, np.uint64) for hashes in corpora]
+    held_out = set(held_out_hashes(arrays, fraction).tolist())
+    assert len(held_out) == len(held_out_hashes(arrays, fraction))
+    for hashes in corpora:
+        different = set(hashes)
+        if fraction == 0:
+            assert not held_out
+        elif len(different) > 1:
+            assert len(held_out & different) >= max(1, round(fraction * len(different)))
+    if len(corpora) == 1:
+        assert len(held_out) < len(set(corpora[0]))
+
+
+def test_a_text_that_occurs_twice_is_on_one_side_only(tmp_path):
+    for i in range(30):
+        for copy in ("a", "b"):
+            (tmp_path / f"{copy}{i}.txt").write_text(f"document number {i} " * 5)
+    a, b = (f"text:{tmp_path}/{copy}*.txt" for copy in "ab")
+    for source in (f"text:{tmp_path}/*.txt", f"{a}@0.5,{b}@0.5"):
+        loader = make_loader(source, seq_len=8, document_mask=False, eval_fraction=0.3)
+        chosen = []
+        for split in (loader, loader.held_out()):
+            parts = [samples for _, _, samples in split._split_samples()]
+            chosen.append({int(h) for p in parts for h in p._corpus.hashes[p._documents]})
+        assert not chosen[0] & chosen[1]
+        assert len(chosen[0] | chosen[1]) == 30
+
+
+def test_a_mixture_has_its_weights_in_every_stretch_of_rows(texts):
+    loader = make_loader(f"{texts}@0.7,synthetic@0.3")
+    rows = np.concatenate([loader.batch(step)["tokens"] for step in range(50)])
+    from_texts = np.isin(rows, [0, *range(97, 123)]).all(axis=1)
+    assert abs(from_texts.mean() - 0.7) < 0.01
+    assert abs(from_texts[:100].mean() - 0.7) < 0.03
+
+
+def test_synthetic_rows_fill_the_vocabulary_and_the_splits_differ():
+    loader = make_loader(vocab_size=50, seq_len=256)
+    batch = loader.batch(5)
+    assert set(np.unique(batch["tokens"])) == set(range(50))
+    assert 1.5 < batch["segment_ids"].max(axis=1).mean() < 6
+    assert loader.num_sequences > 10**9
+    assert not np.array_equal(batch["tokens"], loader.held_out().batch(5)["tokens"])
+    assert not np.array_equal(
+        batch["tokens"], make_loader(vocab_size=50, seed=1).batch(5)["tokens"]
+    )
+    assert make_loader(eval_fraction=0.0).held_out().num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"dp": 2, "fsdp": 2, "cp": 2}, {"fsdp": 1, "tp": 8}, {"ep": 4, "sp": 2}]
+)
+def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts, sizes):
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}).resolve(8))
+    loader = make_loader(f"{texts}@0.5,synthetic@0.5")
+    batches = loader.device_batches(mesh, start_step=11)
+    for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
+        assert step == expected_step
+        assert digest == loader.batch_hash(step)
+        for name, value in loader.batch(step).items():
+            np.testing.assert_array_equal(np.asarray(batch[name]), value)
+            assert isinstance(batch[name], jax.Array)
+            assert len(batch[name].sharding.device_set) == 8
+    batches.close()
+
+
+def test_closing_the_batches_stops_their_threads(texts):
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    before = set(threading.enumerate())
+    batches = make_loader(texts).device_batches(mesh, 0)
+    next(batches)
+    assert set(threading.enumerate()) - before
+    batches.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_shard_that_changes_under_the_run_stops_it():
+    tokens = np.arange(2000, dtype=np.uint16) % 100
+    corpus = Corpus(
+        arrays=(tokens,),
+        ends=np.arange(100, 2001, 100),
+        hashes=np.arange(20, dtype=np.uint64),
+        fingerprint="",
+    )
+    sources = Sources(("tokens:x",), (1.0,), (corpus,), ByteTokenizer())
+    data = DataConfig(source="tokens:x", seq_len=32)
+    loader = Loader(data, vocab_size=100, global_batch=ROWS, seed=0, sources=sources)
+    batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 0)
+    next(batches)
+    tokens[:] = 60000
+    with pytest.raises(ValueError, match=r"data\.source='tokens:x': step \d+ has token 60000"):
+        list(islice(batches, 100))
+
+
+def test_the_fingerprint_follows_documents_tokenizer_and_packing_only(texts, tmp_path):
+    base = make_loader(texts).fingerprint
+    for i, content in enumerate(document_bytes(texts)):
+        (tmp_path / f"{i:02d}.txt").write_bytes(content)
+    moved = f"text:{tmp_path}/*.txt"
+    assert make_loader(moved, seed=5, split="eval").fingerprint == base
+    changes = [{"seq_len": 16}, {"document_mask": False}, {"eval_fraction": 0.2}]
+    others = [make_loader(moved, **change).fingerprint for change in changes]
+    (tmp_path / "03.txt").write_text("changed")
+    others += [make_loader(moved).fingerprint, make_loader(f"{moved},synthetic").fingerprint]
+    assert len({base, *others}) == 6
+
+
+def test_a_source_without_a_whole_row_to_train_on_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ValueError, match=r"a\.txt': has less than data\.seq_len \+ 1 = 33 tokens"):
+        make_loader(f"text:{tmp_path}/a.txt")
+
+
+def test_a_held_out_split_without_a_whole_row_says_so(tmp_path):
+    (tmp_path / "long.txt").write_text("long " * 100)
+    for fraction in (0.0, 0.1):  # a single document is never held out
+        loader = make_loader(f"text:{tmp_path}/*.txt", eval_fraction=fraction).held_out()
+        assert loader.num_sequences == 0
+        with pytest.raises(
+            ValueError, match=rf"data\.eval_fraction={fraction}: .* do not fill one"
+        ):
+            loader.batch(0)
+
+
+PROCESS = """
+import sys, jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+port, process = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
+from ultrascale_jax.config import DataConfig, MeshConfig
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.mesh import make_mesh
+data = DataConfig(source="synthetic", seq_len=16)
+loader = Loader(data, vocab_size=99, global_batch=8, seed=4)
+samples, reads = loader._samples, set()
+class Counted:
+    def __getitem__(self, i):
+        reads.add(i % 8)
+        return samples[i]
+loader._samples = Counted()
+step, batch, digest = next(loader.device_batches(make_mesh(MeshConfig()), 5))
+assert len(reads) == (8 if process == 0 else 4), reads
+loader._samples = samples
+for name, value in loader.batch(5).items():
+    for shard in batch[name].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+print("hash", digest or "none", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_hold_the_rows_of_the_one_global_batch():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    env.pop("XLA_FLAGS", None)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, port, str(process)],
+            cwd=root,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    data = DataConfig(source="synthetic", seq_len=16)
+    loader = Loader(data, vocab_size=99, global_batch=8, seed=4)
+    assert f"hash {loader.batch_hash(5)}" in outputs[0], outputs[0]
+    assert "hash none" in outputs[1], outputs[1]

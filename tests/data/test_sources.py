@@ -1,0 +1,105 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ultrascale_jax.config import DataConfig
+from ultrascale_jax.data.sources import open_sources, parse_mixture, stdlib_paths
+from ultrascale_jax.data.tokenizer import train_bpe
+
+
+def test_the_standard_library_is_the_same_code_every_time_without_its_tests():
+    a, b = (open_sources(DataConfig(), 256).corpora[0] for _ in range(2))
+    assert a.fingerprint == b.fingerprint
+    assert a.ends[-1] > 2_000_000
+    assert a.arrays[0].dtype == np.uint8
+    paths = stdlib_paths()
+    assert {"ast.py", "heapq.py"} <= {path.name for path in paths}
+    folders = {part for path in paths for part in path.parts[-3:-1]}
+    assert not folders & {"test", "tests", "site-packages"}
+
+
+def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):
+    for name, text in {"b.txt": "bee", "a.txt": "ay", "empty.txt": "", "c.md": "see"}.items():
+        (tmp_path / name).write_text(text)
+    corpus = open_sources(DataConfig(source=f"text:{tmp_path}/*.txt"), 256).corpora[0]
+    assert bytes(corpus.read(0, 3)) + bytes(corpus.read(3, 7)) == b"ay\0bee\0"
+    assert corpus.ends.tolist() == [3, 7]
+
+
+def test_a_tokenizer_json_is_used_for_text(tmp_path):
+    (tmp_path / "a.txt").write_text("hello hello")
+    train_bpe(["hello hello hello"], 270, tmp_path / "tokenizer.json")
+    data = DataConfig(source=f"text:{tmp_path}/a.txt", tokenizer=str(tmp_path / "tokenizer.json"))
+    sources = open_sources(data, 512)
+    ids = sources.corpora[0].read(0, int(sources.corpora[0].ends[0])).tolist()
+    assert ids == [*sources.tokenizer.encode("hello hello"), sources.tokenizer.eos]
+    assert len(ids) < 11
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("python-stdlib", [("python-stdlib", 1.0)]),
+        ("tokens:a@0.7,tokens:b@0.3", [("tokens:a", 0.7), ("tokens:b", 0.3)]),
+        ("text:a,b/*.txt@2, synthetic", [("text:a,b/*.txt", 2.0), ("synthetic", 1.0)]),
+        ("text:me@home/*.txt", [("text:me@home/*.txt", 1.0)]),
+        ("tokens:/d@1/x@1e-3", [("tokens:/d@1/x", 0.001)]),
+    ],
+)
+def test_a_mixture_is_read_as_names_and_weights(source, expected):
+    assert parse_mixture(source) == expected
+
+
+def test_weights_are_shares(tmp_path):
+    sources = open_sources(DataConfig(source="synthetic@3,python-stdlib"), 256)
+    assert sources.weights == (0.75, 0.25)
+    assert sources.names == ("synthetic", "python-stdlib")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("wikipedia", "'wikipedia' is no source; write python-stdlib, text:GLOB"),
+        ("text:", "'text:' is no source"),
+        ("tokens", "'tokens' is no source"),
+        ("", "'' is no source"),
+        ("synthetic@0", "weight of 'synthetic' must be a positive number"),
+        ("synthetic@-1", "weight of 'synthetic' must be a positive number"),
+        ("synthetic@nan", "weight of 'synthetic' must be a positive number"),
+        ("synthetic@inf", "weight of 'synthetic' must be a positive number"),
+        ("text:/nowhere/*.txt", "no file with text matches; give another pattern"),
+        (
+            "tokens:/nowhere",
+            "index.json is missing; name a folder that scripts/prepare_data.py wrote",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused_by_name(source, message):
+    with pytest.raises(ValueError) as caught:
+        open_sources(DataConfig(source=source), 256)
+    assert str(caught.value).startswith(f"data.source={source.split(',')[0]!r}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text; convert it"):
+        open_sources(DataConfig(source=f"text:{tmp_path}/*.txt"), 256)
+
+
+def test_a_text_with_tokens_outside_the_vocabulary_is_refused_by_its_file(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.txt").write_text("caf\u00e9")
+    with pytest.raises(ValueError, match=r"b\.txt has token 195, outside model\.vocab_size=128"):
+        open_sources(DataConfig(source=f"text:{tmp_path}/*.txt"), 128)
+
+
+def test_sources_and_shards_start_without_jax():
+    code = "import sys, ultrascale_jax.data.sources, scripts.prepare_data; assert 'jax' not in sys.modules"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -1,0 +1,129 @@
+"""The command that a user types: it trains, samples, resumes, and ends with the promised exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ultrascale_jax.training.metrics import read_rows
+
+TINY = [
+    "--model.num-layers",
+    "2",
+    "--model.d-model",
+    "32",
+    "--model.d-ff",
+    "64",
+    "--model.head-dim",
+    "4",
+]
+TINY += ["--data.seq-len", "64", "--train.global-batch", "8"]
+
+
+def start(run_dir, *options):
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "scripts.train",
+            "debug",
+            "--run-dir",
+            str(run_dir),
+            *TINY,
+            *options,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def train(run_dir, *options):
+    """Exit code, stdout and stderr of a run that ends by itself."""
+    process = start(run_dir, *options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train") / "run"
+    options = (
+        "--devices",
+        "2",
+        "--mesh",
+        "fsdp=2",
+        "--train.steps",
+        "4",
+        "--train.eval-every",
+        "2",
+    )
+    return folder, train(folder, *options, "--sample", "20", "--profile", "2:3")
+
+
+def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
+    folder, (code, out, err) = trained
+    assert code == 0, err
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert "step 1/4" in out and "step 4/4  eval loss" in out
+    assert "--- a sample of 20 tokens from 'def ' ---\ndef " in out
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"]
+    assert json.loads((folder / "config.json").read_text())["mesh"]["fsdp"] == 2
+    assert list((folder / "profile").rglob("perfetto_trace.json.gz"))
+
+
+def test_the_same_command_with_more_steps_continues_on_another_mesh(trained):
+    folder, (code, _, err) = trained
+    assert code == 0, err
+    options = ("--devices", "4", "--mesh", "fsdp=2,sp=2", "--train.steps", "5", "--sample", "0")
+    code, out, err = train(folder, *options)
+    assert code == 0, err
+    assert f"resumed from {folder}/checkpoints/4" in out
+    assert "changed since: train.steps: saved 4, now 5" in out
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_another_model_in_the_same_run_directory_is_refused_in_a_few_lines(trained):
+    folder, (code, _, err) = trained
+    assert code == 0, err
+    code, _, err = train(folder, "--devices", "2", "--mesh", "fsdp=2", "--model.d-ff", "128")
+    assert code == 2
+    assert "model.d_ff: saved 64, now 128" in err and "Traceback" not in err
+
+
+def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
+    options = (
+        "--devices",
+        "1",
+        "--optim.lr",
+        "1e30",
+        "--train.max-skipped",
+        "2",
+        "--optim.clip-norm",
+        "0",
+    )
+    code, _, err = train(tmp_path, *options, "--train.steps", "20")
+    assert code == 3, err
+    [line] = err.splitlines()
+    assert "train.max_skipped=2" in line
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
+    process = start(tmp_path, "--devices", "1", "--train.steps", "1000000")
+    try:
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM" in out and "a sample" not in out
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1

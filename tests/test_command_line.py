@@ -1,0 +1,171 @@
+"""The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.debug import config as debug
+from configs.demo import config as demo
+from scripts import command_line, train
+from ultrascale_jax.config import MeshConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def parse(*words: str):
+    return command_line.parse(words, prog="python -m scripts.train", options=train.Options)
+
+
+def refused(capsys, *words: str) -> str:
+    """The message on stderr with which the command line ends these words."""
+    with pytest.raises(SystemExit) as stop:
+        parse(*words)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_no_words_are_the_demo():
+    cfg, options = parse()
+    assert cfg == demo
+    assert options == train.Options()
+
+
+def test_the_first_word_is_a_recipe_or_a_module_that_exposes_one():
+    assert parse("debug")[0] == debug
+    assert parse("configs.debug")[0] == debug
+    assert parse("llama3-8b")[0] == parse("llama3_8b")[0]
+
+
+def test_any_dotted_field_is_replaced_and_the_rest_stays():
+    words = ["--train.steps", "7", "--optim.betas", "0.8", "0.9", "--model.tied-embeddings"]
+    cfg, _ = parse("debug", *words, "--data.source=synthetic", "--model.sliding-window", "64")
+    assert cfg == dataclasses.replace(
+        debug,
+        model=dataclasses.replace(debug.model, tied_embeddings=True, sliding_window=64),
+        data=dataclasses.replace(debug.data, source="synthetic"),
+        optim=dataclasses.replace(debug.optim, betas=(0.8, 0.9)),
+        train=dataclasses.replace(debug.train, steps=7),
+    )
+
+
+def test_underscores_and_dashes_are_the_same():
+    assert parse("debug", "--train.global_batch", "8") == parse(
+        "debug", "--train.global-batch", "8"
+    )
+    assert parse("debug", "--run_dir", "out/x") == parse("debug", "--run-dir", "out/x")
+
+
+def test_fields_of_a_part_that_the_recipe_has_are_there():
+    cfg, _ = parse("llama32_1b", "--model.rope-scaling.factor", "8")
+    assert cfg.model.rope_scaling is not None
+    assert cfg.model.rope_scaling.factor == 8.0
+    assert cfg.model.rope_scaling.high_freq_factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        (["--mesh", "fsdp=4,tp=2"], MeshConfig(fsdp=4, tp=2)),
+        (["--mesh=tp=2"], MeshConfig(fsdp=1, tp=2)),
+        (["--mesh", "dp=-1,sp=2"], MeshConfig(dp=-1, fsdp=1, sp=2)),
+        (["--mesh", "tp=2", "--mesh.fsdp", "-1"], MeshConfig(fsdp=-1, tp=2)),
+        (["--mesh.tp", "2"], MeshConfig(fsdp=-1, sp=8, tp=2)),
+    ],
+)
+def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh):
+    assert parse("llama3_70b", *words)[0].mesh == mesh
+
+
+def test_run_dir_devices_and_profile_are_options_of_the_run():
+    cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
+    assert cfg.log.run_dir == "out/x"
+    assert (options.devices, options.profile_steps) == (8, (10, 13))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train.steps", "0"], "error: train.steps=0: must be at least 1\n"),
+        (["--devices", "0"], "error: devices=0: must be at least 1\n"),
+        (["--checkpoint.dir", "../x"], "error: checkpoint.dir='../x': must be a relative path"),
+        (["--mesh", "fsdp:4"], "error: mesh='fsdp:4': write axes as fsdp=4,tp=2\n"),
+        (["--mesh", "xp=4"], "error: mesh='xp=4': 'xp' is no axis; the axes are pp, dp"),
+        (["--mesh", "dp=-1,fsdp=-1"], "error: mesh.fsdp=-1: only one axis may be -1"),
+        (["--profile", "13:10"], "error: profile='13:10': write the first step"),
+        (["--profile", "10"], "error: profile='10': write the first step"),
+        (["lama3_8b"], "error: recipe='lama3_8b': did you mean llama3_8b?"),
+        (["configs.nothing"], "error: recipe='configs.nothing': there is no module"),
+        (["../demo"], "error: recipe='../demo': "),
+        (
+            ["ultrascale_jax.config"],
+            "error: recipe='ultrascale_jax.config': the module must expose",
+        ),
+        (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
+    ],
+)
+def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
+    err = refused(capsys, *words)
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_name_gets_the_nearest_one(capsys):
+    assert "--train.steps" in refused(capsys, "--train.stpes", "7").replace("--train.stpes", "")
+    assert "--optim.weight-decay" in refused(capsys, "debug", "--optim.wieght-decay", "0")
+
+
+def test_a_value_outside_a_choice_or_of_another_type_is_named(capsys):
+    assert "'adamw', 'muon'" in " ".join(refused(capsys, "--optim.name", "adam").split())
+    assert "--train.steps" in refused(capsys, "--train.steps", "many")
+
+
+def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
+    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
+    with pytest.raises(SystemExit) as stop:
+        parse(*words, "--print-config")
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.steps = 7" in lines
+    assert "mesh.fsdp = 4" in lines
+    assert "data.source = 'python-stdlib'" in lines
+    shown = {line.split(" = ")[0] for line in lines if line}
+    expected = {
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(debug)
+        for field in dataclasses.fields(getattr(debug, section.name))
+    }
+    assert shown == expected
+
+
+def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
+    code = (
+        "import sys, atexit, scripts.train\n"
+        "atexit.register(lambda: print('jax' in sys.modules))\n"
+        "scripts.train.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "False"
+    for words in (
+        "llama3_8b",
+        "--mesh AXIS=SIZE",
+        "--train.global-batch INT",
+        "Peak learning rate",
+    ):
+        assert words in done.stdout
+
+
+def test_a_run_on_fake_devices_refuses_a_mesh_of_another_size_before_it_starts(tmp_path):
+    words = ["debug", "--devices", "4", "--mesh", "fsdp=8", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.train", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: mesh='fsdp=8': the sizes multiply to 8, but there are 4")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,247 @@
+"""What the configuration refuses, and that its fields and recipes are what they claim."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+import textwrap
+from ast import AnnAssign, ClassDef, Constant, Expr, parse
+from itertools import pairwise
+
+import pytest
+
+from configs import shapes
+from scripts.command_line import load_recipe, recipes
+from ultrascale_jax import config as config_module
+from ultrascale_jax.config import (
+    AXES,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+    UserError,
+    parse_mesh,
+)
+
+SECTIONS = (
+    ModelConfig,
+    MeshConfig,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    CheckpointConfig,
+    LogConfig,
+    RopeScaling,
+)
+
+
+def replaced(cfg: Config, **changes: object) -> Config:
+    """`cfg` with fields given as section__field."""
+    for key, value in changes.items():
+        section, name = key.split("__")
+        part = dataclasses.replace(getattr(cfg, section), **{name: value})
+        cfg = dataclasses.replace(cfg, **{section: part})
+    return cfg
+
+
+def test_there_are_fewer_than_60_fields():
+    fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
+    # `model.rope_scaling` is set through its own fields, which are counted.
+    assert len([field for field in fields if field.name != "rope_scaling"]) < 60
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_field_is_frozen_keyword_only_and_documented(section):
+    body = parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ClassDef)
+    documented = {
+        field.target.id
+        for field, doc in pairwise(body.body)
+        if isinstance(field, AnnAssign)
+        and isinstance(doc, Expr)
+        and isinstance(doc.value, Constant)
+    }
+    assert documented == {field.name for field in dataclasses.fields(section)}
+    assert all(field.kw_only for field in dataclasses.fields(section))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(section(), next(iter(documented)), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ModelConfig(num_layers=0), "model.num_layers=0"),
+        (lambda: ModelConfig(num_heads=4, num_kv_heads=3), "model.num_kv_heads=3"),
+        (lambda: ModelConfig(head_dim=7), "model.head_dim=7"),
+        (lambda: ModelConfig(sliding_window=0), "model.sliding_window=0"),
+        (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta=0.0"),
+        (lambda: RopeScaling(factor=0.5), "model.rope_scaling.factor=0.5"),
+        (lambda: RopeScaling(low_freq_factor=4.0), "model.rope_scaling.low_freq_factor=4.0"),
+        (lambda: MeshConfig(tp=0), "mesh.tp=0"),
+        (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
+        (lambda: DataConfig(seq_len=1), "data.seq_len=1"),
+        (lambda: DataConfig(eval_fraction=0.5), "data.eval_fraction=0.5"),
+        (lambda: OptimConfig(lr=float("nan")), "optim.lr=nan"),
+        (lambda: OptimConfig(min_lr=2.0), "optim.min_lr=2.0"),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas=(0.9, 1.0)"),
+        (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
+        (lambda: TrainConfig(steps=0), "train.steps=0"),
+        (lambda: TrainConfig(micro_batches=0), "train.micro_batches=0"),
+        (lambda: TrainConfig(seed=-1), "train.seed=-1"),
+        (lambda: TrainConfig(remat="some"), "train.remat='some'"),
+        (lambda: TrainConfig(remat="save:q,nothing"), "train.remat='save:q,nothing'"),
+        (lambda: CheckpointConfig(dir="../elsewhere"), "checkpoint.dir='../elsewhere'"),
+        (lambda: CheckpointConfig(dir="/elsewhere"), "checkpoint.dir='/elsewhere'"),
+        (lambda: CheckpointConfig(dir="a/../../b"), "checkpoint.dir='a/../../b'"),
+        (lambda: CheckpointConfig(dir=""), "checkpoint.dir=''"),
+        (lambda: CheckpointConfig(keep=0), "checkpoint.keep=0"),
+        (lambda: LogConfig(run_dir=" "), "log.run_dir=' '"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, field):
+    with pytest.raises(UserError) as refusal:
+        make()
+    named, _, fix = str(refusal.value).partition(": ")
+    assert named == field
+    assert len(fix) > 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "named", "fix"),
+    [
+        ({"mesh__fsdp": 3}, 8, "mesh='fsdp=3'", "multiply to 3, but there are 8 devices"),
+        ({"mesh__tp": 3}, 8, "mesh='fsdp=-1,tp=3'", "3 does not divide 8 devices"),
+        ({"mesh__sp": 16}, 16, "model.num_heads=8", "mesh.sp*mesh.tp=16"),
+        ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
+        ({"mesh__sp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
+        ({"train__global_batch": 12}, 8, "train.global_batch=12", "=8"),
+        ({"train__micro_batches": 4}, 8, "train.global_batch=16", "micro_batches=32"),
+        ({"mesh__ep": 2, "train__global_batch": 4}, 8, "train.global_batch=4", "mesh.ep"),
+        ({"mesh__tp": 2, "model__d_ff": 129}, 8, "model.d_ff=129", "mesh.sp*mesh.tp=2"),
+        ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
+        ({"model__d_model": 60}, 8, "model.d_model=60", "mesh.dp"),
+        ({"mesh__pp": 2}, 8, "mesh.pp=2", "no pipeline"),
+    ],
+)
+def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
+    changes, num_devices, named, fix
+):
+    cfg = replaced(load_recipe("debug"), **changes)
+    with pytest.raises(UserError) as refusal:
+        cfg.check(num_devices)
+    assert str(refusal.value).startswith(f"{named}: ")
+    assert fix in str(refusal.value)
+
+
+def test_kv_heads_and_tensor_group_must_divide_one_another():
+    cfg = replaced(load_recipe("debug"), model__num_heads=12, model__num_kv_heads=4)
+    cfg = replaced(cfg, model__d_ff=48, model__vocab_size=252, mesh__tp=6)
+    with pytest.raises(UserError, match=r"^model.num_kv_heads=4: must divide mesh.sp\*mesh.tp=6"):
+        cfg.check(6)
+
+
+def test_minus_one_takes_the_devices_that_the_other_axes_leave():
+    assert MeshConfig(fsdp=-1, sp=2, tp=2).resolve(16) == MeshConfig(fsdp=4, sp=2, tp=2)
+    assert MeshConfig(fsdp=1, cp=-1).resolve(8).cp == 8
+    assert MeshConfig().resolve(1).sizes == dict.fromkeys(AXES, 1)
+
+
+def test_a_tensor_group_larger_than_a_node_is_a_warning():
+    cfg = replaced(load_recipe("llama3_70b"), mesh__sp=16, mesh__fsdp=1)
+    with pytest.warns(UserWarning, match=r"mesh.sp\*mesh.tp=16 is larger than a node"):
+        cfg.check(16)
+
+
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis != "pp"])
+def test_every_axis_can_divide_debug_by_8(axis):
+    sizes = dict.fromkeys(AXES, 1) | {axis: 8}
+    cfg = dataclasses.replace(load_recipe("debug"), mesh=MeshConfig(**sizes))
+    assert cfg.check(8).mesh.sizes == sizes
+    assert cfg.model.num_layers == cfg.model.num_heads == 8
+    assert cfg.model.num_kv_heads == 4
+    assert (cfg.train.global_batch, cfg.data.seq_len, cfg.model.vocab_size) == (16, 256, 256)
+
+
+def test_remat_names_are_split_into_saved_and_offloaded():
+    assert TrainConfig(remat="save:q,k+offload:gate").remat_names() == (("q", "k"), ("gate",))
+    assert TrainConfig(remat="selective").remat_names() == ((), ())
+
+
+def test_a_mesh_is_read_from_axis_sizes():
+    assert parse_mesh("fsdp=4, tp=2") == {"fsdp": 4, "tp": 2}
+    assert parse_mesh("dp=-1") == {"dp": -1}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fsdp", "fsdp=x", "fsdp=4 tp=2", "fsdp=4,", "zz=2", "tp=2,tp=2"]
+)
+def test_a_mesh_that_cannot_be_read_is_refused_by_its_text(text):
+    with pytest.raises(UserError) as refusal:
+        parse_mesh(text)
+    assert str(refusal.value).startswith(f"mesh={text!r}: ")
+
+
+def test_the_configuration_loads_no_third_party_package():
+    code = "import sys, ultrascale_jax.config; print(*{m.split('.')[0] for m in sys.modules})"
+    root = config_module.__file__.rpartition("/ultrascale_jax/")[0]
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert set(loaded) - {"ultrascale_jax", "__main__"} <= sys.stdlib_module_names
+
+
+GPUS = {
+    "smollm2_135m": (1, 8, 64),
+    "llama32_1b": (1, 8),
+    "llama3_8b": (8, 16, 32, 64, 128, 256, 512),
+    "llama3_70b": (64, 512, 2048),
+    "llama3_405b": (512, 8192),
+    "qwen3_8b": (8, 64, 512),
+    "qwen3_32b": (32, 256, 1024),
+    "demo": (1, 2, 8),
+    "debug": (1, 8),
+    "gpt_peer": (1,),
+}
+
+
+def test_the_recipes_are_the_promised_ones():
+    assert set(recipes()) == set(GPUS)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_recipe_passes_its_check_on_the_hardware_it_names(name):
+    cfg = load_recipe(name)
+    assert cfg.log.run_dir == f"out/{name}"
+    for num_devices in GPUS[name]:
+        cfg.check(num_devices)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    width, heads = model.d_model, model.num_heads + model.num_kv_heads
+    block = 2 * width * heads * model.head_dim + 3 * width * model.d_ff + 2 * width
+    if model.qk_norm == "head":
+        block += 2 * model.head_dim
+    tables = 1 if model.tied_embeddings else 2
+    return model.num_layers * block + tables * model.vocab_size * width + width
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (shapes.SMOLLM2_135M, 134_515_008),
+        (shapes.LLAMA32_1B, 1_235_814_400),
+        (shapes.LLAMA3_8B, 8_030_261_248),
+        (shapes.LLAMA3_70B, 70_553_706_496),
+        (shapes.LLAMA3_405B, 405_853_388_800),
+        (shapes.QWEN3_8B, 8_190_735_360),
+        (shapes.QWEN3_32B, 32_762_123_264),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(model, published):
+    assert num_parameters(model) == published

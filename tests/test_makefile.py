@@ -1,0 +1,159 @@
+"""Set-up chooses a Python that really runs and is new enough, and does no work twice."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FIND_PYTHON = ROOT / ".ci" / "find_python.sh"
+GOOD = f'exec {sys.executable} "$@"\n'
+# Runs as a Python of another version would: `sys.version_info` is all that is asked of it.
+OLDER = f"""\
+exec {sys.executable} -c 'import sys; sys.version_info = (3, 11, 7); exec(sys.argv.pop(1))' "$2"
+"""
+SHIM = 'echo "pyenv: command not found" >&2; exit 127\n'
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine with nothing but the shell's own tools on its path: `machine(name=script, ...)`."""
+    (tmp_path / "tools").mkdir()
+    for tool in ("bash", "env", "sort", "tail", "cut"):
+        os.symlink(shutil.which(tool), tmp_path / "tools" / tool)
+
+    def put(**pythons: str) -> None:
+        for name, script in pythons.items():
+            write(tmp_path / "bin" / name.replace("_", "."), script)
+
+    return put
+
+
+def write(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
+
+
+def find(tmp_path: Path, **environ: str) -> subprocess.CompletedProcess:
+    path = f"{tmp_path / 'bin'}:{tmp_path / 'tools'}"
+    return subprocess.run(
+        [FIND_PYTHON],
+        env={"PATH": path, "HOME": str(tmp_path / "home"), **environ},
+        capture_output=True,
+        text=True,
+    )
+
+
+def chosen(tmp_path: Path, **environ: str) -> str:
+    done = find(tmp_path, **environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_the_newest_name_on_the_path_is_taken(machine, tmp_path):
+    machine(python3=GOOD, python3_12=GOOD, python3_13=GOOD)
+    assert chosen(tmp_path) == f"{tmp_path}/bin/python3.13"
+
+
+def test_an_old_python3_and_failing_shims_are_passed_over_for_pyenvs_newest(machine, tmp_path):
+    machine(python3=OLDER, python3_12=SHIM, python3_13=SHIM)
+    versions = tmp_path / "home/.pyenv/versions"
+    write(versions / "3.9.18/bin/python3", OLDER)
+    write(versions / "3.14.1/bin/python3", SHIM)
+    write(versions / "3.13.0/bin/python3", GOOD)
+    assert chosen(tmp_path) == f"{versions}/3.13.0/bin/python3"
+
+
+def test_the_newest_of_pyenv_is_by_number_not_by_letter(machine, tmp_path):
+    machine()
+    versions = tmp_path / "home/.pyenv/versions"
+    for name, number in (("3.13.9", "(3, 13, 9)"), ("3.13.10", "(3, 13, 10)")):
+        setting = f"import sys; sys.version_info = {number}; exec(sys.argv.pop(1))"
+        write(versions / name / "bin/python3", f"exec {sys.executable} -c '{setting}' \"$2\"\n")
+    assert chosen(tmp_path) == f"{versions}/3.13.10/bin/python3"
+
+
+def test_uv_is_asked_last(machine, tmp_path):
+    write(tmp_path / "uv/python", GOOD)
+    machine(python3=OLDER, uv=f'[ "$*" = "python find >=3.12" ] && echo {tmp_path}/uv/python\n')
+    assert chosen(tmp_path) == f"{tmp_path}/uv/python"
+
+
+def test_a_given_python_comes_first(machine, tmp_path):
+    machine(python3_13=GOOD, mine=GOOD)
+    assert chosen(tmp_path, PYTHON=f"{tmp_path}/bin/mine") == f"{tmp_path}/bin/mine"
+    assert chosen(tmp_path, PYTHON="mine") == f"{tmp_path}/bin/mine"
+
+
+@pytest.mark.parametrize("script", [OLDER, SHIM])
+def test_a_given_python_that_will_not_do_is_refused_not_replaced(machine, tmp_path, script):
+    machine(python3_13=GOOD, mine=script)
+    done = find(tmp_path, PYTHON="mine")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: PYTHON=mine ")
+
+
+def test_without_any_python_one_line_says_how_to_get_one(machine, tmp_path):
+    machine(python3=OLDER)
+    done = find(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "install one" in done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout whose `.venv` is installed, as far as make can tell."""
+    root = tmp_path / "checkout"
+    (root / ".venv").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
+    for name in ("pyvenv.cfg", ".installed", ".installed-dev"):
+        (root / ".venv" / name).touch()
+    return root
+
+
+def make(root: Path, *words: str) -> str:
+    # Not the variables of the `make test` that may have started this test.
+    environ = {"PATH": os.environ["PATH"]}
+    words = ("make", "--dry-run", "GPU=", *words)
+    done = subprocess.run(words, cwd=root, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_second_make_does_no_work(checkout):
+    assert make(checkout, "setup", "setup-dev").count("Nothing to be done") == 2
+
+
+def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout):
+    newer = (checkout / ".venv/.installed").stat().st_mtime + 10
+    os.utime(checkout / "pyproject.toml", (newer, newer))
+    commands = make(checkout, "setup", "setup-dev")
+    assert "--editable '.'" in commands
+    assert "--editable '.[dev]'" in commands
+    assert "find_python" not in commands
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("train", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.train debug --devices 8"),
+        ("test", "JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 debug --devices 8 tests"),
+        ("bench", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.bench debug --devices 8"),
+        ("lint", ".venv/bin/ruff check ."),
+    ],
+)
+def test_a_target_runs_its_command_in_the_environment(checkout, target, command):
+    lines = make(checkout, target, "ARGS=debug --devices 8").splitlines()
+    assert lines[0].strip() == command
+
+
+def test_on_a_host_with_gpus_the_run_sees_them_and_cuda_is_installed(checkout):
+    (checkout / ".venv/.installed").unlink()
+    commands = make(checkout, "train", "GPU=cuda12")
+    assert "--editable '.[cuda12]'" in commands
+    assert "JAX_PLATFORMS" not in commands

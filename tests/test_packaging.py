@@ -1,0 +1,74 @@
+"""The wheel as an installer sees it, and the public API."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ultrascale_jax
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: object, cwd: Path) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_library_with_its_kernels_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"ultrascale_jax"}
+    kernels = {f"ultrascale_jax/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/*.py")}
+    assert (
+        {name for name in names if name.startswith("ultrascale_jax/kernels/")} >= kernels != set()
+    )
+    assert "ultrascale_jax/py.typed" in names
+    assert len(names) == len(set(names))
+
+
+def test_the_wheel_imports_in_an_environment_that_has_nothing_else(wheel, tmp_path):
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv/bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=tmp_path)
+    code = (
+        "import ultrascale_jax as u; "
+        "print(u.__file__, u.__version__, u.Config().mesh.resolve(8).fsdp)"
+    )
+    file, version, fsdp = run(python, "-c", code, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(tmp_path / "venv")
+    assert (version, fsdp) == (ultrascale_jax.__version__, "8")
+
+
+def test_importing_the_package_imports_the_standard_library_only():
+    # JAX alone takes most of a second; without it the import is over in milliseconds.
+    code = "import sys, ultrascale_jax; print(*{name.split('.')[0] for name in sys.modules})"
+    loaded = set(run(sys.executable, "-S", "-c", code, cwd=ROOT).split())
+    assert loaded - {"ultrascale_jax", "__main__"} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", ultrascale_jax.__all__)
+def test_every_public_name_is_found_on_first_use(name):
+    value = getattr(ultrascale_jax, name)
+    assert callable(value)
+    assert value.__doc__
+    assert name in dir(ultrascale_jax)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = ultrascale_jax.nothing

@@ -1,0 +1,266 @@
+"""Checkpoints: bit-exact on any mesh, refused where they are of another run, and safe to point at any folder."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.training.checkpoint import (
+    Checkpoints,
+    check_same_run,
+    config_from_dict,
+    describe,
+    load_params,
+    split,
+)
+from ultrascale_jax.training.state import abstract_state, init_state
+
+MODEL = ModelConfig(
+    vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+BASE = Config(
+    model=MODEL,
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(global_batch=8, steps=8),
+    optim=OptimConfig(moment_dtype="bfloat16"),
+)
+
+
+def change(cfg, name, value):
+    section, field = name.split(".")
+    return dataclasses.replace(
+        cfg, **{section: dataclasses.replace(getattr(cfg, section), **{field: value})}
+    )
+
+
+def in_folder(cfg, folder):
+    return change(cfg, "log.run_dir", str(folder))
+
+
+def mesh_of(cfg):
+    return make_mesh(cfg.mesh, jax.devices()[: np.prod(list(cfg.mesh.sizes.values()))])
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def state():
+    """A state whose numbers are all different, moments included."""
+    fresh = init_state(BASE, mesh_of(BASE))
+    leaves, structure = jax.tree.flatten(fresh)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    random = [
+        jax.device_put(jax.random.normal(key, leaf.shape).astype(leaf.dtype), leaf.sharding)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, random)
+
+
+def save(cfg, state, *steps):
+    with Checkpoints(cfg) as checkpoints:
+        for step in steps:
+            checkpoints.save(state, describe(cfg, step, "data-1"), wait=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 1}, {"dp": 2, "fsdp": 2, "sp": 2}, {"fsdp": 2, "tp": 4}]
+)
+def test_a_state_returns_bit_for_bit_on_any_mesh(state, tmp_path, sizes):
+    cfg = in_folder(BASE, tmp_path)
+    save(cfg, state, 5)
+    other = dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}))
+    mesh = mesh_of(other)
+    with Checkpoints(other) as checkpoints:
+        assert checkpoints.latest == 5
+        loaded = checkpoints.restore(5, abstract_state(other, mesh))
+    assert bits(loaded) == bits(state)
+    assert jax.tree.structure(loaded) == jax.tree.structure(abstract_state(other, mesh))
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract_state(other, mesh))]
+    assert [leaf.sharding for leaf in jax.tree.leaves(loaded)] == shardings
+
+
+def test_array_names_are_attribute_paths(state):
+    groups = split(state)
+    assert set(groups) == {"params", "train"}
+    assert set(groups["params"]["blocks"]["attn"]) == {"w_q", "w_k", "w_v", "w_o"}
+    assert groups["params"]["embed"].shape == (64, 32)
+    assert {"step", "skipped", "skipped_in_a_row", "opt_state"} == set(groups["train"])
+
+
+def test_only_the_newest_are_kept(state, tmp_path):
+    cfg = in_folder(change(BASE, "checkpoint.keep", 2), tmp_path)
+    save(cfg, state, 1, 2, 3)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_a_step_that_is_already_saved_is_left_as_it_is(state, tmp_path):
+    cfg = in_folder(BASE, tmp_path)
+    save(cfg, state, 3)
+    before = (tmp_path / "checkpoints/3/_CHECKPOINT_METADATA").read_bytes()
+    save(cfg, state, 3)
+    assert (tmp_path / "checkpoints/3/_CHECKPOINT_METADATA").read_bytes() == before
+
+
+def test_config_data_position_and_versions_are_saved_beside_the_arrays(state, tmp_path):
+    cfg = in_folder(BASE, tmp_path)
+    save(cfg, state, 4)
+    with Checkpoints(cfg) as checkpoints:
+        meta = checkpoints.meta(4)
+    assert config_from_dict(meta["config"]) == cfg
+    assert meta["data"] == {"step": 4, "fingerprint": "data-1", "seed": 0}
+    assert meta["versions"]["jax"] == jax.__version__
+
+
+def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
+    cfg = in_folder(BASE, tmp_path)
+    save(cfg, state, 4)
+    (tmp_path / "checkpoints/6.orbax-checkpoint-tmp/params").mkdir(parents=True)
+    with Checkpoints(cfg) as checkpoints:
+        assert checkpoints.latest == 4
+        checkpoints.save(state, describe(cfg, 6, "data-1"), wait=True)
+        assert checkpoints.latest == 6
+
+
+def test_a_link_in_place_of_a_step_is_refused(state, tmp_path):
+    save(in_folder(BASE, tmp_path / "other"), state, 7)
+    cfg = in_folder(BASE, tmp_path / "run")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/7").symlink_to(tmp_path / "other/checkpoints/7")
+    with pytest.raises(UserError, match="symbolic link"):
+        Checkpoints(cfg)
+    (tmp_path / "run/config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    with pytest.raises(UserError, match="symbolic link"):
+        load_params(tmp_path / "run", mesh_of(cfg))
+
+
+def test_must_resume_fails_where_there_is_nothing(tmp_path):
+    with pytest.raises(UserError, match=r"checkpoint\.resume='must'"):
+        Checkpoints(in_folder(change(BASE, "checkpoint.resume", "must"), tmp_path))
+
+
+def test_never_resume_moves_earlier_checkpoints_aside(state, tmp_path):
+    save(in_folder(BASE, tmp_path), state, 4)
+    never = in_folder(change(BASE, "checkpoint.resume", "never"), tmp_path)
+    for number in (1, 2):
+        with Checkpoints(never) as checkpoints:
+            assert checkpoints.latest is None
+            checkpoints.save(state, describe(never, 4, "data-1"), wait=True)
+        assert (tmp_path / f"checkpoints.{number}/4/params").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.d_ff", 128),
+        ("model.sliding_window", 8),
+        ("model.rope_scaling", RopeScaling()),
+        ("data.seq_len", 16),
+        ("data.document_mask", False),
+        ("data.eval_fraction", 0.2),
+        ("train.seed", 1),
+        ("train.global_batch", 16),
+        ("optim.name", "muon"),
+        ("optim.moment_dtype", "float32"),
+    ],
+)
+def test_another_model_or_data_order_is_refused_by_field(name, value):
+    meta = describe(BASE, 4, "data-1")
+    with pytest.raises(UserError) as refused:
+        check_same_run(meta, change(BASE, name, value), "data-1", "run/4")
+    lines = str(refused.value).splitlines()
+    assert "run/4" in lines[0]
+    assert len(lines) == 3 and lines[1].startswith(f"  {name}: saved ") and ", now " in lines[1]
+
+
+def test_other_tokens_are_refused_with_their_source():
+    with pytest.raises(
+        UserError,
+        match=r"data.source: saved 'synthetic', now 'text:x'\n.*fingerprint data-1, now data-2",
+    ):
+        check_same_run(
+            describe(BASE, 4, "data-1"), change(BASE, "data.source", "text:x"), "data-2", "run/4"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mesh.tp", 2),
+        ("model.attention", "xla"),
+        ("log.run_dir", "elsewhere"),
+        ("checkpoint.every", 3),
+    ],
+)
+def test_how_and_where_it_runs_may_change_in_silence(name, value):
+    assert (
+        check_same_run(describe(BASE, 4, "data-1"), change(BASE, name, value), "data-1", "run/4")
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.zero", 1),
+        ("train.remat", "full"),
+        ("train.micro_batches", 2),
+        ("train.steps", 99),
+        ("optim.lr", 0.5),
+        ("data.source", "text:the/same/tokens"),
+    ],
+)
+def test_how_it_trains_may_change_and_is_told(name, value):
+    [note] = check_same_run(
+        describe(BASE, 4, "data-1"), change(BASE, name, value), "data-1", "run/4"
+    )
+    assert note.startswith(f"{name}: saved ") and note.endswith(f"now {value!r}")
+
+
+def test_params_load_without_training_on_another_mesh(state, tmp_path):
+    cfg = in_folder(change(BASE, "checkpoint.dir", "saved/here"), tmp_path)
+    save(cfg, state, 2, 3)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    mesh = make_mesh(MeshConfig(fsdp=2, tp=2), jax.devices()[:4])
+    loaded_cfg, params = load_params(tmp_path, mesh)
+    assert bits(params) == bits(state.params)
+    assert params.embed[...].sharding.mesh == mesh
+    assert loaded_cfg.mesh == MeshConfig(fsdp=2, tp=2) and loaded_cfg.model == MODEL
+    with pytest.raises(UserError, match=r"step=9: .* \[2, 3\]"):
+        load_params(tmp_path, mesh, step=9)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_params(tmp_path, mesh_of(BASE))
+
+
+def test_a_config_survives_json_with_its_nested_parts():
+    cfg = Config(
+        model=ModelConfig(rope_scaling=RopeScaling(factor=32.0)),
+        checkpoint=CheckpointConfig(every=5),
+    )
+    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir="x"), optim=OptimConfig(betas=(0.8, 0.9)))
+    assert config_from_dict(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+
+
+def test_a_field_of_another_version_is_refused_by_name():
+    with pytest.raises(UserError, match=r"config\.model\.num_experts=8"):
+        config_from_dict({"model": {"num_experts": 8}})

@@ -1,0 +1,326 @@
+"""The loop: stopping and resuming change no number, and what cannot go on says so."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.training.checkpoint import Checkpoints, describe
+from ultrascale_jax.training.flops import flops_per_token
+from ultrascale_jax.training.loop import Diverged, train
+from ultrascale_jax.training.metrics import read_rows
+from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.step import make_train_step
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(steps=8, global_batch=8, precision="fp32", eval_every=4, eval_batches=2),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    checkpoint=CheckpointConfig(every=4),
+)
+
+RUN = """
+import json, os, sys
+from ultrascale_jax import distributed
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.training.checkpoint import config_from_dict
+from ultrascale_jax.training.loop import train
+distributed.initialize(timeout_s=60, heartbeat_s=10)
+cfg = config_from_dict(json.loads(sys.argv[1]))
+train(cfg, make_mesh(cfg.mesh))
+"""
+
+
+def change(cfg, **fields):
+    """`change(cfg, train__steps=3)` replaces one field of a section."""
+    for name, value in fields.items():
+        section, field = name.split("__")
+        cfg = dataclasses.replace(
+            cfg, **{section: dataclasses.replace(getattr(cfg, section), **{field: value})}
+        )
+    return cfg
+
+
+def mesh_of(cfg):
+    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+
+
+def run(cfg, folder, **options):
+    cfg = change(cfg, log__run_dir=str(folder))
+    return train(cfg, mesh_of(cfg), **options)
+
+
+def step_rows(folder):
+    return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+def eval_rows(folder):
+    return [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
+
+
+def saved_state(cfg, folder, step):
+    cfg = change(cfg, log__run_dir=str(folder))
+    with Checkpoints(cfg) as checkpoints:
+        return checkpoints.restore(step, abstract_state(cfg, mesh_of(cfg)))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of 8 steps without a break, with checkpoints of 4 and 8 and a trace of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run(BASE, folder, profile=(2, 4))
+
+
+def cut(straight, folder):
+    """A copy of the run as a kill after step 6 would have left it."""
+    shutil.copytree(straight[0], folder)
+    shutil.rmtree(folder / "checkpoints/8")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = next(number for number, line in enumerate(lines) if json.loads(line)["step"] == 7)
+    (folder / "metrics.jsonl").write_text("".join(lines[:last]) + lines[last][:20])
+
+
+def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
+    folder, _ = straight
+    rows = step_rows(folder)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    expected = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "step_s",
+        "tflops_per_device",
+        "hbm_gb",
+    }
+    expected |= {"skipped", "data_wait_s", "batch_hash"}
+    assert all(set(row) == expected for row in rows)  # and so no mfu, on a CPU
+    loader = Loader(BASE.data, vocab_size=64, global_batch=8, seed=0)
+    assert [row["batch_hash"] for row in rows] == [loader.batch_hash(step) for step in range(8)]
+    tflops = flops_per_token(BASE.model, 32) * rows[0]["tokens_per_s"] / 1e12
+    assert rows[0]["tflops_per_device"] == pytest.approx(tflops)
+
+
+def test_held_out_loss_is_taken_every_n_steps_and_at_the_end(straight):
+    folder, summary = straight
+    rows = eval_rows(folder)
+    assert [row["step"] for row in rows] == [4, 8]
+    assert rows[0]["eval_tokens"] == rows[1]["eval_tokens"] == summary["eval_tokens"] > 400
+    assert summary["eval_loss"] == rows[1]["eval_loss"] == pytest.approx(math.log(64), abs=0.2)
+
+
+def test_the_summary_tells_what_happened(straight):
+    folder, summary = straight
+    assert (summary["step"], summary["stopped"], summary["skipped"]) == (8, False, 0)
+    assert summary["loss"] == step_rows(folder)[-1]["loss"]
+    assert summary["mfu"] is None and summary["hbm_gb"] is None
+    assert 0 < summary["compile_s"] < summary["first_step_s"]
+    assert summary["tokens_per_s"] == pytest.approx(8 * 32 / summary["step_s"])
+
+
+def test_the_config_is_left_in_the_run_directory(straight):
+    saved = json.loads((straight[0] / "config.json").read_text())
+    assert saved["model"]["d_model"] == 32 and saved["train"]["steps"] == 8
+
+
+def test_a_profile_of_the_asked_steps_is_written_for_perfetto(straight):
+    [trace] = (straight[0] / "profile").rglob("perfetto_trace.json.gz")
+    assert trace.stat().st_size > 1000
+
+
+def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
+    straight, tmp_path, capsys
+):
+    cut(straight, tmp_path / "run")
+    summary = run(BASE, tmp_path / "run")
+    assert f"resumed from {tmp_path / 'run/checkpoints/4'}" in capsys.readouterr().out
+    assert (
+        summary["loss"] == straight[1]["loss"] and summary["eval_loss"] == straight[1]["eval_loss"]
+    )
+    exact = ("step", "loss", "grad_norm", "lr", "tokens", "batch_hash")
+    rows, expected = step_rows(tmp_path / "run"), step_rows(straight[0])
+    assert [[row[name] for name in exact] for row in rows] == [
+        [row[name] for name in exact] for row in expected
+    ]
+    assert eval_rows(tmp_path / "run") == eval_rows(straight[0])
+    assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
+
+
+def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path):
+    cut(straight, tmp_path / "run")
+    other = dataclasses.replace(BASE, mesh=MeshConfig(dp=2, fsdp=2, sp=2))
+    other = change(other, train__zero=1, train__micro_batches=2)
+    run(other, tmp_path / "run")
+    rows, expected = step_rows(tmp_path / "run"), step_rows(straight[0])
+    assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in expected]
+    np.testing.assert_allclose(
+        [row["loss"] for row in rows], [row["loss"] for row in expected], rtol=1e-5
+    )
+
+
+def test_a_finished_run_only_evaluates_again(straight, tmp_path):
+    shutil.copytree(straight[0], tmp_path / "run")
+    summary = run(BASE, tmp_path / "run")
+    assert summary["step"] == 8 and summary["compile_s"] is None
+    assert summary["eval_loss"] == straight[1]["eval_loss"]
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert rows == read_rows(straight[0] / "metrics.jsonl")
+
+
+def with_infinite_weight(cfg):
+    state = init_state(cfg, mesh_of(cfg))
+    norm = jnp.full_like(state.params.final_norm[...], jnp.inf)
+    leaves = [
+        norm if leaf is state.params.final_norm[...] else leaf for leaf in jax.tree.leaves(state)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tmp_path):
+    cfg = change(BASE, log__run_dir=str(tmp_path), train__max_skipped=3)
+    state = with_infinite_weight(cfg)
+    before = bits((state.params, state.opt_state))
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    with pytest.raises(
+        Diverged, match=r"3 steps in a row up to step 4 .*max_skipped=3.*checkpoint: 1"
+    ) as stopped:
+        train(cfg, mesh_of(cfg))
+    assert stopped.value.exit_code == 3
+    rows = step_rows(tmp_path)
+    assert [(row["step"], row["loss"], row["skipped"]) for row in rows] == [
+        (n, None, True) for n in (2, 3, 4)
+    ]
+    assert all(loader.batch_hash(step) in str(stopped.value) for step in (1, 2, 3))
+
+    with jax.set_mesh(mesh_of(cfg)):
+        _, batch, _ = next(loader.device_batches(mesh_of(cfg), 0))
+        after, metrics = make_train_step(cfg)(state, batch)
+    assert bits((after.params, after.opt_state)) == before
+    assert bool(metrics["skipped"])
+    assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+
+
+def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("some words " * 200)
+    cfg = change(
+        BASE, data__source=f"text:{tmp_path}/one.txt", model__vocab_size=256, train__steps=1
+    )
+    summary = run(change(cfg, data__eval_fraction=0.0), tmp_path / "run")
+    assert summary["eval_loss"] is None and summary["loss"] > 0
+    assert "no evaluation" in capsys.readouterr().out
+
+
+def start(cfg, **environ):
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI"))
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, json.dumps(dataclasses.asdict(cfg))],
+        env={**inherited, "JAX_NUM_CPU_DEVICES": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_steps(process):
+    """Read the process's output up to the line of its first step."""
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
+    endless = change(
+        BASE,
+        train__steps=10**6,
+        checkpoint__every=0,
+        log__run_dir=str(tmp_path),
+        train__eval_every=0,
+    )
+    endless = change(endless, optim__schedule="constant")
+    process = start(endless)
+    try:
+        wait_for_steps(process)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    with Checkpoints(endless) as checkpoints:
+        step = checkpoints.latest
+    assert f"stopped by SIGTERM after step {step}" in out
+    assert step_rows(tmp_path)[-1]["step"] == step
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    summary = run(change(endless, train__steps=step + 2), tmp_path)
+    assert (summary["step"], summary["stopped"]) == (step + 2, False)
+    assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_a_sigterm_to_one_saves_one_step_of_both(straight, tmp_path):
+    two = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=2))
+    two = change(
+        two,
+        train__steps=10**6,
+        checkpoint__every=0,
+        train__eval_every=0,
+        log__run_dir=str(tmp_path),
+    )
+    two = change(two, optim__schedule="constant")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [start(two, JAX_PROCESS_ID=str(number), **environ) for number in range(2)]
+    try:
+        wait_for_steps(processes[0])
+        processes[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    rows = step_rows(tmp_path)
+    assert f"stopped by SIGTERM after step {rows[-1]['step']};" in outputs[0][0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(rows[-1]["step"])]
+    first, expected = rows[:3], step_rows(straight[0])[:3]
+    assert [row["batch_hash"] for row in first] == [row["batch_hash"] for row in expected]
+    np.testing.assert_allclose(
+        [row["loss"] for row in first], [row["loss"] for row in expected], rtol=1e-5
+    )
