@@ -1,6 +1,5 @@
 """Continue a text with a trained model: `python -m scripts.generate RUN_DIR --prompt TEXT`."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,11 +81,6 @@ def sample_text(
     return prompt + tokenizer.decode(
         new[: new.index(tokenizer.eos)] if tokenizer.eos in new else new
     )
-
-
-def sampling_mesh(mesh: MeshConfig) -> MeshConfig:
-    """A mesh of the same devices that generation can use: it splits no sequence."""
-    return dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.cp, cp=1, tp=mesh.sp * mesh.tp, sp=1)
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from scripts import command_line, generate
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Options(command_line.Options):
         tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
     ] = None
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
-    sample: Annotated[int, tyro.conf.arg(metavar="N")] = 200
-    """Let the trained model write so many tokens at the end; 0: none."""
+    sample: Annotated[int, tyro.conf.arg(metavar="N")] = 300
+    """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from ultrascale_jax import distributed
     from ultrascale_jax.mesh import make_mesh
-    from ultrascale_jax.training.loop import Diverged, train
+    from ultrascale_jax.training.loop import train
 
     if options.devices is not None:
         command_line.use_fake_devices(options.devices)
@@ -64,31 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.initialize()
     with command_line.user_errors():
         cfg = cfg.check(jax.device_count())
-        try:
-            summary = train(cfg, make_mesh(cfg.mesh), profile=options.profile_steps)
-        except Diverged as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(error.exit_code) from None
+        summary = train(cfg, make_mesh(cfg.mesh), profile=options.profile_steps)
     if jax.process_index() == 0:
         print(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
-    if not summary["stopped"] and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
-        print_sample(cfg)
-
-
-def print_sample(cfg: Config) -> None:
-    """Some Python of the newest checkpoint of the run `cfg`."""
-    import jax
-
-    from ultrascale_jax.data.tokenizer import load_tokenizer
-    from ultrascale_jax.mesh import make_mesh
-    from ultrascale_jax.training.checkpoint import load_params
-
-    mesh = make_mesh(generate.sampling_mesh(cfg.mesh))
-    _, params = load_params(cfg.log.run_dir, mesh)
-    with jax.set_mesh(mesh):
-        tokenizer = load_tokenizer(cfg.data.tokenizer)
-        text = generate.sample_text(cfg, params, tokenizer, "def ", 300)
-    print(f"a sample:\n\n{generate.printable(text)}")
+    wanted = options.sample > 0 and not summary["stopped"]
+    if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
+        print("a sample:\n", flush=True)
+        number = str(options.sample)
+        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from scripts.generate import main, printable, sampling_mesh
+from scripts.generate import main, printable
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -88,8 +88,3 @@ def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path):
 
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[2Jb\n\tc\x00") == "a\ufffd[2Jb\n\tc\ufffd"
-
-
-def test_generation_uses_the_same_devices_without_splitting_the_sequence():
-    mesh = sampling_mesh(MeshConfig(dp=2, fsdp=3, cp=5, sp=2, tp=4))
-    assert mesh == MeshConfig(dp=2, fsdp=15, cp=1, sp=1, tp=8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -137,6 +138,18 @@ def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
         assert checkpoints.latest == 4
         checkpoints.save(state, describe(cfg, 6, "data-1"), wait=True)
         assert checkpoints.latest == 6
+
+
+def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state, tmp_path, capsys):
+    cfg = in_folder(BASE, tmp_path)
+    checkpoints = Checkpoints(cfg)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("no folder any more")
+    for step in (1, 2):
+        checkpoints.save(state, describe(cfg, step, "data-1"))
+    assert "checkpoint failed (2 of 3 in a row): " in capsys.readouterr().out
+    with pytest.raises(OSError):
+        checkpoints.save(state, describe(cfg, 3, "data-1"))
 
 
 def test_a_link_in_place_of_a_step_is_refused(state, tmp_path):

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig, require
@@ -219,12 +219,14 @@ def save(
     max_shard_bytes: int = 5_000_000_000,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_position_embeddings: int = 4096,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
-    (and at least one tensor). The folder appears whole or not at all. Raises `ValueError` where no
-    family has this combination of fields, or where `path` already holds something.
+    (and at least one tensor). Copies of the files `beside`, a tokenizer say, are put into the
+    folder, which appears whole or not at all. Raises `ValueError` where no family has this
+    combination of fields, or where `path` already holds something.
     """
     path = Path(path)
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "must be bfloat16 or float32")
@@ -257,6 +259,8 @@ def save(
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_json(unfinished / "model.safetensors.index.json", index)
+        for file in beside:
+            shutil.copyfile(file, unfinished / file.name)
         unfinished.rename(path)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {path}")
@@ -295,7 +299,9 @@ def _gather(
     """One tensor as it is stored, gathered from all devices."""
     order = tuple(tensor.dims.index(letter) for letter in tensor.stored)
     shape = _stored_shape(tensor, sizes)
-    with jax.set_mesh(array.sharding.mesh):
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    with jax.set_mesh(sharding.mesh):
         values = _replicate(array, layer, order=order, shape=shape, dtype=dtype)
     return np.ascontiguousarray(values)
 

@@ -8,7 +8,7 @@ skipped: a model that loads is the same model. Absent keys take the default that
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ultrascale_jax.config import ModelConfig, RopeScaling, require
 from ultrascale_jax.models.hf_files import inside, read_json
@@ -82,9 +82,8 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The model that the object in a `config.json` describes; raises as `read_config`."""
-    model_type = raw.get("model_type")
-    known = isinstance(model_type, str) and model_type in FAMILIES
-    require(known, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
+    model_type, supported = str(raw.get("model_type")), ", ".join(FAMILIES)
+    require(model_type in FAMILIES, "model_type", model_type, f"supported are {supported}")
     family = FAMILIES[model_type]
     supported = [family.architecture]
     names = raw.get("architectures") or supported
@@ -129,7 +128,7 @@ def _integer(
     value = null if value is None else value
     good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(good, key, value, "must be a positive integer")
-    return value
+    return cast(int, value)
 
 
 def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -267,9 +266,9 @@ def _model_type(cfg: ModelConfig) -> str:
     # Llama's config refuses heads that do not divide the width; Mistral's is the same model.
     plain = "mistral" if window is not None or cfg.d_model % cfg.num_heads else "llama"
     families = {(f.norm_placement, f.qk_norm, f.qkv_bias): name for name, f in FAMILIES.items()}
-    name = plain if features == ("pre", "none", False) else families.get(features)
     fix = f"none of {', '.join(FAMILIES)} has this norm_placement, qk_norm and qkv_bias together"
-    require(name is not None, "model", features, fix)
+    require(features in families, "model", features, fix)
+    name = plain if features == ("pre", "none", False) else families[features]
     kind = FAMILIES[name].window
     fix = f"{name} has no window; set it to none"
     require(window is None or kind != "none", "model.sliding_window", window, fix)

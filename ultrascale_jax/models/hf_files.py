@@ -41,7 +41,7 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
         return {single: set()}
     fix = f"holds neither {single} nor {index}; no other format is read, save it as safetensors"
     require((folder / index).exists(), "path", str(folder), fix)
-    weight_map = read_json(inside(folder, index)).get("weight_map")
+    weight_map: Any = read_json(inside(folder, index)).get("weight_map")
     filled = isinstance(weight_map, dict) and len(weight_map) > 0
     require(filled, "weight_map", weight_map, "must be an object that maps tensors to files")
     promised: dict[str, set[str]] = {}

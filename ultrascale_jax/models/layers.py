@@ -32,10 +32,10 @@ def map_params(fn: Callable[..., jax.Array], module: nnx.Module, *rest: nnx.Modu
     """`module` with `fn(array, dims, on, *arrays of rest)` of each parameter; a stacked parameter's dims start with L."""
 
     def apply(variable, *others):
-        value = variable[...]
+        value = variable.get_value()
         dims, on = variable.dims, variable.on
         stacked = "L" if value.ndim == len(dims) + 1 else ""
-        return variable.replace(fn(value, stacked + dims, on, *(other[...] for other in others)))
+        return variable.replace(fn(value, stacked + dims, on, *(other.get_value() for other in others)))
 
     return jax.tree.map(apply, module, *rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

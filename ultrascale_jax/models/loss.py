@@ -66,6 +66,7 @@ cross_entropy.defvjp(_forward, _backward)
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
     """Visit the chunks: (dx, dhead) or None, and each token's (nll, z-loss term)."""
     B, T, D = x_BTD.shape
+    targets_BT = jax.reshard(targets_BT, act("BT"))
     n = num_chunks(B, T, head_DV.shape[1])
     if n == 1:
         dhead, (dx, nll, z) = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)

@@ -89,6 +89,8 @@ class Transformer(nnx.Module):
         Returns:
           Hidden states, and the cache with these positions added.
         """
+        inputs = (tokens_BT, positions_BT, segment_ids_BT)
+        tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(lambda x: jax.reshard(x, act("BT")), inputs)
         with jax.named_scope("embedding"):
             x_BRD = self._embed(tokens_BT, dtype)
         rope = rotary(positions_BT, self.cfg)

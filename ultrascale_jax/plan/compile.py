@@ -80,6 +80,11 @@ class CompiledStep:
         """Every collective of the program."""
         return hlo.collectives(self.module, self.axes)
 
+    @cached_property
+    def matmuls(self) -> list[hlo.Matmul]:
+        """Every matrix product and attention call of the program."""
+        return hlo.matmuls(self.module)
+
 
 def target_devices(num_devices: int, gpu: str = "h100") -> list[jax.Device]:
     """`num_devices` GPUs that exist for the compiler only, eight to a host.
@@ -122,9 +127,11 @@ def compile_step(
     cfg = cfg.check(num_devices)
     with jax.set_mesh(mesh), target_checks(TARGETS[gpu]):
         lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-        start = time.perf_counter()
         flags = {**GPU_FLAGS, **DEVICELESS_OPTIONS, **(options or {})}
-        compiled = lowered.compile(compiler_options={name: BOOLEANS.get(value, value) for name, value in flags.items()})
+        options = {name: BOOLEANS.get(value, value) for name, value in flags.items()}
+        start = time.perf_counter()
+        with uncached():
+            compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
     return CompiledStep(
         text=compiled.as_text(),
@@ -142,6 +149,18 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     names = ("tokens", "targets", "positions", *(("segment_ids",) if cfg.data.document_mask else ()))
     shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    own = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, own)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,14 @@ is written in the background, becomes visible by one rename when it is complete,
 shardings of any mesh. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +92,25 @@ class Checkpoints:
         self.finish(raise_error=False)
         if self.latest == step:
             return
-        groups = split(state)
-        self._saving = self._orbax.save_checkpointables_async(
-            step, groups, force=True, custom_metadata=meta
-        )
+        with self._counting_failures(raise_error=wait):
+            self._saving = self._orbax.save_checkpointables_async(
+                step, split(state), force=True, custom_metadata=meta
+            )
         if wait:
             self.finish()
 
     def finish(self, *, raise_error: bool = True) -> None:
         """Wait for the save that is under way."""
         saving, self._saving = self._saving, None
-        try:
-            if saving is not None:
+        if saving is not None:
+            with self._counting_failures(raise_error):
                 saving.result()
                 self._failures = 0
+
+    @contextlib.contextmanager
+    def _counting_failures(self, raise_error: bool) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # Orbax raises whatever the file system does.
             self._failures += 1
             if raise_error or self._failures >= FAILURES:

@@ -155,7 +155,8 @@ class RunLog:
         self._file.flush()
         if self._events is not None:
             for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
+                number = isinstance(value, int | float) and math.isfinite(value)
+                if number and name != "step":
                     self._events.add_scalar(name, value, row["step"])
 
 

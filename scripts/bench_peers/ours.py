@@ -1,0 +1,56 @@
+"""A recipe of this project, trained by the same command line, loader, state and step as `scripts.train` uses."""
+
+import os
+import time
+
+from scripts import command_line
+from scripts.bench_peers.contestant import Contestant, pipelined, resident_bytes, serve
+
+
+def make(spec: dict) -> Contestant:
+    cfg, _ = command_line.parse(spec["arguments"], prog="bench")
+    # As in `scripts.train`, JAX comes after the command line, and XLA's flags before JAX.
+    import jax
+
+    from ultrascale_jax import distributed
+    from ultrascale_jax.data.loader import Loader
+    from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.training.state import init_state
+    from ultrascale_jax.training.step import make_train_step
+
+    distributed.set_xla_flags(os.environ)
+    cfg = cfg.check(jax.device_count())
+    mesh = make_mesh(cfg.mesh)
+    jax.set_mesh(mesh)
+    loader = Loader(
+        cfg.data, vocab_size=cfg.model.vocab_size, global_batch=cfg.train.global_batch, seed=cfg.train.seed
+    )
+    state = init_state(cfg, mesh)
+    batches = loader.device_batches(mesh, 0)
+    _, batch, _ = next(batches)
+    begun = time.perf_counter()
+    step = make_train_step(cfg).lower(state, batch).compile()
+    compile_s = time.perf_counter() - begun
+    carry = [state]
+
+    def advance(batch: dict) -> jax.Array:
+        carry[0], metrics = step(carry[0], batch)
+        return metrics["loss"]
+
+    def peak_bytes() -> int:
+        statistics = jax.local_devices()[0].memory_stats() or {}
+        return statistics.get("peak_bytes_in_use") or resident_bytes()
+
+    return Contestant(
+        loss=float(advance(batch)),
+        run=lambda n: pipelined(lambda: advance(next(batches)[1]), jax.block_until_ready, n),
+        peak_bytes=peak_bytes,
+        compile_s=compile_s,
+        device=jax.devices()[0].device_kind,
+        libraries=("jax", "jaxlib", "flax", "optax", "numpy"),
+        notes={"remat": cfg.train.remat, "precision": cfg.train.precision},
+    )
+
+
+if __name__ == "__main__":
+    serve(make)

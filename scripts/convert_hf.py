@@ -1,0 +1,268 @@
+"""Hugging Face checkpoints to runs and back.
+
+    python -m scripts.convert_hf import HF_DIR RUN_DIR [RECIPE] [--section.field VALUE ...]
+    python -m scripts.convert_hf export RUN_DIR HF_DIR [--step N] [--dtype float32]
+
+`import` makes RUN_DIR a run of RECIPE that has the checkpoint's model and stands at step 0, and says
+how to go on training it; `scripts.generate` reads it too. `export` writes the newest checkpoint of a
+run so that `transformers` loads it. Tokenizer files travel along in both directions.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from scripts import command_line
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
+from ultrascale_jax.models.hf_config import parse_config, read_config
+from ultrascale_jax.models.hf_files import inside, read_json
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+TOKENIZER = "tokenizer.json"
+TRAVELLING = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""Files that are copied as they are."""
+
+ORIGINAL = "hf_config.json"
+"""The imported `config.json` in the run directory, for what `ModelConfig` does not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What `export` is told."""
+
+    run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
+    """The run directory of a training run or an import."""
+    hf_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="HF_DIR")]
+    """The folder to write; it must not hold anything yet."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Step of the checkpoint; none is the newest."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights written."""
+    max_shard_gb: float = 5.0
+    """Largest size of one file, in units of 10^9 bytes."""
+    max_position_embeddings: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Longest context to claim; none is the imported one, or else the sequence length of the run."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
+    """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Run on so many fake CPU devices."""
+
+
+def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
+    """Make `cfg.log.run_dir` a run that starts from the checkpoint in `hf_dir`.
+
+    `cfg` is checked, is on `mesh`, and has the checkpoint's model; every process calls it. Raises
+    `ValueError` where the checkpoint is not exactly that model, or the run has begun already.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    from ultrascale_jax.data.loader import Loader
+    from ultrascale_jax.models import hf
+    from ultrascale_jax.training.checkpoint import Checkpoints, describe
+    from ultrascale_jax.training.optim import optimizer
+    from ultrascale_jax.training.state import TrainState, abstract_state
+
+    folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
+
+    @jax.jit
+    def start(params):
+        zeros = (jnp.int32(0) for _ in range(3))
+        return TrainState(params, optimizer(cfg).init(params), *zeros)
+
+    with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
+        fix = "has checkpoints already; choose another folder"
+        require(checkpoints.latest is None, "run_dir", str(run_dir), fix)
+        if jax.process_index() == 0:
+            _copy_beside(folder, run_dir)
+            text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+            (run_dir / "config.json").write_text(text, encoding="utf-8")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("tokenizer copied")
+        # A resumed run must find the data that it began with.
+        loader = Loader(
+            cfg.data,
+            vocab_size=cfg.model.vocab_size,
+            global_batch=cfg.train.global_batch,
+            seed=cfg.train.seed,
+        )
+        state = start(hf.load(folder, abstract_state(cfg, mesh).params))
+        checkpoints.save(state, describe(cfg, 0, loader.fingerprint), wait=True)
+
+
+def _copy_beside(folder: Path, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in _travelling(folder):
+        shutil.copyfile(inside(folder, name), run_dir / name)
+    shutil.copyfile(inside(folder, "config.json"), run_dir / ORIGINAL)
+
+
+def export_checkpoint(options: Export, mesh: "Mesh") -> None:
+    """Write a run's checkpoint as a Hugging Face folder; every process calls it."""
+    import jax
+
+    from ultrascale_jax.models import hf
+    from ultrascale_jax.training.checkpoint import load_params
+
+    run_dir = Path(options.run_dir)
+    cfg, params = load_params(run_dir, mesh, options.step)
+    beside = [run_dir / name for name in _travelling(run_dir)]
+    if cfg.data.tokenizer != "bytes" and TOKENIZER not in _travelling(run_dir):
+        beside += [path for path in [Path(cfg.data.tokenizer)] if path.name == TOKENIZER]
+    with jax.set_mesh(mesh):
+        hf.save(
+            params,
+            cfg.model,
+            options.hf_dir,
+            max_shard_bytes=int(options.max_shard_gb * 1e9),
+            dtype=options.dtype,
+            max_position_embeddings=options.max_position_embeddings or _context(cfg, run_dir),
+            beside=beside,
+        )
+
+
+def _travelling(folder: Path) -> list[str]:
+    return [name for name in TRAVELLING if (folder / name).is_file()]
+
+
+def _context(cfg: Config, run_dir: Path) -> int:
+    """The longest context that the imported model, or else the run, is known to handle."""
+    if (run_dir / ORIGINAL).is_file():
+        original = read_json(run_dir / ORIGINAL)
+        known = original.get("max_position_embeddings")
+        if isinstance(known, int) and parse_config(original) == _plain(cfg.model):
+            return known
+    rope = cfg.model.rope_scaling
+    stretched = round(rope.factor * rope.original_seq_len) if rope else 0
+    return max(cfg.data.seq_len, stretched)
+
+
+def _plain(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, attention=ModelConfig.attention)
+
+
+def with_model(cfg: Config, hf_dir: str | Path) -> Config:
+    """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
+    model = dataclasses.replace(read_config(hf_dir), attention=cfg.model.attention)
+    data = cfg.data
+    if data.tokenizer == "bytes" and (Path(hf_dir) / TOKENIZER).is_file():
+        data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
+    return dataclasses.replace(cfg, model=model, data=data)
+
+
+def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
+    """The command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
+
+    `recipe` is what `arguments` make. A rope scaling can be changed on the command line, but not
+    added or removed; then the command is followed by a remark that says which recipe is needed.
+    """
+    flags, remark = [], ""
+    for section in ("model", "data"):
+        before, after = getattr(recipe, section), getattr(cfg, section)
+        for field in dataclasses.fields(after):
+            old, new = getattr(before, field.name), getattr(after, field.name)
+            option = f"--{section}.{field.name}".replace("_", "-")
+            if old == new:
+                continue
+            if isinstance(new, bool):
+                head, _, name = option.rpartition(".")
+                flags.append(option if new else f"{head}.no-{name}")
+            elif field.name != "rope_scaling":
+                flags += [option, str(new)]
+            elif old is not None and new is not None:
+                for part, value in dataclasses.asdict(new).items():
+                    flags += [f"{option}.{part}".replace("_", "-"), str(value)]
+            else:
+                remark = f"  # with a recipe whose model.rope_scaling is {new}"
+    command = ["python", "-m", "scripts.train", *arguments, *flags]
+    return shlex.join(command) + remark
+
+
+def _start_jax(devices: int | None) -> None:
+    from ultrascale_jax import distributed
+
+    if devices is not None:
+        command_line.use_fake_devices(devices)
+    else:
+        distributed.set_xla_flags(os.environ)
+        distributed.initialize()
+
+
+def _import(arguments: Sequence[str]) -> None:
+    usage = "python -m scripts.convert_hf import HF_DIR RUN_DIR"
+    positional = arguments[:2]
+    given = len(positional) == 2 and not any(word.startswith("-") for word in positional)
+    require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
+    hf_dir, run_dir = positional
+    arguments = [*arguments[2:], "--run-dir", run_dir]
+    recipe, options = command_line.parse(arguments, prog=usage)
+    cfg = with_model(recipe, hf_dir)
+    _start_jax(options.devices)
+    import jax
+
+    from ultrascale_jax.mesh import make_mesh
+
+    checked = cfg.check(jax.device_count())
+    import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
+    if jax.process_index() == 0:
+        print(
+            f"{run_dir} is a run at step 0; go on with\n  {train_command(recipe, cfg, arguments)}"
+        )
+
+
+def _export(arguments: Sequence[str]) -> None:
+    options = tyro.cli(
+        Export,
+        args=arguments,
+        prog="python -m scripts.convert_hf export",
+        description="Write a run's checkpoint so that `transformers` loads it.",
+    )
+    _start_jax(options.devices)
+    import jax
+
+    from ultrascale_jax.mesh import make_mesh
+
+    if options.mesh is not None:
+        mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))
+    else:
+        run = read_json(Path(options.run_dir) / "config.json")
+        fsdp = math.gcd(jax.device_count(), run["model"]["d_model"])
+        mesh = MeshConfig(fsdp=fsdp, dp=-1)
+    export_checkpoint(options, make_mesh(mesh))
+    if jax.process_index() == 0:
+        print(f"wrote {options.hf_dir}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    command = arguments[0] if arguments else ""
+    with command_line.user_errors():
+        if command == "import":
+            _import(arguments[1:])
+        elif command == "export":
+            _export(arguments[1:])
+        else:
+            print(__doc__)
+            raise SystemExit(0 if command in ("-h", "--help") else 2)
+
+
+if __name__ == "__main__":
+    main()

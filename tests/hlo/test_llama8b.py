@@ -1,0 +1,58 @@
+"""Llama-3-8B on 8 H100s: it fits, and the GPUs never wait for a collective that something could hide."""
+
+import dataclasses
+
+import pytest
+
+from configs import shapes
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
+from ultrascale_jax.plan.compile import compile_step
+
+GIB = 2**30
+RUN = Config(
+    model=shapes.LLAMA3_8B,
+    data=DataConfig(seq_len=8192, document_mask=False),
+    train=TrainConfig(global_batch=16, remat="full"),
+)
+
+
+@pytest.fixture(scope="module")
+def fully_sharded():
+    return compile_step(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=8)), 8)
+
+
+@pytest.fixture(scope="module")
+def sequence_parallel():
+    return compile_step(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=4, sp=2)), 8)
+
+
+@pytest.mark.slow
+def test_fully_sharded_fits_in_24_gib(fully_sharded):
+    assert fully_sharded.peak_bytes <= 24 * GIB
+
+
+@pytest.mark.slow
+def test_fully_sharded_waits_for_no_collective(fully_sharded):
+    assert [c.name for c in fully_sharded.collectives if not c.asynchronous] == []
+
+
+@pytest.mark.slow
+def test_fully_sharded_gathers_run_beside_matmuls(fully_sharded):
+    gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and c.loops]
+    hidden = sum(c.result_bytes for c in gathers if c.hidden_by_heavy)
+    assert hidden >= 0.8 * sum(c.result_bytes for c in gathers)
+
+
+@pytest.mark.slow
+def test_sequence_parallel_fits_in_24_gib(sequence_parallel):
+    assert sequence_parallel.peak_bytes <= 24 * GIB
+
+
+@pytest.mark.slow
+def test_sequence_parallel_waits_for_no_collective_in_the_layers(sequence_parallel):
+    assert [c.op_name for c in sequence_parallel.collectives if c.loops and not c.asynchronous] == []
+
+
+@pytest.mark.slow
+def test_attention_is_cudnn(fully_sharded):
+    assert sum(m.attention for m in fully_sharded.matmuls) == 3

@@ -1,0 +1,113 @@
+"""Properties of the decoder: causality, documents, positions, generation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultrascale_jax.config import MeshConfig, ModelConfig
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.models.generate import generate
+from ultrascale_jax.models.transformer import Transformer
+
+CFG = ModelConfig(vocab_size=32, d_model=16, d_ff=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+T = 12
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        yield
+
+
+def make(cfg=CFG, scale=8.0):
+    """A random model, its weights large enough for logits to differ clearly."""
+    model = jax.jit(lambda key: Transformer(cfg, key))(jax.random.key(0))
+    return jax.tree.map(lambda p: p * scale, model)
+
+
+def tokens(rows=2, length=T, seed=0):
+    return np.random.default_rng(seed).integers(0, 32, (rows, length)).astype(np.int32)
+
+
+def positions(rows=2, length=T):
+    return np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+
+
+def logits(model, *args):
+    return np.asarray(jax.jit(lambda m, *a: m.logits(*a))(model, *args))
+
+
+def test_a_logit_depends_on_no_later_token():
+    model, x = make(), tokens()
+    changed = x.copy()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 32
+    a, b = logits(model, x, positions()), logits(model, changed, positions())
+    np.testing.assert_array_equal(a[:, :7], b[:, :7])
+    assert np.abs(a[:, 7:] - b[:, 7:]).max() > 1e-2
+
+
+def test_packed_documents_equal_separate_rows():
+    model, x = make(), tokens(rows=1)
+    segments = np.array([[1] * 5 + [2] * 7], np.int32)
+    packed_positions = np.array([[*range(5), *range(7)]], np.int32)
+    packed = logits(model, x, packed_positions, segments)
+    first = logits(model, x[:, :5], positions(1, 5))
+    second = logits(model, x[:, 5:], positions(1, 7))
+    np.testing.assert_allclose(packed, np.concatenate([first, second], axis=1), atol=1e-4)
+
+
+def test_only_relative_positions_matter():
+    model, x = make(), tokens()
+    np.testing.assert_allclose(
+        logits(model, x, positions()), logits(model, x, positions() + 100), atol=2e-3
+    )
+
+
+def test_a_window_hides_older_tokens():
+    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "num_layers": 1})
+    model, x = make(cfg), tokens()
+    changed = x.copy()
+    changed[:, 0] = (changed[:, 0] + 1) % 32
+    a, b = logits(model, x, positions()), logits(model, changed, positions())
+    np.testing.assert_array_equal(a[:, 2:], b[:, 2:])
+    assert np.abs(a[:, 1] - b[:, 1]).max() > 1e-3
+
+
+def test_only_upper_layers_use_the_window_when_told_so():
+    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "first_window_layer": 2})
+    everywhere = ModelConfig(**{**vars(CFG), "sliding_window": 2})
+    nowhere = ModelConfig(**{**vars(CFG), "sliding_window": 2, "first_window_layer": 3})
+    x = tokens()
+    mixed = logits(make(cfg), x, positions())
+    assert np.abs(mixed - logits(make(everywhere), x, positions())).max() > 1e-3
+    assert np.abs(mixed - logits(make(nowhere), x, positions())).max() > 1e-3
+    np.testing.assert_array_equal(logits(make(nowhere), x, positions()), logits(make(), x, positions()))
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2, "tp": 4}], ids=["one_device", "fsdp2_tp4"])
+def test_greedy_generation_equals_recomputing_every_prefix(mesh):
+    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 5, "first_window_layer": 1})
+    prompt = tokens(rows=2, length=4)
+    expected, model = prompt, make(cfg)
+    for _ in range(6):
+        next_token = logits(model, expected, positions(2, expected.shape[1]))[:, -1].argmax(-1)
+        expected = np.concatenate([expected, next_token[:, None].astype(np.int32)], axis=1)
+    with jax.set_mesh(make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])):
+        model = make(cfg)
+        out = generate(model, prompt, 6, temperature=0, key=jax.random.key(0))
+    np.testing.assert_array_equal(out, expected[:, 4:])
+
+
+def test_sampling_stays_among_the_most_likely():
+    model, prompt = make(), np.repeat(tokens(rows=1, length=3), 64, axis=0)
+    likely = np.argsort(logits(model, prompt[:1], positions(1, 3))[0, -1])[-4:]
+    out = generate(model, prompt, 1, temperature=2.0, top_k=4, key=jax.random.key(1))
+    assert set(np.unique(out)) <= set(likely)
+    assert len(np.unique(out)) > 1
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    model = make(scale=1.0)
+    log_p = jax.nn.log_softmax(logits(model, tokens(), positions()))
+    assert abs(float(-jnp.mean(log_p)) - np.log(32)) < 0.05

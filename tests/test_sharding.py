@@ -1,0 +1,61 @@
+"""The alphabet on an abstract mesh of 4,096 devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding import act, axes_of, einsum, gathered, is_matrix, mesh_size, stored
+
+MESH = MeshConfig(dp=4, fsdp=32, cp=2, sp=8, tp=2)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.sharding.use_abstract_mesh(abstract_mesh(MESH)):
+        yield
+
+
+def test_activations_split_as_the_alphabet_says():
+    assert act("BTF") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
+    assert act("BRD") == P(("dp", "fsdp", "ep"), ("cp", "sp"), None)
+    assert axes_of("RN") == {"cp", "sp", "tp"}
+
+
+def test_zero_splits_the_model_dim_of_matrices_only():
+    assert stored("LDF", (4, 64, 128)) == P(None, ("fsdp", "cp", "ep"), ("sp", "tp"))
+    assert stored("LDF", (4, 64, 128), zero=0) == P(None, None, ("sp", "tp"))
+    assert stored("LD", (4, 64)) == P(None, None)
+    assert gathered("LDF", (4, 64, 128)) == P(None, None, ("sp", "tp"))
+
+
+def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
+    assert gathered("DKH", (64, 8, 16)) == P(None, None, None)
+    assert gathered("DKH", (64, 16, 16)) == P(None, ("sp", "tp"), None)
+
+
+def test_norms_and_biases_are_no_matrices():
+    assert [is_matrix(d) for d in ("LDF", "VD", "LNHD", "LD", "D", "LNH", "LH")] == [True] * 3 + [False] * 4
+
+
+def test_the_size_of_several_axes_is_their_product():
+    assert mesh_size("sp", "tp") == 16
+    assert mesh_size() == 1
+
+
+def test_a_contraction_over_the_tensor_group_ends_where_it_is_told():
+    def shape(dims, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=jax.NamedSharding(abstract_mesh(MESH), act(dims)))
+
+    h, w = shape("BTF", 128, 64, 96), shape("FD", 96, 32)
+    for to, spec in (("BRD", act("BRD")), ("BTD", act("BTD"))):
+        out = jax.eval_shape(lambda h, w, to=to: einsum("BTF,FD->BTD", h, w, to=to), h, w)
+        assert out.sharding.spec == spec
+        assert out.shape == (128, 64, 32)
+
+
+def test_a_mesh_of_the_wrong_size_names_the_axis_and_the_fix():
+    with pytest.raises(ValueError, match=r"mesh='fsdp=3'.*8 devices"):
+        make_mesh(MeshConfig(fsdp=3))

@@ -1,0 +1,143 @@
+"""The optimizer step: what it must not change, what it keeps, where it puts things."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding import act
+from ultrascale_jax.training.optim import schedule
+from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.step import make_eval_step, make_train_step
+
+CFG = Config(
+    model=ModelConfig(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8),
+    mesh=MeshConfig(fsdp=2, sp=2),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2),
+    train=TrainConfig(steps=10, global_batch=8, precision="fp32"),
+)
+
+
+def variant(**sections):
+    parts = {name: dataclasses.replace(getattr(CFG, name), **fields) for name, fields in sections.items()}
+    return dataclasses.replace(CFG, **parts)
+
+
+def run(cfg, steps=1, poison=False):
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with jax.set_mesh(mesh):
+        state = init_state(cfg, mesh)
+        if poison:
+            embed = state.params.embed[...]
+            bad = jax.jit(lambda e: e * jnp.float32(np.inf))(embed)
+            params = jax.tree.map(lambda p: bad if p is embed else p, state.params)
+            state = dataclasses.replace(state, params=params)
+        before = jax.tree.map(np.asarray, state)
+        step, metrics = make_train_step(cfg), []
+        for i in range(steps):
+            state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
+            metrics.append(jax.tree.map(np.asarray, m))
+    return before, state, metrics
+
+
+def same_bits(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
+    before, after, metrics = run(CFG, steps=2, poison=True)
+    assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
+    assert [bool(m["skipped"]) for m in metrics] == [True, True]
+    assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 2, 2)
+
+
+def test_a_finite_step_changes_every_parameter_and_resets_the_row():
+    before, after, metrics = run(CFG, steps=2)
+    for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        assert np.abs(old - np.asarray(new)).max() > 0
+    assert (int(after.step), int(after.skipped_in_a_row)) == (2, 0)
+    assert not any(m["skipped"] for m in metrics)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_keeps_types_and_shardings(zero):
+    cfg = variant(train={"zero": zero, "micro_batches": 2})
+    _, after, _ = run(cfg)
+    expected = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    for leaf, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype)
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+def test_zero_shards_what_rests_on_a_device(zero, parts):
+    cfg = variant(train={"zero": zero}, mesh={"fsdp": 2, "sp": 1, "dp": 2})
+    state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    w_up = state.params.blocks.mlp.w_up.get_value()
+    assert w_up.sharding.shard_shape(w_up.shape) == (2, 32 // parts, 64)
+
+
+def test_moments_can_be_bfloat16_and_training_still_learns():
+    cfg = variant(optim={"moment_dtype": "bfloat16"})
+    _, after, metrics = run(cfg, steps=8)
+    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(after.opt_state))
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_master_weights_and_moments_are_float32(precision):
+    state = abstract_state(variant(train={"precision": precision}), make_mesh(CFG.mesh, jax.devices()[:4]))
+    floats = [x.dtype for x in jax.tree.leaves((state.params, state.opt_state)) if x.dtype != jnp.int32]
+    assert set(floats) == {jnp.dtype(jnp.float32)}
+
+
+def test_muon_is_the_same_on_one_device_and_on_a_mesh():
+    cfg = variant(optim={"name": "muon"})
+    _, sharded, metrics = run(cfg, steps=3)
+    _, single, expected = run(dataclasses.replace(cfg, mesh=MeshConfig(fsdp=1, dp=4)), steps=3)
+    np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in expected], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(single.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_evaluation_sums_what_training_averages():
+    _, state, metrics = run(variant(optim={"lr": 1e-30}))
+    loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
+    mesh = make_mesh(CFG.mesh, jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        nats, count = make_eval_step(CFG)(state.params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT"))))
+    np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)
+    assert int(count) == int((loader.batch(0)["targets"] >= 0).sum()) == int(metrics[0]["tokens"])
+
+
+def test_gradients_are_clipped_to_the_norm():
+    _, free, m_free = run(variant(optim={"clip_norm": 0.0}))
+    _, clipped, m_clipped = run(variant(optim={"clip_norm": 1e-3}))
+    np.testing.assert_allclose(m_free[0]["grad_norm"], m_clipped[0]["grad_norm"], rtol=1e-6)
+    moment = lambda s: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(s.opt_state[0].mu)))  # noqa: E731
+    np.testing.assert_allclose(moment(clipped), 0.1 * 1e-3, rtol=1e-4)
+    np.testing.assert_allclose(moment(free), 0.1 * m_free[0]["grad_norm"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "points"),
+    [
+        ({"schedule": "cosine", "warmup_steps": 10}, {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),
+        ({"schedule": "wsd", "warmup_steps": 10, "decay_steps": 20}, {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),
+        ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),
+        ({"schedule": "constant", "warmup_steps": 4}, {2: 0.5, 100: 1.0}),
+    ],
+)
+def test_the_schedule_passes_through_its_points(fields, points):
+    cfg = variant(optim={"lr": 1.0, **fields}, train={"steps": 100})
+    for step, lr in points.items():
+        np.testing.assert_allclose(schedule(cfg)(step), lr, atol=1e-6)
