@@ -112,10 +112,10 @@ def test_an_indexed_kubernetes_job_is_left_to_jax_unless_its_size_is_given():
 
 
 def test_flags_are_added_but_never_override_the_users():
-    environ = {"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=7"}
+    environ = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}
     set_xla_flags(environ)
     words = environ["XLA_FLAGS"].split()
-    assert words[0] == "--xla_gpu_all_reduce_combine_threshold_bytes=7"
+    assert words[0] == "--xla_gpu_enable_latency_hiding_scheduler=false"
     assert len(words) == len(GPU_FLAGS) == len({word.partition("=")[0] for word in words})
 
 

@@ -88,7 +88,6 @@ def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
     assert [row["skipped"] for row in step_rows(tmp_path)][-2:] == [True, True]
 
 
-@pytest.mark.slow
 def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
     process = start(tmp_path, "--devices 1 --train.steps 1000000")
     try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import shutil
+import resource
 
 import jax
 import numpy as np
@@ -142,14 +142,20 @@ def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
 
 def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state, tmp_path, capsys):
     cfg = in_folder(BASE, tmp_path)
-    checkpoints = Checkpoints(cfg)
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints").write_text("no folder any more")
-    for step in (1, 2):
-        checkpoints.save(state, describe(cfg, step, "data-1"))
-    assert "checkpoint failed (2 of 3 in a row): " in capsys.readouterr().out
-    with pytest.raises(OSError):
-        checkpoints.save(state, describe(cfg, 3, "data-1"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(cfg) as checkpoints:
+        try:
+            # No file may grow beyond this: to Orbax it looks like a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+            for step in (1, 2, 3):
+                checkpoints.save(state, describe(cfg, step, "data-1"))
+            with pytest.raises(Exception, match="File too large"):
+                checkpoints.save(state, describe(cfg, 4, "data-1"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "checkpoint failed (2 of 3 in a row): " in capsys.readouterr().out
+        checkpoints.save(state, describe(cfg, 5, "data-1"), wait=True)
+        assert checkpoints.latest == 5
 
 
 def test_a_link_in_place_of_a_step_is_refused(state, tmp_path):

@@ -264,6 +264,7 @@ def wait_for_steps(process):
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
     endless = change(
         BASE,

@@ -44,8 +44,8 @@ class Target:
 
 TARGETS = {"h100": Target("h100_sxm.txtpb", (9, 0), 91000)}
 
-# The one-shot all-reduce kernel asks the devices for peer access, which crashes where there are none.
-DEVICELESS_OPTIONS = {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": "false"}
+# XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, which crashes where there are none.
+DEVICELESS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
 
 # As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
 BOOLEANS = {"true": True, "false": False}

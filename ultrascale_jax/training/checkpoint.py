@@ -113,6 +113,9 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax raises whatever the file system does.
             self._failures += 1
+            # Orbax reports a failed save twice, and would refuse the next one for it.
+            with contextlib.suppress(Exception):
+                self._orbax.wait()
             if raise_error or self._failures >= FAILURES:
                 raise
             first = str(error).splitlines()[0]
