@@ -20,7 +20,7 @@ config = Config(
         head_dim=64,
     ),
     data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
-    optim=OptimConfig(lr=3e-3, warmup_steps=20),
-    train=TrainConfig(steps=200, global_batch=16, precision="fp32", eval_every=100),
+    optim=OptimConfig(lr=3e-3, warmup_steps=10),
+    train=TrainConfig(steps=130, global_batch=16, precision="fp32", eval_every=65),
     log=LogConfig(run_dir="out/demo"),
 )

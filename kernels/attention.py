@@ -42,8 +42,8 @@ def attention(
     if implementation == "cudnn":
         if not cudnn_applies(q, k):
             raise ValueError(
-                f"model.attention='cudnn': needs T == S, bf16 or fp16 and a head dim that is a multiple of 8 up to 256; got "
-                f"T={q.shape[1]}, S={k.shape[1]}, {q.dtype}, H={q.shape[3]}; use model.attention='xla'"
+                "model.attention='cudnn': needs a GPU, T == S, bf16 or fp16 and a head dim that is a multiple of 8 up "
+                f"to 256; got T={q.shape[1]}, S={k.shape[1]}, {q.dtype}, H={q.shape[3]}; use model.attention='xla'"
             )
         return _cudnn(q, k, v, segment_ids, window)
     reference = _recomputed if recompute else attention_reference
@@ -53,7 +53,12 @@ def attention(
 def cudnn_applies(q: jax.Array, k: jax.Array) -> bool:
     """Whether cuDNN's flash attention takes these shapes and types, on the platform that is compiled for."""
     head_dim = q.shape[3]
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 256 and q.shape[1] == k.shape[1]
+    fits = (
+        q.dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and q.shape[1] == k.shape[1]
+    )
     return fits and _platform() == "gpu"
 
 
@@ -64,7 +69,11 @@ def _platform() -> str:
 
 
 def _cudnn(q, k, v, segment_ids, window):
-    mask = None if segment_ids is None else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+    mask = (
+        None
+        if segment_ids is None
+        else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+    )
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="cudnn"
@@ -75,7 +84,9 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.
     """The definition: arguments and result as `attention`; scores and softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     q_BTKGH = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32) / math.sqrt(H)
+    scores = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32
+    ) / math.sqrt(H)
     distance_TS = q_index[:, None] - jnp.arange(S, dtype=jnp.int32)[None, :]
     visible = distance_TS >= 0
     if window is not None:
@@ -100,7 +111,10 @@ def _recomputed_forward(q, k, v, q_index, segment_ids, window):
 
 
 def _recomputed_backward(window, inputs, g):
-    _, pull_back = jax.vjp(lambda q, k, v: attention_reference(q, k, v, *inputs[3:], window), *inputs[:3])
+    q, k, v, q_index, segment_ids = inputs
+    _, pull_back = jax.vjp(
+        lambda q, k, v: attention_reference(q, k, v, q_index, segment_ids, window), q, k, v
+    )
     return *pull_back(g), None, None
 
 

@@ -37,7 +37,9 @@ def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
 
 
 def test_norms_and_biases_are_no_matrices():
-    assert [is_matrix(d) for d in ("LDF", "VD", "LNHD", "LD", "D", "LNH", "LH")] == [True] * 3 + [False] * 4
+    assert [is_matrix(d) for d in ("LDF", "VD", "LNHD", "LD", "D", "LNH", "LH")] == [True] * 3 + [
+        False
+    ] * 4
 
 
 def test_the_size_of_several_axes_is_their_product():
@@ -47,7 +49,9 @@ def test_the_size_of_several_axes_is_their_product():
 
 def test_a_contraction_over_the_tensor_group_ends_where_it_is_told():
     def shape(dims, *sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=jax.NamedSharding(abstract_mesh(MESH), act(dims)))
+        return jax.ShapeDtypeStruct(
+            sizes, jnp.float32, sharding=jax.NamedSharding(abstract_mesh(MESH), act(dims))
+        )
 
     h, w = shape("BTF", 128, 64, 96), shape("FD", 96, 32)
     for to, spec in (("BRD", act("BRD")), ("BTD", act("BTD"))):

@@ -23,7 +23,16 @@ TENSOR = ("sp", "tp")
 SHARD = ("fsdp", "cp", "ep")
 """Axes over which ZeRO shards parameters, gradients and optimizer state."""
 
-ACTIVATION = {"B": BATCH, "T": ("cp",), "R": ("cp", "sp"), "F": TENSOR, "N": TENSOR, "K": TENSOR, "V": TENSOR, "E": ("ep",)}
+ACTIVATION = {
+    "B": BATCH,
+    "T": ("cp",),
+    "R": ("cp", "sp"),
+    "F": TENSOR,
+    "N": TENSOR,
+    "K": TENSOR,
+    "V": TENSOR,
+    "E": ("ep",),
+}
 PARAMETER = {"F": TENSOR, "N": TENSOR, "K": TENSOR, "V": TENSOR, "E": ("ep",), "L": ("pp",)}
 
 
@@ -32,7 +41,9 @@ def axes_of(dims: str) -> frozenset[str]:
     return frozenset(axis for dim in dims for axis in ACTIVATION.get(dim, ()))
 
 
-def act(dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()) -> P:
+def act(
+    dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
+) -> P:
     """Sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
     return P(*(ACTIVATION.get(dim) for dim in dims), reduced=reduced, unreduced=unreduced)
 
@@ -50,7 +61,9 @@ def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = fro
     return P(*(_split(dim, size) for dim, size in zip(dims, shape, strict=True)), reduced=reduced)
 
 
-def stored(dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()) -> P:
+def stored(
+    dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()
+) -> P:
     """Sharding in which a parameter, its gradient and its moments rest between steps.
 
     With `zero >= 1` the D of matrices is split over (fsdp, cp, ep). Vectors stay whole: gathering them would cost a
@@ -78,15 +91,21 @@ def mesh_size(*axes: str) -> int:
 
 
 def einsum(
-    subscripts: str, *operands: jax.Array, to: str | None = None, dtype: jax.typing.DTypeLike | None = None
+    subscripts: str,
+    *operands: jax.Array,
+    to: str | None = None,
+    partial: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """`jnp.einsum` over the alphabet, the result sharded as its letters say.
 
     When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
-    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. `dtype` is the type of
-    accumulation and result.
+    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
+    left as they are, unreduced. `dtype` is the type of accumulation and result.
     """
     inputs, out = subscripts.split("->")
-    partial = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
-    y = jnp.einsum(subscripts, *operands, out_sharding=act(out, unreduced=partial), preferred_element_type=dtype)
-    return jax.reshard(y, act(to or out)) if partial or to else y
+    summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
+    y = jnp.einsum(
+        subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
+    )
+    return jax.reshard(y, act(to or out)) if (summed or to) and not partial else y

@@ -4,8 +4,6 @@ Written for one device, by hand, in float32 with full causal attention; layers s
 names and shapes of `ultrascale_jax`, but nothing is imported from it.
 """
 
-import json
-import sys
 import time
 
 import jax
@@ -21,7 +19,12 @@ def init(model: dict, key: jax.Array) -> dict:
     V, D, F, L = (model[name] for name in ("vocab_size", "d_model", "d_ff", "num_layers"))
     N, H = model["num_heads"], model["head_dim"]
     shapes = {
-        "attn": {"w_q": (L, D, N, H), "w_k": (L, D, N, H), "w_v": (L, D, N, H), "w_o": (L, N, H, D)},
+        "attn": {
+            "w_q": (L, D, N, H),
+            "w_k": (L, D, N, H),
+            "w_v": (L, D, N, H),
+            "w_o": (L, N, H, D),
+        },
         "mlp": {"w_gate": (L, D, F), "w_up": (L, D, F), "w_down": (L, F, D)},
     }
     shapes = {"blocks": shapes, "embed": (V, D), "head": (D, V)}
@@ -89,7 +92,9 @@ def make(spec: dict) -> Contestant:
 
     params = jax.jit(lambda: init(model, jax.random.key(0)))()
     state = jax.jit(optimizer.init)(params)
-    rows = np.random.default_rng(0).integers(0, model["vocab_size"], (spec["batch"], spec["seq_len"] + 1), np.int32)
+    rows = np.random.default_rng(0).integers(
+        0, model["vocab_size"], (spec["batch"], spec["seq_len"] + 1), np.int32
+    )
     batch = jnp.array(rows[:, :-1]), jnp.array(rows[:, 1:])
     begun = time.perf_counter()
     step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()

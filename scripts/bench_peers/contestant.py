@@ -71,7 +71,9 @@ def resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def pipelined(step: Callable[[], object], wait: Callable[[object], object], num_steps: int) -> list[float]:
+def pipelined(
+    step: Callable[[], object], wait: Callable[[object], object], num_steps: int
+) -> list[float]:
     """Seconds of each of `num_steps` steps, the next one always dispatched before the last is waited for."""
     times, pending, begun = [], step(), time.perf_counter()
     begun_first = begun

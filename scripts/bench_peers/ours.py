@@ -23,7 +23,10 @@ def make(spec: dict) -> Contestant:
     mesh = make_mesh(cfg.mesh)
     jax.set_mesh(mesh)
     loader = Loader(
-        cfg.data, vocab_size=cfg.model.vocab_size, global_batch=cfg.train.global_batch, seed=cfg.train.seed
+        cfg.data,
+        vocab_size=cfg.model.vocab_size,
+        global_batch=cfg.train.global_batch,
+        seed=cfg.train.seed,
     )
     state = init_state(cfg, mesh)
     batches = loader.device_batches(mesh, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.plan.compile import CompiledStep
-from ultrascale_jax.plan.hlo import Collective
+from ultrascale_jax.plan.traffic import Collective
 
 BF16, FLOAT32 = 2, 4
 SCALARS = 64
@@ -28,14 +28,14 @@ def layer_loops(step: CompiledStep, cfg: Config) -> tuple[list[Collective], list
     }
     work = {name: sum(m.computation == name for m in step.matmuls) for name in bodies}
     forward, backward = sorted((name for name in bodies if work[name]), key=work.__getitem__)
-    return tuple([c for c in step.collectives if c.computation == name] for name in (forward, backward))
+    return tuple(
+        [c for c in step.collectives if c.computation == name] for name in (forward, backward)
+    )
 
 
 def pick(found: list[Collective], kind: str, *axes: str) -> list[Collective]:
     """Those of one kind over exactly these axes that carry more than scalars."""
-    return [
-        c for c in found if c.kind == kind and c.axes == axes and c.operand_bytes > SCALARS
-    ]
+    return [c for c in found if c.kind == kind and c.axes == axes and c.operand_bytes > SCALARS]
 
 
 def operands(found: list[Collective]) -> list[int]:
@@ -59,7 +59,9 @@ def test_zero3_scatters_each_gradient_once_per_layer(compiled, num_devices):
     forward, backward = layer_loops(step, cfg)
     scatters = pick(backward, "reduce-scatter", "fsdp")
     assert operands(scatters) == sorted(size * BF16 for size in matrices(cfg).values())
-    assert sum(c.result_bytes for c in scatters) == sum(matrices(cfg).values()) * BF16 // num_devices
+    assert (
+        sum(c.result_bytes for c in scatters) == sum(matrices(cfg).values()) * BF16 // num_devices
+    )
     assert pick(forward, "reduce-scatter", "fsdp") == []
 
 
@@ -104,7 +106,9 @@ def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
     num_vector = (2 * m.num_layers + 1) * m.d_model
     reduced = [c for c in step.collectives if c.kind in ("all-reduce", "reduce-scatter")]
     assert [c for c in reduced if c.loops and c.operand_bytes > SCALARS] == []
-    assert {array.dtype for c in reduced for array in c.operands if array.bytes > SCALARS} == {"f32"}
+    assert {array.dtype for c in reduced for array in c.operands if array.bytes > SCALARS} == {
+        "f32"
+    }
     total = {k: sum(c.operand_bytes for c in reduced if c.kind == k) for k in ("all-reduce", kind)}
     if kind == "all-reduce":
         num_vector += num_matrix
@@ -123,7 +127,7 @@ def test_zero1_gathers_the_parameters_once_a_step(compiled):
 
 
 def test_zero2_scatters_gradients_every_micro_batch(compiled):
-    cfg, step = compiled(8, {"fsdp": 8}, zero=2, micro_batches=2)
+    _, step = compiled(8, {"fsdp": 8}, zero=2, micro_batches=2)
     scatters = [c for c in step.collectives if c.kind == "reduce-scatter"]
     assert {math.prod(c.loops[:1]) for c in scatters} == {2}
     assert not [c for c in step.collectives if c.kind == "all-gather" and c.loops]

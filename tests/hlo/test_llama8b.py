@@ -50,7 +50,9 @@ def test_sequence_parallel_fits_in_24_gib(sequence_parallel):
 
 @pytest.mark.slow
 def test_sequence_parallel_waits_for_no_collective_in_the_layers(sequence_parallel):
-    assert [c.op_name for c in sequence_parallel.collectives if c.loops and not c.asynchronous] == []
+    assert [
+        c.op_name for c in sequence_parallel.collectives if c.loops and not c.asynchronous
+    ] == []
 
 
 @pytest.mark.slow

@@ -33,7 +33,9 @@ def test_dots_recomputes_no_product_with_parameters(steps):
 
 
 def test_what_is_kept_takes_memory(steps):
-    kept = [steps[name].temporary_bytes for name in ("full", "save:q,k,v,attn_core", "dots", "none")]
+    kept = [
+        steps[name].temporary_bytes for name in ("full", "save:q,k,v,attn_core", "dots", "none")
+    ]
     assert kept == sorted(kept)
     assert len(set(kept)) == 4
 

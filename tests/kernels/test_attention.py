@@ -17,7 +17,8 @@ def dense(q, k, v, segments=None, window=None):
         seen = [
             s
             for s in range(t + 1)
-            if (window is None or t - s < window) and (segments is None or segments[b, s] == segments[b, t])
+            if (window is None or t - s < window)
+            and (segments is None or segments[b, s] == segments[b, t])
         ]
         scores = k[b, seen, n // (N // K)] @ q[b, t, n] / np.sqrt(H)
         weights = np.exp(scores - scores.max())
@@ -48,7 +49,11 @@ def test_reference_equals_dense_float64(qkv, window, packed):
 def test_recomputing_changes_no_gradient(qkv):
     def loss(recompute):
         return lambda *qkv: jnp.sum(
-            jnp.sin(attention(*qkv, q_index=INDEX, segment_ids=(SEGMENTS, SEGMENTS), recompute=recompute))
+            jnp.sin(
+                attention(
+                    *qkv, q_index=INDEX, segment_ids=(SEGMENTS, SEGMENTS), recompute=recompute
+                )
+            )
         )
 
     plain = jax.grad(loss(False), (0, 1, 2))(*qkv)

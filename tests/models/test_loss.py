@@ -31,7 +31,9 @@ def textbook(x, head, targets, z_loss):
     nll = -jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     z = z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     counted = targets >= 0
-    return 0.01 * jnp.sum(jnp.where(counted, nll + z, 0.0)), 0.01 * jnp.sum(jnp.where(counted, nll, 0.0))
+    return 0.01 * jnp.sum(jnp.where(counted, nll + z, 0.0)), 0.01 * jnp.sum(
+        jnp.where(counted, nll, 0.0)
+    )
 
 
 def ours(x, head, targets, z_loss):
@@ -41,13 +43,21 @@ def ours(x, head, targets, z_loss):
     )
 
 
-@pytest.mark.parametrize("chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "a_chunk_for_each_position"])
+@pytest.mark.parametrize(
+    "chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "a_chunk_for_each_position"]
+)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_loss_and_gradients_equal_the_textbook(mesh, chunk_bytes, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
-    (expected, bare), expected_grads = jax.value_and_grad(textbook, (0, 1), has_aux=True)(x, head, targets, 0.1)
-    with jax.set_mesh(make_mesh(MeshConfig(**{"fsdp": 1, **mesh}), jax.devices()[: int(np.prod(list(mesh.values())))])):
+    (expected, bare), expected_grads = jax.value_and_grad(textbook, (0, 1), has_aux=True)(
+        x, head, targets, 0.1
+    )
+    with jax.set_mesh(
+        make_mesh(
+            MeshConfig(**{"fsdp": 1, **mesh}), jax.devices()[: int(np.prod(list(mesh.values())))]
+        )
+    ):
         args = (
             jax.device_put(x, act("BRD")),
             jax.device_put(head, P(None, ("sp", "tp"))),
@@ -84,6 +94,8 @@ def test_no_value_of_the_program_holds_all_logits(monkeypatch):
     x, head, targets = inputs()
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         args = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp"))), targets
-        program = jax.jit(jax.grad(ours, has_aux=True), static_argnums=3).lower(*args, 0.0).as_text()
+        program = (
+            jax.jit(jax.grad(ours, has_aux=True), static_argnums=3).lower(*args, 0.0).as_text()
+        )
     assert f"tensor<{B}x{T}x{V}xf32>" not in program
     assert f"tensor<{B}x1x{V}xf32>" in program

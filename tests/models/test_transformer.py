@@ -10,7 +10,9 @@ from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 
-CFG = ModelConfig(vocab_size=32, d_model=16, d_ff=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+CFG = ModelConfig(
+    vocab_size=32, d_model=16, d_ff=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
+)
 T = 12
 
 
@@ -82,10 +84,14 @@ def test_only_upper_layers_use_the_window_when_told_so():
     mixed = logits(make(cfg), x, positions())
     assert np.abs(mixed - logits(make(everywhere), x, positions())).max() > 1e-3
     assert np.abs(mixed - logits(make(nowhere), x, positions())).max() > 1e-3
-    np.testing.assert_array_equal(logits(make(nowhere), x, positions()), logits(make(), x, positions()))
+    np.testing.assert_array_equal(
+        logits(make(nowhere), x, positions()), logits(make(), x, positions())
+    )
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2, "tp": 4}], ids=["one_device", "fsdp2_tp4"])
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 1}, {"fsdp": 2, "tp": 4}], ids=["one_device", "fsdp2_tp4"]
+)
 def test_greedy_generation_equals_recomputing_every_prefix(mesh):
     cfg = ModelConfig(**{**vars(CFG), "sliding_window": 5, "first_window_layer": 1})
     prompt = tokens(rows=2, length=4)
@@ -93,7 +99,9 @@ def test_greedy_generation_equals_recomputing_every_prefix(mesh):
     for _ in range(6):
         next_token = logits(model, expected, positions(2, expected.shape[1]))[:, -1].argmax(-1)
         expected = np.concatenate([expected, next_token[:, None].astype(np.int32)], axis=1)
-    with jax.set_mesh(make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])):
+    with jax.set_mesh(
+        make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
+    ):
         model = make(cfg)
         out = generate(model, prompt, 6, temperature=0, key=jax.random.key(0))
     np.testing.assert_array_equal(out, expected[:, 4:])

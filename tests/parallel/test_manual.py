@@ -47,7 +47,11 @@ def test_inside_a_region_over_one_axis_it_takes_the_others():
 
 def test_a_differentiated_sum_over_devices_has_the_right_gradient():
     def total(x):
-        local = smap(lambda x: jax.lax.psum(jnp.sum(x**2), ("fsdp", "tp")), in_specs=P("fsdp", "tp"), out_specs=P())
+        local = smap(
+            lambda x: jax.lax.psum(jnp.sum(x**2), ("fsdp", "tp")),
+            in_specs=P("fsdp", "tp"),
+            out_specs=P(),
+        )
         return local(x)
 
     x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
@@ -27,8 +34,18 @@ BASE = Config(
 )
 FAMILIES = {
     "llama": {},
-    "olmo2_tied": {"qk_norm": "full", "norm_placement": "post", "qkv_bias": True, "tied_embeddings": True},
-    "qwen3_window": {"qk_norm": "head", "num_kv_heads": 2, "sliding_window": 7, "first_window_layer": 1},
+    "olmo2_tied": {
+        "qk_norm": "full",
+        "norm_placement": "post",
+        "qkv_bias": True,
+        "tied_embeddings": True,
+    },
+    "qwen3_window": {
+        "qk_norm": "head",
+        "num_kv_heads": 2,
+        "sliding_window": 7,
+        "first_window_layer": 1,
+    },
 }
 # (mesh, other fields of train, family)
 TABLE = {
@@ -67,7 +84,9 @@ def run(mesh: dict[str, int], family: str, **train) -> tuple[list[float], dict[s
     @jax.jit
     def step(state, batch):
         weight = 1.0 / count(batch).astype(np.float32)
-        return train_step(cfg, state, batch), loss_and_gradients(cfg, state.params, batch, weight)[1]
+        return train_step(cfg, state, batch), loss_and_gradients(cfg, state.params, batch, weight)[
+            1
+        ]
 
     losses, first = [], {}
     with jax.set_mesh(device_mesh):

@@ -16,7 +16,9 @@ from ultrascale_jax.training.step import loss_and_gradients, make_train_step
 
 POLICIES = ["none", "selective", "dots", "full", "save:q,k+offload:gate,up"]
 CFG = Config(
-    model=ModelConfig(vocab_size=64, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8),
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
     mesh=MeshConfig(fsdp=2),
     data=DataConfig(seq_len=128),
     train=TrainConfig(global_batch=8, precision="fp32"),
@@ -41,14 +43,20 @@ def temporaries(mesh):
     }
     with jax.set_mesh(mesh):
         programs = {
-            policy: make_train_step(with_policy(policy)).lower(abstract_state(with_policy(policy), mesh), batch)
+            policy: make_train_step(with_policy(policy)).lower(
+                abstract_state(with_policy(policy), mesh), batch
+            )
             for policy in POLICIES
         }
-    return {policy: p.compile().memory_analysis().temp_size_in_bytes for policy, p in programs.items()}
+    return {
+        policy: p.compile().memory_analysis().temp_size_in_bytes for policy, p in programs.items()
+    }
 
 
 def test_policies_order_by_what_they_keep(temporaries):
-    assert temporaries["none"] > temporaries["selective"] > temporaries["dots"] > temporaries["full"]
+    assert (
+        temporaries["none"] > temporaries["selective"] > temporaries["dots"] > temporaries["full"]
+    )
 
 
 def test_selective_keeps_no_attention_scores(temporaries):
@@ -67,10 +75,14 @@ def test_policy_changes_no_gradient(policy, mesh):
         params = init_state(CFG, mesh).params
 
         def gradients(policy):
-            run = jax.jit(lambda p, b: loss_and_gradients(with_policy(policy), p, b, jnp.float32(1e-3)))
+            run = jax.jit(
+                lambda p, b: loss_and_gradients(with_policy(policy), p, b, jnp.float32(1e-3))
+            )
             return run(params, batch)[1]
 
-        for a, b in zip(jax.tree.leaves(gradients(policy)), jax.tree.leaves(gradients("none")), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(gradients(policy)), jax.tree.leaves(gradients("none")), strict=True
+        ):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
@@ -17,7 +24,9 @@ from ultrascale_jax.training.state import abstract_state, init_state
 from ultrascale_jax.training.step import make_eval_step, make_train_step
 
 CFG = Config(
-    model=ModelConfig(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8),
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
     mesh=MeshConfig(fsdp=2, sp=2),
     data=DataConfig(source="synthetic", seq_len=32),
     optim=OptimConfig(lr=1e-2),
@@ -26,7 +35,9 @@ CFG = Config(
 
 
 def variant(**sections):
-    parts = {name: dataclasses.replace(getattr(CFG, name), **fields) for name, fields in sections.items()}
+    parts = {
+        name: dataclasses.replace(getattr(CFG, name), **fields) for name, fields in sections.items()
+    }
     return dataclasses.replace(CFG, **parts)
 
 
@@ -95,8 +106,12 @@ def test_moments_can_be_bfloat16_and_training_still_learns():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_master_weights_and_moments_are_float32(precision):
-    state = abstract_state(variant(train={"precision": precision}), make_mesh(CFG.mesh, jax.devices()[:4]))
-    floats = [x.dtype for x in jax.tree.leaves((state.params, state.opt_state)) if x.dtype != jnp.int32]
+    state = abstract_state(
+        variant(train={"precision": precision}), make_mesh(CFG.mesh, jax.devices()[:4])
+    )
+    floats = [
+        x.dtype for x in jax.tree.leaves((state.params, state.opt_state)) if x.dtype != jnp.int32
+    ]
     assert set(floats) == {jnp.dtype(jnp.float32)}
 
 
@@ -104,7 +119,9 @@ def test_muon_is_the_same_on_one_device_and_on_a_mesh():
     cfg = variant(optim={"name": "muon"})
     _, sharded, metrics = run(cfg, steps=3)
     _, single, expected = run(dataclasses.replace(cfg, mesh=MeshConfig(fsdp=1, dp=4)), steps=3)
-    np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in expected], rtol=1e-5)
+    np.testing.assert_allclose(
+        [m["loss"] for m in metrics], [m["loss"] for m in expected], rtol=1e-5
+    )
     for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(single.params), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -114,7 +131,9 @@ def test_evaluation_sums_what_training_averages():
     loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
     mesh = make_mesh(CFG.mesh, jax.devices()[:4])
     with jax.set_mesh(mesh):
-        nats, count = make_eval_step(CFG)(state.params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT"))))
+        nats, count = make_eval_step(CFG)(
+            state.params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT")))
+        )
     np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)
     assert int(count) == int((loader.batch(0)["targets"] >= 0).sum()) == int(metrics[0]["tokens"])
 
@@ -123,7 +142,10 @@ def test_gradients_are_clipped_to_the_norm():
     _, free, m_free = run(variant(optim={"clip_norm": 0.0}))
     _, clipped, m_clipped = run(variant(optim={"clip_norm": 1e-3}))
     np.testing.assert_allclose(m_free[0]["grad_norm"], m_clipped[0]["grad_norm"], rtol=1e-6)
-    moment = lambda s: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(s.opt_state[0].mu)))  # noqa: E731
+
+    def moment(state):
+        return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(state.opt_state[0].mu)))
+
     np.testing.assert_allclose(moment(clipped), 0.1 * 1e-3, rtol=1e-4)
     np.testing.assert_allclose(moment(free), 0.1 * m_free[0]["grad_norm"], rtol=1e-4)
 
@@ -132,7 +154,10 @@ def test_gradients_are_clipped_to_the_norm():
     ("fields", "points"),
     [
         ({"schedule": "cosine", "warmup_steps": 10}, {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),
-        ({"schedule": "wsd", "warmup_steps": 10, "decay_steps": 20}, {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),
+        (
+            {"schedule": "wsd", "warmup_steps": 10, "decay_steps": 20},
+            {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+        ),
         ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),
         ({"schedule": "constant", "warmup_steps": 4}, {2: 0.5, 100: 1.0}),
     ],

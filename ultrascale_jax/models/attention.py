@@ -7,7 +7,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.kernels.attention import attention
-from ultrascale_jax.models.layers import INIT_STD, gather_sequence, gradient_axes, param, rms_norm, rotate, spread
+from ultrascale_jax.models.layers import (
+    INIT_STD,
+    gather_sequence,
+    gradient_axes,
+    param,
+    rms_norm,
+    rotate,
+    spread,
+)
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import act, einsum, gathered, mesh_size
 
@@ -47,7 +55,7 @@ class Attention(nnx.Module):
         recompute: bool = False,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`, and the cache with this call's keys and values added."""
+        """`[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and the cache with these keys and values."""
         x_BTD = gather_sequence(x_BRD)
         q_BTNH = self._project(x_BTD, "q", "N")
         k_BTKH = self._project(x_BTD, "k", "K")
@@ -62,9 +70,11 @@ class Attention(nnx.Module):
             v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
             cache = (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
         implementation = self.cfg.attention if cache is None else "xla"
-        out_BTNH = self._core(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation)
+        out_BTNH = self._core(
+            q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
+        )
         out_BTNH = checkpoint_name(out_BTNH, "attn_core")
-        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], to="BRD"), cache
+        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
         """Queries, keys or values, with bias and norm where the family has them."""
@@ -93,7 +103,9 @@ class Attention(nnx.Module):
         value = value.reshape(*shape[:axis], -1, *shape[axis + 2 :])
         return jax.reshard(value, gathered(dims, value.shape, reduced=reduced))
 
-    def _core(self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation):
+    def _core(
+        self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
+    ):
         """Attention on this device's heads; keys and values are whole over cp (`act("BSKH")` gathered them)."""
 
         def core(q, k, v, index, *segments):
@@ -106,5 +118,13 @@ class Attention(nnx.Module):
         segments = ()
         if segment_ids_BT is not None:
             segments = (segment_ids_BT, jax.reshard(segment_ids_BT, act("BS")))
-        specs = (act("BTNH"), act("BSKH"), act("BSKH"), act("T"), *(act("BT"), act("BS"))[: len(segments)])
-        return smap(core, in_specs=specs, out_specs=act("BTNH"))(q_BTNH, k_BSKH, v_BSKH, index_T, *segments)
+        specs = (
+            act("BTNH"),
+            act("BSKH"),
+            act("BSKH"),
+            act("T"),
+            *(act("BT"), act("BS"))[: len(segments)],
+        )
+        return smap(core, in_specs=specs, out_specs=act("BTNH"))(
+            q_BTNH, k_BSKH, v_BSKH, index_T, *segments
+        )

@@ -37,9 +37,19 @@ def generate(
       `[B, num_tokens]` int32.
     """
     for axis in ("cp", "sp", "pp"):
-        require(mesh_size(axis) == 1, f"mesh.{axis}", mesh_size(axis), "generation splits no sequence; use mesh.tp")
+        require(
+            mesh_size(axis) == 1,
+            f"mesh.{axis}",
+            mesh_size(axis),
+            "generation splits no sequence; use mesh.tp",
+        )
     batch = mesh_size("dp", "fsdp", "ep")
-    require(prompt_BP.shape[0] % batch == 0, "prompts", prompt_BP.shape[0], f"must be divisible by {batch}")
+    require(
+        prompt_BP.shape[0] % batch == 0,
+        "prompts",
+        prompt_BP.shape[0],
+        f"must be divisible by {batch}",
+    )
     require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
     prompt_BP = jax.device_put(prompt_BP, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
     return _generate(model, prompt_BP, key, num_tokens, temperature, top_k, jnp.dtype(dtype))
@@ -55,7 +65,9 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
 
     def advance(tokens_BT, cache):
         """Logits of the last position `[B, V]` and the longer cache."""
-        steps = jnp.broadcast_to(cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+        steps = jnp.broadcast_to(
+            cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
+        )
         positions_BT = jax.reshard(steps, act("BT"))
         x_BRD, cache = model(tokens_BT, positions_BT, dtype=dtype, cache=cache)
         logits = einsum("BTD,DV->BTV", gather_sequence(x_BRD[:, -1:]), head, dtype=jnp.float32)

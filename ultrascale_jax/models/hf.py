@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -321,4 +321,5 @@ def _replicate(
         return row.astype(dtype).transpose(order).reshape(shape)
 
     whole = PartitionSpec(*[None] * len(shape))
-    return jax.sharding.auto_axes(pick, out_sharding=whole)(array)
+    gather: Callable = jax.sharding.auto_axes(pick, out_sharding=whole)
+    return gather(array)

@@ -22,12 +22,18 @@ def num_chunks(batch: int, seq_len: int, vocab_size: int) -> int:
     """The smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
     rows, length = max(batch // mesh_size(*BATCH), 1), seq_len // mesh_size("cp")
     total = rows * length * (vocab_size // mesh_size(*TENSOR)) * 4
-    return next((n for n in range(1, length + 1) if length % n == 0 and total <= n * CHUNK_BYTES), length)
+    return next(
+        (n for n in range(1, length + 1) if length % n == 0 and total <= n * CHUNK_BYTES), length
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weight: jax.Array, z_loss: float = 0.0
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weight: jax.Array,
+    z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Weighted sum of the negative log-likelihoods of `targets_BT`.
 
@@ -77,7 +83,8 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
     x, targets = jnp.moveaxis(x, 2, 0), jnp.moveaxis(targets, 2, 0)
 
     def step(dhead, chunk):
-        more, out = _visit(*chunk[:1], head_DV, *chunk[1:], weight, z_loss, with_gradients)
+        x_BTD, targets_BT = chunk
+        more, out = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)
         return dhead if more is None else dhead + more, out
 
     start = None
@@ -85,15 +92,19 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
         unreduced = act("DV", unreduced=gradient_axes("DV", "BTD"))
         start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
     dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets))
-    if with_gradients:
-        dx = jax.lax.reshape(jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=tensor))
+    if dx is not None and dhead is not None:
+        dx = jax.lax.reshape(
+            jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=tensor)
+        )
         dhead = dhead.astype(head_DV.dtype)
     return (dx, dhead), (nll, z)
 
 
 def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
     """One chunk: dhead in float32, and (dx, nll, z-loss term), gradients None when not asked for."""
-    logits = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32
+    )
     counted = targets_BT >= 0
     lse = jax.nn.logsumexp(logits, axis=-1)
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
@@ -104,9 +115,13 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
         return None, (None, nll, z)
     scale = jnp.where(counted, weight, 0.0)[:, :, None]
     probabilities = jnp.exp(logits - lse[:, :, None])
-    dlogits = scale * (probabilities * (1.0 + 2.0 * z_loss * lse[:, :, None]) - gold.astype(jnp.float32))
+    dlogits = scale * (
+        probabilities * (1.0 + 2.0 * z_loss * lse[:, :, None]) - gold.astype(jnp.float32)
+    )
     dlogits = dlogits.astype(x_BTD.dtype)
-    dx = jnp.einsum("BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=frozenset(TENSOR)))
+    dx = jnp.einsum(
+        "BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=frozenset(TENSOR))
+    )
     dhead = jnp.einsum(
         "BTD,BTV->DV", x_BTD, dlogits, preferred_element_type=jnp.float32,
         out_sharding=act("DV", unreduced=gradient_axes("DV", "BTD")),

@@ -16,7 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.models.attention import Attention, Cache
-from ultrascale_jax.models.layers import MLP, cast, gather, gather_sequence, gradient_axes, param, rms_norm, rotary
+from ultrascale_jax.models.layers import (
+    MLP,
+    cast,
+    gather,
+    gather_sequence,
+    gradient_axes,
+    param,
+    rms_norm,
+    rotary,
+    row_major,
+    together,
+)
 from ultrascale_jax.sharding import act, einsum, gathered
 
 
@@ -32,17 +43,32 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, k_mlp)
 
     def __call__(
-        self, x_BRD: jax.Array, rope, segment_ids_BT=None, *, window=None, recompute=False, cache: Cache | None = None
+        self,
+        x_BRD: jax.Array,
+        rope,
+        segment_ids_BT=None,
+        *,
+        window=None,
+        recompute=False,
+        cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gather` returns them."""
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gather` returns them.
+
+        Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
+        gradients, and the reduce-scatter out of attention beside attention's.
+        """
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
-            h, cache = self.attn(h, rope, segment_ids_BT, window=window, recompute=recompute, cache=cache)
-            h = checkpoint_name(h, "attn_out")
+            h, attn = together((h, self.attn))
+            h, cache = attn(
+                h, rope, segment_ids_BT, window=window, recompute=recompute, cache=cache
+            )
+            h, mlp = together((h, self.mlp))
+            h = checkpoint_name(jax.reshard(h, act("BRD")), "attn_out")
             x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
         with jax.named_scope("mlp"):
-            h = checkpoint_name(self.mlp(x_BRD if post else self._norm(x_BRD, "mlp_norm")), "mlp_out")
+            h = checkpoint_name(mlp(x_BRD if post else self._norm(x_BRD, "mlp_norm")), "mlp_out")
             x_BRD = x_BRD + (self._norm(h, "mlp_norm") if post else h)
         return x_BRD, cache
 
@@ -90,22 +116,31 @@ class Transformer(nnx.Module):
           Hidden states, and the cache with these positions added.
         """
         inputs = (tokens_BT, positions_BT, segment_ids_BT)
-        tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(lambda x: jax.reshard(x, act("BT")), inputs)
+        tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(
+            lambda x: jax.reshard(x, act("BT")), inputs
+        )
         with jax.named_scope("embedding"):
             x_BRD = self._embed(tokens_BT, dtype)
         rope = rotary(positions_BT, self.cfg)
-        keys_values = None if cache is None else cache[:2]
+        stack, start = (self.blocks, None), jnp.int32(0)
+        if cache is not None:
+            stack, start = (self.blocks, cache[:2]), cache[2]
         outputs = []
         for window, layers in self._segments():
 
             def layer(x_BRD, block_and_cache, window=window):
                 block, kv = block_and_cache
-                kv = None if kv is None else (*kv, cache[2])
-                block = gather(block, dtype)
-                x_BRD, kv = block(x_BRD, rope, segment_ids_BT, window=window, recompute=recompute, cache=kv)
+                x_BRD, kv = gather(block, dtype)(
+                    x_BRD,
+                    rope,
+                    segment_ids_BT,
+                    window=window,
+                    recompute=recompute,
+                    cache=None if kv is None else (*kv, start),
+                )
                 return x_BRD, None if kv is None else kv[:2]
 
-            part = jax.tree.map(lambda p: p[layers], (self.blocks, keys_values)) if layers else (self.blocks, keys_values)
+            part = stack if layers is None else jax.tree.map(lambda p, i=layers: p[i], stack)
             with jax.named_scope("layers"):
                 x_BRD, kv = jax.lax.scan(remat(layer), x_BRD, part)
             outputs.append(kv)
@@ -114,32 +149,41 @@ class Transformer(nnx.Module):
         x_BRD = rms_norm(x_BRD, final_norm, "D", "BRD", self.cfg.norm_eps)
         if cache is None:
             return x_BRD, None
-        keys, values = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs) if outputs[1:] else outputs[0]
-        return x_BRD, (keys, values, cache[2] + tokens_BT.shape[1])
+        keys, values = (
+            outputs[0]
+            if len(outputs) == 1
+            else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+        )
+        return x_BRD, (keys, values, start + tokens_BT.shape[1])
 
     def _segments(self) -> list[tuple[int | None, slice | None]]:
         """Runs of layers with the same attention window: one unless only the upper layers have a window."""
         windows = [
-            self.cfg.sliding_window if i >= self.cfg.first_window_layer else None for i in range(self.cfg.num_layers)
+            self.cfg.sliding_window if i >= self.cfg.first_window_layer else None
+            for i in range(self.cfg.num_layers)
         ]
         if len(set(windows)) == 1:
             return [(windows[0], None)]
         runs = [(window, len(list(group))) for window, group in itertools.groupby(windows)]
         stops = itertools.accumulate(length for _, length in runs)
-        return [(window, slice(stop - length, stop)) for (window, length), stop in zip(runs, stops, strict=True)]
+        return [
+            (window, slice(stop - length, stop))
+            for (window, length), stop in zip(runs, stops, strict=True)
+        ]
 
     def _embed(self, tokens_BT: jax.Array, dtype) -> jax.Array:
         """Rows of the table, whose D is split over the tensor group for the look-up.
 
         Then D travels back: an all-to-all over sp, which splits the sequence, and an all-gather over tp.
         """
-        batch, sequence = act("BT").partitions
+        (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
         reduced = gradient_axes("VD", "BT")
         # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
-        table = jax.reshard(cast(self.embed[...], "VD", dtype), gathered("VD", self.embed.shape, reduced=reduced))
+        table = row_major(cast(self.embed[...], "VD", dtype))
+        table = jax.reshard(table, gathered("VD", self.embed.shape, reduced=reduced))
         table = jax.reshard(table, P(None, ("tp", "sp"), reduced=reduced))
         x_BTD = table.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
-        x_BRD = jax.reshard(x_BTD, P(batch, act("R").partitions[0], "tp"))
+        x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
         return jax.reshard(x_BRD, act("BRD"))
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -148,7 +192,9 @@ class Transformer(nnx.Module):
         weight = cast(self.embed[...].T if tied else self.head[...], "DV", dtype)
         return jax.reshard(weight, gathered("DV", weight.shape, reduced=gradient_axes("DV", "BTD")))
 
-    def logits(self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32) -> jax.Array:
+    def logits(
+        self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
+    ) -> jax.Array:
         """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `models/loss.py`."""
         x_BRD, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(x_BRD)

@@ -22,8 +22,16 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
         return fn
 
     def keep(spec: P) -> P:
-        parts = (part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions)
-        return P(*(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts))
+        parts = (
+            part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions
+        )
+        return P(
+            *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts)
+        )
 
-    in_specs, out_specs = jax.tree.map(keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P))
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True)
+    in_specs, out_specs = jax.tree.map(
+        keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
+    )
+    return jax.shard_map(
+        fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
+    )

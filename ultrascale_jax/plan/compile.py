@@ -1,14 +1,13 @@
 """Compile the training step for GPUs that are not there, and say what it needs.
 
-XLA's CUDA plugin compiles for a described chip: `targets/*.txtpb` holds the description, `target_devices` lays out as many
-as wanted, eight to a host, and `compile_step` compiles the very program that `training/step.py` would run on them. The
-result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice of
-kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
+XLA's CUDA plugin compiles for a described chip: `targets/*.txtpb` holds the description, `target_devices` lays out as
+many as wanted, eight to a host, and `compile_step` compiles the very program that `training/step.py` would run on them.
+The result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice
+of kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
 (extra `aot`), no GPU, driver or CUDA libraries.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from ultrascale_jax.config import GPUS_PER_NODE, Config, require
 from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.plan import hlo
+from ultrascale_jax.plan import hlo, traffic
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step
@@ -76,9 +75,9 @@ class CompiledStep:
         return hlo.parse(self.text)
 
     @cached_property
-    def collectives(self) -> list[hlo.Collective]:
+    def collectives(self) -> list[traffic.Collective]:
         """Every collective of the program."""
-        return hlo.collectives(self.module, self.axes)
+        return traffic.collectives(self.module, self.axes)
 
     @cached_property
     def matmuls(self) -> list[hlo.Matmul]:
@@ -95,9 +94,16 @@ def target_devices(num_devices: int, gpu: str = "h100") -> list[jax.Device]:
     """
     require(gpu in TARGETS, "gpu", gpu, f"choose one of {', '.join(TARGETS)}")
     full = num_devices % GPUS_PER_NODE == 0 or 0 < num_devices < GPUS_PER_NODE
-    require(full, "num_devices", num_devices, f"must be a multiple of {GPUS_PER_NODE}, or less than one host")
+    require(
+        full,
+        "num_devices",
+        num_devices,
+        f"must be a multiple of {GPUS_PER_NODE}, or less than one host",
+    )
     hosts = max(1, num_devices // GPUS_PER_NODE)
-    description = resources.files(__package__).joinpath("targets", TARGETS[gpu].description).read_text()
+    description = (
+        resources.files(__package__).joinpath("targets", TARGETS[gpu].description).read_text()
+    )
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
@@ -128,13 +134,14 @@ def compile_step(
     with jax.set_mesh(mesh), target_checks(TARGETS[gpu]):
         lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
         flags = {**GPU_FLAGS, **DEVICELESS_OPTIONS, **(options or {})}
-        options = {name: BOOLEANS.get(value, value) for name, value in flags.items()}
+        compiler_options = {name: BOOLEANS.get(value, value) for name, value in flags.items()}
         start = time.perf_counter()
         with uncached():
-            compiled = lowered.compile(compiler_options=options)
-    memory = compiled.memory_analysis()
+            compiled = lowered.compile(compiler_options=compiler_options)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledStep(
-        text=compiled.as_text(),
+        text=text,
         axes=dict(mesh.shape),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -146,7 +153,12 @@ def compile_step(
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of one global batch."""
-    names = ("tokens", "targets", "positions", *(("segment_ids",) if cfg.data.document_mask else ()))
+    names = (
+        "tokens",
+        "targets",
+        "positions",
+        *(("segment_ids",) if cfg.data.document_mask else ()),
+    )
     shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 

@@ -1,5 +1,7 @@
 """Learning-rate schedule and optimizer, both from optax."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,7 +24,9 @@ def schedule(cfg: Config) -> optax.Schedule:
         after = optax.join_schedules([optax.constant_schedule(optim.lr), down], [rest - decay])
     else:
         after = optax.constant_schedule(optim.lr)
-    return optax.join_schedules([warmup, after], [optim.warmup_steps]) if optim.warmup_steps else after
+    return (
+        optax.join_schedules([warmup, after], [optim.warmup_steps]) if optim.warmup_steps else after
+    )
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:
@@ -66,14 +70,14 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
     def init(params):
         return transformation(params).init(jax.tree.leaves(params))
 
-    def update(grads, state, params):
+    def update(grads, state, params=None):
         arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
         rest = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays[:2])
-        run = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
+        run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
         updates, state = run(*arrays)
         return jax.tree.unflatten(jax.tree.structure(grads), updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore
 
 
 def _each(params, fn) -> list:

@@ -1,10 +1,10 @@
 """Activation recomputation: what one layer keeps for its backward pass (playbook: activation recomputation).
 
-    none        everything, except gathered parameters: ZeRO-3 gathers them again
-    full        the input of the layer
-    selective   everything but the attention scores (Megatron's selective; flash attention never keeps them)
-    dots        the results of matmuls with parameters
-    save:q,k    only these names; offload:gate,up keeps those in host memory
+none        everything, except gathered parameters: ZeRO-3 gathers them again
+full        the input of the layer
+selective   everything but the attention scores (Megatron's selective; flash attention never keeps them)
+dots        the results of matmuls with parameters
+save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
 from collections.abc import Callable
@@ -40,7 +40,9 @@ def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
         return "fsdp" not in params["dst_sharding"].spec.reduced
     if primitive.name == "dot_general":
         return True
-    return not any("fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding"))
+    return not any(
+        "fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding")
+    )
 
 
 def _keep_matmuls(primitive, *inputs, **params) -> bool:

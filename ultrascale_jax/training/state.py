@@ -1,6 +1,7 @@
 """What a run carries from step to step, and the sharding in which it rests."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +41,8 @@ def initial_state(cfg: Config) -> TrainState:
 
     params = map_params(rest, Transformer(cfg.model, jax.random.key(cfg.train.seed)))
     zero = jnp.int32(0)
-    return TrainState(params, optimizer(cfg).init(params), zero, zero, zero)
+    init: Callable = optimizer(cfg).init
+    return TrainState(params, init(params), zero, zero, zero)
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:

@@ -49,20 +49,28 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     A step whose loss or gradient norm is not finite changes neither parameters nor optimizer state.
     """
     tokens = count(batch)
-    loss, grads = loss_and_gradients(cfg, state.params, batch, 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32))
-    norm = global_norm(grads)
+    # Every position counts for the backward pass, so that it need not wait for the sum of `tokens` over the devices.
+    positions = batch["targets"].size
+    loss, grads = loss_and_gradients(cfg, state.params, batch, jnp.float32(1 / positions))
+    share = positions / jnp.maximum(tokens, 1).astype(jnp.float32)
+    loss, norm = share * loss, share * global_norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(norm)
     with jax.named_scope("optimizer"):
         if cfg.optim.clip_norm:
-            scale = jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
-            grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
+            share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * share, grads)
+        update: Callable = optimizer(cfg).update
+        updates, opt_state = update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(ok, new, old), (params, opt_state), (state.params, state.opt_state)
+            lambda new, old: jnp.where(ok, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
         )
     bad = (~ok).astype(jnp.int32)
-    new = TrainState(params, opt_state, state.step + 1, state.skipped + bad, (state.skipped_in_a_row + bad) * bad)
+    new = TrainState(
+        params, opt_state, state.step + 1, state.skipped + bad, (state.skipped_in_a_row + bad) * bad
+    )
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
 
@@ -72,7 +80,9 @@ def count(batch: Batch) -> jax.Array:
     return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
 
 
-def loss_and_gradients(cfg: Config, params: Transformer, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Transformer]:
+def loss_and_gradients(
+    cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
+) -> tuple[jax.Array, Transformer]:
     """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
     used = use(cfg, params)
 
@@ -101,13 +111,17 @@ def split(batch: Batch, micro_batches: int) -> Batch:
     """`[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
 
     def rows(x):
-        parts = jax.lax.reshape(x, (x.shape[0] // micro_batches, micro_batches, x.shape[1]), out_sharding=act("BMT"))
+        parts = jax.lax.reshape(
+            x, (x.shape[0] // micro_batches, micro_batches, x.shape[1]), out_sharding=act("BMT")
+        )
         return jnp.moveaxis(parts, 1, 0)
 
     return {name: rows(x) for name, x in batch.items()}
 
 
-def objective(cfg: Config, used: Transformer, batch: Batch, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def objective(
+    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Loss to differentiate (with z-loss) and bare cross-entropy, both summed over tokens times `weight`."""
     dtype = COMPUTE[cfg.train.precision]
     x_BRD, _ = used(
@@ -120,7 +134,11 @@ def objective(cfg: Config, used: Transformer, batch: Batch, weight: jax.Array) -
     )
     with jax.named_scope("loss"):
         return cross_entropy(
-            gather_sequence(x_BRD), used.head_weight(dtype), batch["targets"], weight, cfg.train.z_loss
+            gather_sequence(x_BRD),
+            used.head_weight(dtype),
+            batch["targets"],
+            weight,
+            cfg.train.z_loss,
         )
 
 
@@ -169,4 +187,6 @@ def accumulable(cfg: Config, grads: Transformer) -> Transformer:
 
 def reduce_gradients(cfg: Config, grads: Transformer) -> Transformer:
     """The one reduction of a step: to the sharding in which parameters and moments rest."""
-    return map_params(lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads)
+    return map_params(
+        lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads
+    )
