@@ -12,15 +12,15 @@ from ultrascale_jax.config import (
 config = Config(
     model=ModelConfig(
         vocab_size=256,
-        d_model=256,
-        d_ff=768,
+        d_model=128,
+        d_ff=384,
         num_layers=4,
         num_heads=4,
         num_kv_heads=4,
-        head_dim=64,
+        head_dim=32,
     ),
     data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
-    optim=OptimConfig(lr=3e-3, warmup_steps=10),
-    train=TrainConfig(steps=130, global_batch=16, precision="fp32", eval_every=65),
+    optim=OptimConfig(lr=5e-3, warmup_steps=20),
+    train=TrainConfig(steps=550, global_batch=8, precision="fp32", eval_every=250),
     log=LogConfig(run_dir="out/demo"),
 )

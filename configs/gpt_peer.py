@@ -19,6 +19,6 @@ config = Config(
         head_dim=64,
     ),
     data=DataConfig(source="synthetic", seq_len=512, document_mask=False),
-    train=TrainConfig(steps=50, global_batch=4, zero=0, precision="fp32"),
+    train=TrainConfig(steps=50, global_batch=4, zero=0, precision="fp32", remat="dots"),
     log=LogConfig(run_dir="out/gpt_peer"),
 )

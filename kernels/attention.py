@@ -83,10 +83,11 @@ def _cudnn(q, k, v, segment_ids, window):
 def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.Array:
     """The definition: arguments and result as `attention`; scores and softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    q_BTKGH = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32
-    ) / math.sqrt(H)
+    # Q is the G * T queries of a kv head. Heads come first, so only these arrays are transposed and never the scores.
+    q_BKQH = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
+    k_BKSH, v_BKSH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+    scores = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, K, N // K, T, S) / math.sqrt(H)
     distance_TS = q_index[:, None] - jnp.arange(S, dtype=jnp.int32)[None, :]
     visible = distance_TS >= 0
     if window is not None:
@@ -95,8 +96,9 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.
     if segment_ids is not None:
         visible = visible & (segment_ids[0][:, :, None] == segment_ids[1][:, None, :])
     probabilities = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v)
-    return out.reshape(B, T, N, H)
+    probabilities = probabilities.astype(v.dtype).reshape(B, K, N // K * T, S)
+    out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", probabilities, v_BKSH)
+    return jnp.moveaxis(out_BKQH.reshape(B, K, N // K, T, H), 3, 1).reshape(B, T, N, H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

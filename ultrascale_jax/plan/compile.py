@@ -93,7 +93,7 @@ def target_devices(num_devices: int, gpu: str = "h100") -> list[jax.Device]:
       ModuleNotFoundError: XLA's CUDA plugin is not installed.
     """
     require(gpu in TARGETS, "gpu", gpu, f"choose one of {', '.join(TARGETS)}")
-    full = num_devices % GPUS_PER_NODE == 0 or 0 < num_devices < GPUS_PER_NODE
+    full = num_devices > 0 and (num_devices % GPUS_PER_NODE == 0 or num_devices < GPUS_PER_NODE)
     require(
         full,
         "num_devices",
@@ -112,7 +112,7 @@ def target_devices(num_devices: int, gpu: str = "h100") -> list[jax.Device]:
         )
     except (RuntimeError, KeyError) as error:
         raise ModuleNotFoundError(
-            "compiling for a GPU needs XLA's CUDA plugin: pip install 'ultrascale-jax[aot]', and without a GPU in this "
+            "compiling for a GPU needs XLA's CUDA plugin: pip install 'ultrascale_jax[aot]', and without a GPU in this "
             "machine set JAX_PLATFORMS=cpu before JAX starts"
         ) from error
     return topology.devices
@@ -138,6 +138,7 @@ def compile_step(
         start = time.perf_counter()
         with uncached():
             compiled = lowered.compile(compiler_options=compiler_options)
+        seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledStep(
@@ -147,7 +148,7 @@ def compile_step(
         temporary_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        compile_s=time.perf_counter() - start,
+        compile_s=seconds,
     )
 
 

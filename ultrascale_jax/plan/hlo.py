@@ -74,13 +74,11 @@ class Module:
         found: set[str] = set()
         grew = True
         while grew:
-            new = {
-                name
-                for name, body in self.computations.items()
-                if any(is_heavy(i, found) for i in body)
-            } - found
-            grew = bool(new)
-            found |= new
+            old = set(found)
+            for name, body in self.computations.items():
+                if any(is_heavy(instruction, found) for instruction in body):
+                    found.add(name)
+            grew = found != old
         return frozenset(found)
 
     def flops(self, instruction: Instruction, computation: str) -> int:
@@ -162,17 +160,18 @@ def matmuls(module: Module) -> list[Matmul]:
     ]
 
 
+def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool:
+    """Whether an instruction is a matrix product or attention, or runs one of the computations `heavy`."""
+    if instruction.opcode in ("dot", "convolution", "ragged-dot"):
+        return True
+    if instruction.opcode == "custom-call":
+        return MATMUL_TARGET.search(instruction.attributes) is not None
+    return any(name in heavy for name in instruction.called)
+
+
 def _arrays(text: str) -> tuple[Array, ...]:
     sizes = (
         (dtype, tuple(int(size) for size in dims.split(",") if size))
         for dtype, dims in ARRAY.findall(text)
     )
     return tuple(Array(dtype, dims) for dtype, dims in sizes)
-
-
-def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool:
-    if instruction.opcode in ("dot", "convolution", "ragged-dot"):
-        return True
-    if instruction.opcode == "custom-call":
-        return MATMUL_TARGET.search(instruction.attributes) is not None
-    return any(name in heavy for name in instruction.called)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale_jax.config import require
 from ultrascale_jax.plan.hlo import Array, Instruction, Module, is_heavy
 
 KINDS = (
@@ -40,6 +41,10 @@ FREE = (
     "opt-barrier",
 )
 """Opcodes that take no time on the device."""
+
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,42 +92,45 @@ class Collective:
 
 def collectives(module: Module, axes: Mapping[str, int]) -> list[Collective]:
     """Every collective of `module`, whose devices form a row-major mesh with the sizes `axes`."""
-    found = []
-    for name, loops in module.walk():
-        body = module.computations[name]
-        by_name = {instruction.name: instruction for instruction in body}
-        ends = {
-            i.operands[0]: k
-            for k, i in enumerate(body)
-            if i.opcode.endswith("-done") and i.operands
-        }
-        for start, instruction in enumerate(body):
-            source = _collective_inside(instruction, module)
-            if source is None:
-                continue
-            done = ends.get(instruction.name)
-            given = [
-                by_name[operand].arrays for operand in instruction.operands if operand in by_name
-            ]
-            between = body[start + 1 : done] if done is not None else []
-            work = [i for i in between if _takes_time(i, module)]
-            found.append(
-                Collective(
-                    kind=source.opcode.removesuffix("-start"),
-                    name=instruction.name,
-                    computation=name,
-                    loops=loops,
-                    operands=tuple(itertools.chain.from_iterable(given)),
-                    results=(instruction if done is None else body[done]).arrays,
-                    axes=_spanned(groups(source.attributes, math.prod(axes.values())), axes),
-                    asynchronous=done is not None
-                    and '"is_sync":true' not in instruction.attributes,
-                    hidden_by=len(work),
-                    hidden_by_heavy=sum(is_heavy(i, module.heavy) for i in work),
-                    op_name=instruction.op_name,
-                )
-            )
-    return found
+    return [
+        _collective(module, name, loops, start, source, axes)
+        for name, loops in module.walk()
+        for start, instruction in enumerate(module.computations[name])
+        if (source := _collective_inside(instruction, module)) is not None
+    ]
+
+
+def _collective(
+    module: Module,
+    computation: str,
+    loops: tuple[int | None, ...],
+    start: int,
+    source: Instruction,
+    axes: Mapping[str, int],
+) -> Collective:
+    """The collective `source`, which stands in, or inside, instruction number `start` of `computation`."""
+    body = module.computations[computation]
+    first = last = body[start]
+    between: list[Instruction] = []
+    for number, later in enumerate(body[start + 1 :], start + 1):
+        if later.opcode.endswith("-done") and first.name in later.operands:
+            last, between = later, body[start + 1 : number]
+            break
+    work = [i for i in between if _takes_time(i, module)]
+    given = (i.arrays for name in first.operands for i in body if i.name == name)
+    return Collective(
+        kind=source.opcode.removesuffix("-start"),
+        name=first.name,
+        computation=computation,
+        loops=loops,
+        operands=tuple(itertools.chain.from_iterable(given)),
+        results=last.arrays,
+        axes=_spanned(groups(source.attributes, math.prod(axes.values())), axes),
+        asynchronous=last is not first and '"is_sync":true' not in first.attributes,
+        hidden_by=len(work),
+        hidden_by_heavy=sum(is_heavy(i, module.heavy) for i in work),
+        op_name=first.op_name,
+    )
 
 
 def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
@@ -132,33 +140,25 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     replica_groups=[2,4]<=[4,2]T(1,0)              2 groups of 4: iota over [4,2], transposed
     replica_groups=mesh['a'=4,'b'=2] {'b'}         along b of a row-major mesh
     source_target_pairs={{0,1},{1,2}}              collective-permute
+
+    Raises `ValueError` for a part of a mesh axis, a form not seen in our programs so far.
     """
-    if match := re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    ):
+    if iota := IOTA.search(attributes):
         shape, dims, order = (
-            tuple(map(int, part.split(","))) if part else () for part in match.groups()
+            tuple(map(int, part.split(","))) if part else () for part in iota.groups()
         )
         ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
         return [tuple(group) for group in ids.reshape(shape).tolist()]
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        named = re.findall(r"'([^']+)'", match[2])
+    if mesh := MESH.search(attributes):
+        require(":" not in mesh[2], "replica_groups", mesh[0], "parts of mesh axes are not read")
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        along = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        along = [list(sizes).index(name) for name in named]
         ids = np.moveaxis(ids, along, range(-len(along), 0))
-        return [
-            tuple(group)
-            for group in ids.reshape(-1, math.prod(sizes[name] for name in named)).tolist()
-        ]
-    if match := re.search(
-        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", attributes
-    ):
-        listed = [
-            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match[1])
-        ]
-        return listed or [tuple(range(num_devices))]
-    return [tuple(range(num_devices))]
+        return [tuple(g) for g in ids.reshape(-1, math.prod(ids.shape[-len(along) :])).tolist()]
+    listed = re.findall(r"\{([\d,]+)\}", found[1]) if (found := LISTED.search(attributes)) else []
+    everyone = ",".join(map(str, range(num_devices)))
+    return [tuple(map(int, group.split(","))) for group in listed or [everyone]]
 
 
 def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
