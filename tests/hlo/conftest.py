@@ -1,7 +1,12 @@
-"""One compilation of each run for all tests: a run is a mesh and what the test varies."""
+"""One compilation of each run for all tests and all workers: a run is a mesh and what the test varies."""
 
+import fcntl
 import functools
+import hashlib
+import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +20,30 @@ MODEL = ModelConfig(
 FAST = {"xla_gpu_enable_triton_gemm": "false"}
 
 
-@functools.cache
-def _compiled(cfg: Config, num_devices: int) -> CompiledStep:
-    return compile_step(cfg, num_devices, options=FAST)
+@pytest.fixture(scope="session")
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CompiledStep]:
+    """`compile_step`, but what one worker of this test run has compiled the others read from disk."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    @functools.cache
+    def compile_or_read(cfg: Config, num_devices: int, options: tuple = ()) -> CompiledStep:
+        name = hashlib.sha256(repr((cfg, num_devices, options)).encode()).hexdigest()
+        path = Path(folder, f"{name}.step")
+        with Path(folder, f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                step = compile_step(cfg, num_devices, options=dict(options))
+                path.write_bytes(pickle.dumps(step))
+            return pickle.loads(path.read_bytes())
+
+    return compile_or_read
 
 
 @pytest.fixture(scope="session")
-def compiled() -> Callable[..., tuple[Config, CompiledStep]]:
-    """`compiled(num_devices, mesh, **train)`: the checked run and its step on H100s."""
+def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
+    """`compiled(num_devices, mesh, **train)`: a small run, checked, and its step on H100s."""
 
     def compile_run(num_devices: int, mesh: dict[str, int], **train) -> tuple[Config, CompiledStep]:
         cfg = Config(
@@ -31,6 +52,6 @@ def compiled() -> Callable[..., tuple[Config, CompiledStep]]:
             data=DataConfig(seq_len=512, document_mask=False),
             train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
         )
-        return cfg.check(num_devices), _compiled(cfg, num_devices)
+        return cfg.check(num_devices), compile_once(cfg, num_devices, tuple(FAST.items()))
 
     return compile_run

@@ -6,7 +6,6 @@ import pytest
 
 from configs import shapes
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
-from ultrascale_jax.plan.compile import compile_step
 
 GIB = 2**30
 RUN = Config(
@@ -17,13 +16,13 @@ RUN = Config(
 
 
 @pytest.fixture(scope="module")
-def fully_sharded():
-    return compile_step(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=8)), 8)
+def fully_sharded(compile_once):
+    return compile_once(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=8)), 8)
 
 
 @pytest.fixture(scope="module")
-def sequence_parallel():
-    return compile_step(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=4, sp=2)), 8)
+def sequence_parallel(compile_once):
+    return compile_once(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=4, sp=2)), 8)
 
 
 @pytest.mark.slow
@@ -50,9 +49,9 @@ def test_sequence_parallel_fits_in_24_gib(sequence_parallel):
 
 @pytest.mark.slow
 def test_sequence_parallel_waits_for_no_collective_in_the_layers(sequence_parallel):
-    assert [
-        c.op_name for c in sequence_parallel.collectives if c.loops and not c.asynchronous
-    ] == []
+    layers = [c for c in sequence_parallel.collectives if c.loops == (RUN.model.num_layers,)]
+    assert {c.axes for c in layers} == {("fsdp",), ("sp",)}
+    assert [c.op_name for c in layers if not c.asynchronous] == []
 
 
 @pytest.mark.slow

@@ -1,53 +1,79 @@
-"""What `train.remat` keeps is what it says: seen in the memory of the compiled step and in the work of its loops."""
+"""What `train.remat` keeps is what it says: in the memory of the compiled step and in the work of its loops."""
 
 import pytest
 
-LAYERS = 6
+from ultrascale_jax.config import Config
+from ultrascale_jax.plan.compile import CompiledStep
+
+POLICIES = ("none", "selective", "dots", "full", "save:q,k,v,attn_core", "offload:gate,up")
 
 
-def layer_matmuls(step, attention: bool) -> int:
-    """Matrix products, or attention calls, in the loops over the layers."""
-    return sum(m.loops[-1:] == (LAYERS,) and m.attention == attention for m in step.matmuls)
+@pytest.fixture(scope="module")
+def runs(compiled) -> dict[str, tuple[Config, CompiledStep]]:
+    return {remat: compiled(8, {"fsdp": 8}, remat=remat) for remat in POLICIES}
 
 
-@pytest.fixture(scope="session")
-def steps(compiled):
-    policies = ("none", "selective", "dots", "full", "save:q,k,v,attn_core", "offload:gate,up")
-    return {remat: compiled(8, {"fsdp": 8}, remat=remat)[1] for remat in policies}
+def tokens(cfg: Config) -> int:
+    """Tokens of one device in one step."""
+    return cfg.train.global_batch * cfg.data.seq_len // 8
 
 
-def test_nothing_is_computed_twice_without_recomputation(steps):
-    """7 products forward and 14 backward; full recomputation adds all but w_down's, whose result nobody needs."""
-    none, full = (layer_matmuls(steps[name], attention=False) for name in ("none", "full"))
-    assert none == 3 * 7
-    assert full == none + 6
+def layer_flops(cfg: Config, step: CompiledStep) -> int:
+    """Operations of the matrix products in the loops over the layers, for one layer."""
+    return sum(m.flops for m in step.matmuls if m.loops[-1:] == (cfg.model.num_layers,))
 
 
-def test_attention_runs_once_forward_and_once_backward_without_recomputation(steps):
-    assert layer_matmuls(steps["none"], attention=True) == 2
-    assert layer_matmuls(steps["full"], attention=True) == 3
+def forward_flops(cfg: Config) -> int:
+    """Operations of one layer's products with parameters, forward."""
+    m = cfg.model
+    widths = 2 * m.num_heads * m.head_dim + 2 * m.num_kv_heads * m.head_dim + 3 * m.d_ff
+    return 2 * tokens(cfg) * m.d_model * widths
 
 
-def test_dots_recomputes_no_product_with_parameters(steps):
-    assert layer_matmuls(steps["dots"], attention=False) == 3 * 7
+def attention_calls(step: CompiledStep) -> int:
+    return sum(m.attention for m in step.matmuls)
 
 
-def test_what_is_kept_takes_memory(steps):
-    kept = [
-        steps[name].temporary_bytes for name in ("full", "save:q,k,v,attn_core", "dots", "none")
-    ]
+@pytest.mark.parametrize("remat", ["none", "selective", "dots", "save:q,k,v,attn_core"])
+def test_products_are_recomputed_only_where_the_policy_says(runs, remat):
+    cfg, step = runs[remat]
+    m = cfg.model
+    again = 0
+    if remat.startswith(
+        "save"
+    ):  # gate and up; nobody needs the result of w_down, and w_o's is the residual
+        again = 2 * tokens(cfg) * m.d_model * (2 * m.d_ff + m.num_heads * m.head_dim)
+    assert layer_flops(cfg, step) == 3 * forward_flops(cfg) + again
+
+
+def test_full_recomputes_all_products_but_the_last(runs):
+    cfg, step = runs["full"]
+    last = 2 * tokens(cfg) * cfg.model.d_model * cfg.model.d_ff
+    assert layer_flops(cfg, step) == 4 * forward_flops(cfg) - last
+
+
+def test_attention_runs_again_only_under_full_recomputation_and_where_it_is_not_kept(runs):
+    calls = {remat: attention_calls(step) for remat, (_, step) in runs.items()}
+    assert calls["none"] == 2
+    assert calls["full"] == 3
+
+
+def test_what_is_kept_takes_memory(runs):
+    order = ("full", "save:q,k,v,attn_core", "dots", "none")
+    kept = [runs[remat][1].temporary_bytes for remat in order]
     assert kept == sorted(kept)
-    assert len(set(kept)) == 4
+    assert len(set(kept)) == len(kept)
 
 
-def test_no_recomputation_keeps_every_tensor_of_the_layer(steps):
-    """At least the bf16 results of the 7 products, for each layer and token."""
-    batch, seq_len, widths = 2, 512, 4 * 512 + 2 * 1536 + 512
-    least = LAYERS * batch * seq_len * widths * 2
-    assert steps["none"].temporary_bytes - steps["full"].temporary_bytes > least
+def test_no_recomputation_keeps_every_product_of_every_layer(runs):
+    cfg, step = runs["none"]
+    m = cfg.model
+    widths = 2 * m.num_heads * m.head_dim + 2 * m.num_kv_heads * m.head_dim + 2 * m.d_ff
+    least = 2 * m.num_layers * tokens(cfg) * widths
+    assert step.temporary_bytes - runs["full"][1].temporary_bytes > least
 
 
-def test_offloaded_tensors_live_on_the_host(steps):
-    batch, seq_len, d_ff = 2, 512, 1536
-    assert steps["offload:gate,up"].host_bytes == LAYERS * batch * seq_len * 2 * d_ff * 2
-    assert steps["full"].host_bytes == 0
+def test_offloaded_tensors_live_on_the_host(runs):
+    cfg, step = runs["offload:gate,up"]
+    assert step.host_bytes == 2 * cfg.model.num_layers * tokens(cfg) * 2 * cfg.model.d_ff
+    assert runs["full"][1].host_bytes == 0

@@ -1,0 +1,95 @@
+"""The reader of HLO text on pieces of real programs for H100s, shortened by hand (`tests/fixtures/*.hlo`)."""
+
+from pathlib import Path
+
+import pytest
+
+from ultrascale_jax.plan.hlo import Array, matmuls, parse
+from ultrascale_jax.plan.traffic import collectives, groups
+
+AXES = {"fsdp": 4, "sp": 2}
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def module():
+    return parse((FIXTURES / "scheduled.hlo").read_text())
+
+
+def found(module, name):
+    return next(c for c in collectives(module, AXES) if c.name == name)
+
+
+def test_every_collective_is_found_once(module):
+    kinds = [c.kind for c in collectives(module, AXES)]
+    assert sorted(kinds) == ["all-gather", "all-gather", "all-to-all", "reduce-scatter"]
+
+
+def test_a_collective_in_a_loop_knows_how_often_it_runs(module):
+    assert found(module, "all-gather-start.4").loops == (32,)
+    assert found(module, "all-gather-start.4").times == 32
+    assert found(module, "async-start").loops == ()
+
+
+def test_bytes_are_those_of_operands_and_result(module):
+    gather = found(module, "all-gather-start.4")
+    assert gather.operands == (Array("bf16", (7168, 1024)),)
+    assert (gather.operand_bytes, gather.result_bytes) == (7168 * 1024 * 2, 7168 * 4096 * 2)
+
+
+def test_axes_come_from_the_groups(module):
+    assert found(module, "all-gather-start.4").axes == ("fsdp",)
+    assert found(module, "reduce-scatter.21").axes == ("sp",)
+    assert found(module, "async-start").axes == ("sp",)
+
+
+def test_only_start_and_done_make_it_asynchronous(module):
+    assert found(module, "all-gather-start.4").asynchronous
+    assert not found(module, "reduce-scatter.21").asynchronous
+
+
+def test_compute_between_start_and_done_is_counted(module):
+    first, second, outside = (
+        found(module, n) for n in ("all-gather-start.4", "all-gather-start.5", "async-start")
+    )
+    assert (first.hidden_by, first.hidden_by_heavy) == (1, 0)
+    assert (second.hidden_by, second.hidden_by_heavy) == (2, 1)
+    assert (outside.hidden_by, outside.hidden_by_heavy) == (1, 1)
+
+
+def test_matmuls_inside_fusions_count_their_operations(module):
+    (matmul,) = matmuls(module)
+    assert matmul.loops == (32,)
+    assert matmul.flops == 2 * 32768 * 7168 * 4096
+    assert not matmul.attention
+
+
+def test_cublas_calls_count_their_operations():
+    (matmul,) = matmuls(parse((FIXTURES / "cublas.hlo").read_text()))
+    assert matmul.flops == 2 * 32 * 16 * 64
+
+
+def test_op_names_lead_back_to_the_program(module):
+    assert found(module, "all-gather-start.4").op_name == "jit(step)/layers/mlp"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,2},{1,3}}", [(0, 2), (1, 3)]),
+        ("replica_groups={}", [(0, 1, 2, 3)]),
+        ("replica_groups=[2,2]<=[4]", [(0, 1), (2, 3)]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [(0, 1, 2, 3)]),
+        ("source_target_pairs={{0,1},{1,0}}", [(0, 1), (1, 0)]),
+    ],
+)
+def test_replica_groups_are_read_in_every_form(text, expected):
+    assert groups(f"channel_id=1, {text}, dimensions={{0}}", 4) == expected
+
+
+@pytest.mark.parametrize("text", ["", "HloModule m\n\nENTRY %main (a: f32[]) -> f32[] {\n}\n"])
+def test_text_that_is_not_a_schedule_is_refused(text):
+    with pytest.raises(ValueError, match="is_scheduled"):
+        parse(text)

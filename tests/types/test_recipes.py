@@ -1,0 +1,90 @@
+"""Every recipe's step has the right shapes, types and shardings on 4,096 GPUs, without one."""
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+import configs
+from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.mesh import abstract_mesh
+from ultrascale_jax.sharding import act
+from ultrascale_jax.training.state import initial_state
+from ultrascale_jax.training.step import make_train_step
+
+NUM_DEVICES = 4096
+RECIPES = {
+    module.name: importlib.import_module(f"configs.{module.name}").config
+    for module in pkgutil.iter_modules(configs.__path__)
+    if module.name != "shapes"
+}
+
+
+def on_4096(cfg: Config) -> Config:
+    """The recipe on its own mesh, or, where 4,096 is too many for it, on one with every axis that it can fill."""
+    try:
+        return cfg.check(NUM_DEVICES)
+    except ValueError:
+        m = cfg.model
+        sp = math.gcd(8, m.num_heads, m.num_kv_heads, m.d_ff, m.vocab_size)
+        mesh = MeshConfig(dp=-1, fsdp=math.gcd(m.d_model, 64), sp=sp).resolve(NUM_DEVICES)
+        batch = mesh.batch * cfg.train.micro_batches
+        train = dataclasses.replace(cfg.train, global_batch=batch)
+        return dataclasses.replace(cfg, mesh=mesh, train=train).check(NUM_DEVICES)
+
+
+def test_all_recipes_are_found():
+    assert {"demo", "debug", "llama3_8b", "llama3_405b", "qwen3_32b"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_the_step_of_each_recipe_returns_the_state_that_it_takes(name):
+    cfg = on_4096(RECIPES[name])
+    names = ["tokens", "targets", "positions"] + ["segment_ids"] * cfg.data.document_mask
+    shape = (cfg.train.global_batch, cfg.data.seq_len)
+    mesh = abstract_mesh(cfg.mesh)
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharding = NamedSharding(mesh, act("BT"))
+        batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for n in names}
+        before = jax.eval_shape(lambda: initial_state(cfg))
+        after, metrics = jax.eval_shape(make_train_step(cfg), before, batch)
+    print(f"{name}: {dict(cfg.mesh.sizes)} in {time.perf_counter() - start:.2f} s")
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert [describe(leaf) for leaf in jax.tree.leaves(before)] == [
+        describe(leaf) for leaf in jax.tree.leaves(after)
+    ]
+    assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
+    assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == {
+        "loss": ((), "float32"),
+        "grad_norm": ((), "float32"),
+        "lr": ((), "float32"),
+        "tokens": ((), "int32"),
+        "skipped": ((), "bool"),
+    }
+
+
+def describe(leaf: jax.ShapeDtypeStruct) -> tuple:
+    """Shape, type and mesh axes; no sharding is whole on every device."""
+    spec = () if leaf.sharding is None else tuple(leaf.sharding.spec)
+    while spec and spec[-1] is None:
+        spec = spec[:-1]
+    return leaf.shape, leaf.dtype.name, spec
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "llama3_405b"])
+def test_large_models_split_every_matrix_over_all_devices_that_do_not_replicate(name):
+    cfg = on_4096(RECIPES[name])
+    with jax.sharding.use_abstract_mesh(abstract_mesh(cfg.mesh)):
+        state = jax.eval_shape(lambda: initial_state(cfg))
+    parts = cfg.mesh.fsdp * cfg.mesh.tensor
+    for leaf in jax.tree.leaves(state.params):
+        if math.prod(leaf.shape) > 2**24:
+            local = leaf.sharding.shard_shape(leaf.shape)
+            assert math.prod(local) * parts == math.prod(leaf.shape)
