@@ -2,7 +2,8 @@
 
 none        everything, except gathered parameters: ZeRO-3 gathers them again
 full        the input of the layer
-selective   everything but the attention scores (Megatron's selective; flash attention never keeps them)
+selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
+            embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
 dots        the results of matmuls with parameters
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
@@ -18,8 +19,10 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
     """The wrapper of one layer's function that `train.remat` asks for."""
     policies = jax.checkpoint_policies
     saved, offloaded = cfg.remat_names()
-    if cfg.remat in ("none", "selective"):
+    if cfg.remat == "none":
         policy = _keep_all_but_gathered
+    elif cfg.remat == "selective":
+        policy = _keep_named
     elif cfg.remat == "full":
         policy = policies.nothing_saveable
     elif cfg.remat == "dots":
@@ -43,6 +46,11 @@ def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
     return not any(
         "fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding")
     )
+
+
+def _keep_named(primitive, *_, **__) -> bool:
+    """Keep what `checkpoint_name` names, and cuDNN attention's own residuals."""
+    return primitive.name == "name" or primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _keep_matmuls(primitive, *inputs, **params) -> bool:
