@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scripts.bench_peers.contestant import Contestant, pipelined, resident_bytes, serve
+from scripts.bench_peers.contestant import Contestant, moment, pipelined, resident_bytes, serve
 
 
 def init(model: dict, key: jax.Array) -> dict:
@@ -99,17 +99,19 @@ def make(spec: dict) -> Contestant:
     begun = time.perf_counter()
     step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()
     compile_s = time.perf_counter() - begun
-    carry = [params, state]
 
     def advance():
-        *carry[:], loss = step(*carry, *batch)
+        nonlocal params, state
+        params, state, loss = step(params, state, *batch)
         return loss
 
+    loss, first_step = float(advance()), moment()
     return Contestant(
         run=lambda n: pipelined(advance, jax.block_until_ready, n),
         peak_bytes=resident_bytes,
         compile_s=compile_s,
-        loss=float(advance()),
+        loss=loss,
+        first_step=first_step,
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib", "optax"),
         notes={},

@@ -1,9 +1,9 @@
-"""The contestant's side of a benchmark: make the first step, then run as many as the parent asks for.
+"""The contestant's side of a benchmark: make the first step, then as many more as the parent asks for.
 
-The parent (`scripts/bench.py`) starts a contestant with its specification as the argument. The contestant answers on its
-standard output in JSON, one object a line: once when its first step is done, then for each line of standard input, which
-holds a number of steps. Between two lines it sleeps, so several contestants take turns on one core. Everything else that
-it prints goes to standard error, and it ends when its input does.
+The parent (`runner.py`) starts a contestant with its specification, JSON, as the argument. The contestant answers on
+its standard output, one JSON object a line: first when it has made a step, then for each line of standard input, which
+holds a number of steps. In between it sleeps, so several can take turns on one core. Whatever else it prints goes to
+standard error, and it ends when its input does.
 """
 
 import importlib.metadata
@@ -17,24 +17,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+class Unavailable(Exception):
+    """This contestant cannot run here; the message says why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
     """A training run after its first step."""
 
     run: Callable[[int], list[float]]
-    """Makes so many steps and returns the seconds that each took, all of them finished."""
+    """Makes so many steps and returns the seconds of each, all of them finished."""
     peak_bytes: Callable[[], int]
-    """Largest memory in use so far: the device's, or on a CPU the process's."""
+    """Largest memory in use so far: of the device, or on a CPU of the process."""
     compile_s: float
     """Seconds spent compiling the step."""
     loss: float
     """Loss of the first step, in nats."""
+    first_step: tuple[float, float]
+    """`moment()` when the first step was done."""
     device: str
     """Kind of the device."""
     libraries: tuple[str, ...]
     """Distributions whose versions are reported."""
     notes: dict[str, str]
-    """What else it chose."""
+    """What else distinguishes the run."""
 
 
 def serve(make: Callable[[dict], Contestant]) -> None:
@@ -50,38 +56,45 @@ def serve(make: Callable[[dict], Contestant]) -> None:
         answer(
             compile_s=contestant.compile_s,
             loss=contestant.loss,
+            first_step=contestant.first_step,
             device=contestant.device,
             versions={name: importlib.metadata.version(name) for name in contestant.libraries},
             notes=contestant.notes,
         )
         for line in sys.stdin:
-            cpu_s = time.process_time()
-            times = contestant.run(int(line))
-            cpu_s = time.process_time() - cpu_s
-            answer(step_s=times, cpu_s=cpu_s, peak_bytes=contestant.peak_bytes())
+            begun = time.process_time()
+            step_s = contestant.run(int(line))
+            cpu_s = time.process_time() - begun
+            answer(step_s=step_s, cpu_s=cpu_s, peak_bytes=contestant.peak_bytes())
+    except Unavailable as reason:
+        answer(skipped=str(reason))
     except Exception as error:  # Whatever it is, the parent reports it and goes on with the others.
         traceback.print_exc()
-        answer(error=f"{type(error).__name__}: {error}".strip())
+        answer(error=f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
-def resident_bytes() -> int:
-    """Largest memory that this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def pipelined(
-    step: Callable[[], object], wait: Callable[[object], object], num_steps: int
+def pipelined[Handle](
+    step: Callable[[], Handle], wait: Callable[[Handle], object], num_steps: int
 ) -> list[float]:
-    """Seconds of each of `num_steps` steps, the next one always dispatched before the last is waited for."""
-    times, pending, begun = [], step(), time.perf_counter()
-    begun_first = begun
+    """Seconds of each of `num_steps` steps; as in training, one is dispatched before the last is waited for."""
+    times, begun = [], time.perf_counter()
+    pending = step()
     for n in range(num_steps):
-        following = step() if n + 1 < num_steps else None
+        following = step() if n + 1 < num_steps else pending
         wait(pending)
         done = time.perf_counter()
         times.append(done - begun)
         begun, pending = done, following
-    del begun_first
     return times
+
+
+def moment() -> tuple[float, float]:
+    """The time of day and the CPU time that this process has used, in seconds."""
+    return time.time(), time.process_time()
+
+
+def resident_bytes() -> int:
+    """Most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -4,7 +4,14 @@ import os
 import time
 
 from scripts import command_line
-from scripts.bench_peers.contestant import Contestant, pipelined, resident_bytes, serve
+from scripts.bench_peers.contestant import (
+    Contestant,
+    Unavailable,
+    moment,
+    pipelined,
+    resident_bytes,
+    serve,
+)
 
 
 def make(spec: dict) -> Contestant:
@@ -19,6 +26,8 @@ def make(spec: dict) -> Contestant:
     from ultrascale_jax.training.step import make_train_step
 
     distributed.set_xla_flags(os.environ)
+    if spec["needs_gpu"] and jax.default_backend() != "gpu":
+        raise Unavailable(f"JAX sees no GPU, only {jax.default_backend()}")
     cfg = cfg.check(jax.device_count())
     mesh = make_mesh(cfg.mesh)
     jax.set_mesh(mesh)
@@ -34,21 +43,23 @@ def make(spec: dict) -> Contestant:
     begun = time.perf_counter()
     step = make_train_step(cfg).lower(state, batch).compile()
     compile_s = time.perf_counter() - begun
-    carry = [state]
 
     def advance(batch: dict) -> jax.Array:
-        carry[0], metrics = step(carry[0], batch)
+        nonlocal state
+        state, metrics = step(state, batch)
         return metrics["loss"]
 
     def peak_bytes() -> int:
         statistics = jax.local_devices()[0].memory_stats() or {}
         return statistics.get("peak_bytes_in_use") or resident_bytes()
 
+    loss, first_step = float(advance(batch)), moment()
     return Contestant(
-        loss=float(advance(batch)),
         run=lambda n: pipelined(lambda: advance(next(batches)[1]), jax.block_until_ready, n),
         peak_bytes=peak_bytes,
         compile_s=compile_s,
+        loss=loss,
+        first_step=first_step,
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib", "flax", "optax", "numpy"),
         notes={"remat": cfg.train.remat, "precision": cfg.train.precision},

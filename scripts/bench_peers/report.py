@@ -1,0 +1,169 @@
+"""What a benchmark found: rows of figures, as a table and as JSON.
+
+The JSON is written anew after every row, so a benchmark that is interrupted keeps what it has. A figure that was not
+measured is absent, and a part that was not run has its reason; nothing is filled in.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.training.flops import flops_per_token, peak_tflops
+
+COLUMNS = {
+    "step_ms": ("step ms (p10-p90)", ""),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tokens_per_cpu_s": ("tokens/CPU-s", ",.0f"),
+    "tflops_per_device": ("TFLOP/s", ".3g"),
+    "mfu": ("MFU", ".1%"),
+    "peak_gb": ("peak GB", ".2f"),
+    "compile_s": ("compile s", ".1f"),
+    "first_step_s": ("first step s", ".1f"),
+    "first_step_cpu_s": ("CPU-s to it", ".1f"),
+}
+"""Figures of a row that the table shows: heading and format."""
+
+
+def figures(
+    cfg: Config, facts: dict, step_s: Sequence[float], cpu_s: Sequence[float], peak_bytes: int
+) -> dict:
+    """One row's figures.
+
+    Args:
+      cfg: the run, for its tokens a step and FLOPs.
+      facts: what the contestant said when it was ready.
+      step_s: seconds of each step.
+      cpu_s: CPU-seconds of a step, one figure per turn; empty where another device does the work.
+      peak_bytes: most memory in use.
+
+    Returns:
+      `step_s` (median, p10, p90), `tokens_per_s` (of the median step), `tokens_per_cpu_s` (where there is `cpu_s`),
+      `tflops_per_device`, `mfu` (where the device's peak is known), `peak_gb` (1e9 bytes), and `facts`.
+    """
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    deciles = (
+        statistics.quantiles(step_s, n=10, method="inclusive") if len(step_s) > 1 else [*step_s] * 9
+    )
+    median = statistics.median(step_s)
+    tflops = tokens * flops_per_token(cfg.model, cfg.data.seq_len) / median / 1e12
+    row = {
+        "num_steps": len(step_s),
+        "step_s": {"median": median, "p10": deciles[0], "p90": deciles[-1]},
+        "tokens_per_s": tokens / median,
+        "tflops_per_device": tflops,
+        "peak_gb": peak_bytes / 1e9,
+    }
+    if cpu_s:
+        row["tokens_per_cpu_s"] = tokens / statistics.median(cpu_s)
+    peak = peak_tflops(facts["device"], cfg.train.precision)
+    if peak is not None:
+        row["mfu"] = tflops / peak
+    return row | facts
+
+
+class Report:
+    """The rows of one benchmark, in a file."""
+
+    def __init__(self, path: Path, suite: str, command: Sequence[str]):
+        self.path = path
+        self.rows: list[dict] = []
+        self.goals: list[dict] = []
+        self.complete = False
+        self._head = {
+            "suite": suite,
+            "command": " ".join(command),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": {
+                "processor": _processor(),
+                "cores": os.cpu_count(),
+                "system": platform.platform(),
+            },
+            "versions": {
+                "python": platform.python_version(),
+                "ultrascale_jax": _version("ultrascale_jax"),
+            },
+        }
+        self.save()
+
+    def add(self, workload: str, contestant: str, **values: object) -> dict:
+        """A new row: its status is `measured`, `skipped`, `failed`, `out of memory`, or `running`."""
+        row = {"workload": workload, "contestant": contestant, "status": "measured", **values}
+        self.rows.append(row)
+        self.save()
+        return row
+
+    def goal(self, goal: str, value: float, met: bool) -> None:
+        """Compare a figure with what the project wants of it."""
+        self.goals.append({"goal": goal, "value": value, "met": met})
+        self.save()
+
+    def save(self) -> None:
+        """Write the file whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(
+            {**self._head, "complete": self.complete, "results": self.rows, "goals": self.goals},
+            indent=2,
+        )
+        unfinished = self.path.with_name(self.path.name + ".tmp")
+        unfinished.write_text(text + "\n")
+        os.replace(unfinished, self.path)
+
+    def print(self, console: Console) -> None:
+        """The table, then the parts that have no figures, then the goals."""
+        measured = [row for row in self.rows if row["status"] == "measured"]
+        used = {
+            name: value
+            for name, value in COLUMNS.items()
+            if any(name in _flat(row) for row in measured)
+        }
+        table = Table("workload", "contestant", *(heading for heading, _ in used.values()))
+        for column in table.columns[2:]:
+            column.justify = "right"
+        for row in measured:
+            values = _flat(row)
+            cells = [
+                format(values[name], form) if name in values else ""
+                for name, (_, form) in used.items()
+            ]
+            table.add_row(row["workload"], row["contestant"], *cells)
+        console.print(table)
+        for row in self.rows:
+            if row["status"] != "measured":
+                line = f"{row['workload']}, {row['contestant']}: {row['status']}: {row.get('reason', '')}"
+                console.print(line, markup=False)
+        for goal in self.goals:
+            met = "met" if goal["met"] else "NOT met"
+            console.print(f"{goal['goal']}: {goal['value']:.4g}, {met}", markup=False)
+        console.print(f"written to {self.path}", markup=False)
+
+
+def _flat(row: dict) -> dict:
+    """A row with its step time as one cell."""
+    if "step_s" not in row:
+        return row
+    median, p10, p90 = (1e3 * row["step_s"][name] for name in ("median", "p10", "p90"))
+    return row | {"step_ms": f"{median:,.1f} ({p10:,.1f}-{p90:,.1f})"}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The model of this machine's processor, as exactly as the system tells."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,225 @@
+"""The benchmark measures what it says, and its peers compute the same model."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scripts import bench
+from scripts.bench_peers import bare_jax
+from scripts.bench_peers.contestant import pipelined
+from scripts.bench_peers.report import Report, figures
+from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding import act
+from ultrascale_jax.training.flops import flops_per_token
+from ultrascale_jax.training.state import init_state
+from ultrascale_jax.training.step import loss_and_gradients
+
+PARTS = bench.peer_parts(tiny=True)
+ENVIRON = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+
+
+def command(path, *options):
+    return [sys.executable, "-m", "scripts.bench", "--tiny", "--out", str(path), *options]
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled):
+    cfg = PARTS[0].cfg.check(1)
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    shape = (cfg.train.global_batch, cfg.data.seq_len + 1)
+    rows = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, np.int32)
+    positions = np.broadcast_to(np.arange(cfg.data.seq_len, dtype=np.int32), rows[:, 1:].shape)
+    arrays = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "positions": positions}
+    with jax.set_mesh(mesh):
+        state = init_state(cfg, mesh)
+        batch = jax.device_put(arrays, jax.NamedSharding(mesh, act("BT")))
+        weight = jnp.float32(1 / rows[:, 1:].size)
+        step = jax.jit(lambda params: loss_and_gradients(cfg, params, batch, weight))
+        loss, gradients = step(state.params)
+    ours, ours_grads = (
+        jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
+        for tree in (state.params, gradients)
+    )
+    with jax.numpy_rank_promotion("allow"):
+        peer_loss, peer_grads = jax.jit(
+            jax.value_and_grad(
+                lambda params: bare_jax.loss_fn(
+                    params, rows[:, :-1], rows[:, 1:], dataclasses.asdict(cfg.model), unrolled
+                )
+            )
+        )(ours)
+    np.testing.assert_allclose(peer_loss, loss, rtol=1e-6)
+    assert len(jax.tree.leaves(ours)) == 12
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), dict(peer_grads), ours_grads
+    )
+
+
+@pytest.mark.slow
+def test_the_peer_suite_times_every_contestant_and_skips_what_is_not_installed(tmp_path):
+    path = tmp_path / "peer.json"
+    done = subprocess.run(command(path, "--steps", "3"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads(path.read_text())
+    assert report["complete"] and report["command"].startswith("python -m scripts.bench --tiny")
+    rows = {row["contestant"]: row for row in report["results"]}
+    for name in ("ultrascale_jax", "bare JAX, scanned", "bare JAX, unrolled"):
+        row = rows[name]
+        assert row["status"] == "measured" and row["num_steps"] == 3
+        assert 0 < row["step_s"]["p10"] <= row["step_s"]["median"] <= row["step_s"]["p90"]
+        assert row["tokens_per_cpu_s"] > 0 and row["peak_gb"] > 0.05
+        assert 0 < row["compile_s"] < row["first_step_s"]
+        assert row["loss"] == pytest.approx(np.log(256), abs=0.3)
+        assert "mfu" not in row  # the peak of a CPU is not known
+        assert row["versions"]["jax"] == jax.__version__
+        assert name in done.stdout
+    assert rows["PyTorch, eager"]["status"] in ("measured", "skipped")
+    assert rows[bench.FIRST_STEP]["first_step_s"] > 1
+    assert report["goals"] == []
+
+
+def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
+    path = tmp_path / "gpu.json"
+    arguments = ["--suite", "gpu", "--minutes", "0.0001", "--out", str(path)]
+    bench.main(arguments)
+    report = json.loads(path.read_text())
+    assert report["complete"]
+    assert {row["status"] for row in report["results"]} == {"skipped"}
+    assert all(row["reason"] for row in report["results"])
+    names = {row["contestant"] for row in report["results"]}
+    assert {"PyTorch", *(f"ultrascale_jax, remat {remat}" for remat in bench.REMAT)} == names
+
+    part = bench.gpu_part(4096, "none", tiny=False)
+    with Process(
+        part.module, part.spec, environ=ENVIRON, deadline=time.monotonic() + 60
+    ) as process:
+        with pytest.raises(bench.Unavailable, match="JAX sees no GPU, only cpu"):
+            process.ready()
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_what_is_measured(tmp_path):
+    path = tmp_path / "gpu.json"
+    arguments = command(path, "--suite", "gpu", "--steps", "2")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    while process.poll() is None:
+        time.sleep(0.1)
+        rows = json.loads(path.read_text())["results"] if path.exists() else []
+        if any(row["status"] == "measured" for row in rows):
+            process.send_signal(signal.SIGINT)
+            break
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    report = json.loads(path.read_text())
+    assert not report["complete"]
+    assert report["results"][0]["status"] == "measured"
+    assert report["results"][-1] | {"status": "skipped"} == report["results"][-1]
+    assert len(report["results"]) < 8
+    assert b"ultrascale_jax, remat none" in output
+
+
+def test_a_contestant_that_fails_is_reported_with_its_last_words_and_fails_the_benchmark(tmp_path):
+    deadline = time.monotonic() + 60
+    with Process(bench.BARE, {}, environ=ENVIRON, deadline=deadline) as process:
+        with pytest.raises(Failed, match="KeyError: 'model'") as failure:
+            process.ready()
+    assert not failure.value.out_of_memory
+    with Process("scripts.bench_peers.nobody", {}, environ=ENVIRON, deadline=deadline) as process:
+        with pytest.raises(Failed, match=r"ended with code 1: .*No module named"):
+            process.ready()
+    assert Failed("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while ...").out_of_memory
+    assert Failed("OutOfMemoryError: CUDA out of memory. Tried to ...").out_of_memory
+
+
+def test_a_contestant_is_stopped_when_time_is_up():
+    begun = time.monotonic()
+    spec = PARTS[1].spec
+    with Process(bench.BARE, spec, environ=ENVIRON, deadline=begun + 0.2) as process:
+        with pytest.raises(OutOfTime):
+            process.ready()
+
+
+def test_figures_are_of_the_median_step_and_mfu_needs_a_known_peak():
+    cfg = PARTS[0].cfg
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    row = figures(cfg, {"device": "cpu"}, [0.1, 0.2, 0.9], [0.4, 0.5], 2_000_000_000)
+    assert row["step_s"] == {"median": 0.2, "p10": pytest.approx(0.12), "p90": pytest.approx(0.76)}
+    assert row["tokens_per_s"] == tokens / 0.2
+    assert row["tokens_per_cpu_s"] == pytest.approx(tokens / 0.45)
+    assert row["peak_gb"] == 2.0 and "mfu" not in row
+    bf16 = bench.gpu_part(4096, "full", tiny=False).cfg
+    row = figures(bf16, {"device": "NVIDIA H100 80GB HBM3"}, [0.25], [], 1)
+    flops = bf16.train.global_batch * 4096 * flops_per_token(bf16.model, 4096)
+    assert row["mfu"] == pytest.approx(flops / 0.25 / 989.4e12)
+    assert "tokens_per_cpu_s" not in row and row["step_s"]["p10"] == 0.25
+
+
+def test_both_sides_of_the_gpu_suite_train_the_same_shape_on_the_same_tokens():
+    for seq_len in (4096, 8192):
+        ours = bench.gpu_part(seq_len, "none", tiny=False)
+        torch = bench.gpu_torch_part(seq_len, {}, tiny=False)
+        cfg = ours.cfg
+        assert cfg.train.global_batch * seq_len == bench.GPU_TOKENS
+        assert cfg.train.precision == torch.spec["precision"] == "bf16"
+        assert not cfg.data.document_mask and cfg.model.d_model == 2048
+        assert torch.spec["model"] == dataclasses.asdict(cfg.model)
+        assert (torch.spec["batch"], torch.spec["seq_len"]) == (cfg.train.global_batch, seq_len)
+        assert torch.spec["compile"] and torch.spec["needs_gpu"] and ours.spec["needs_gpu"]
+
+
+def test_a_pinned_process_sees_one_core_and_the_parent_keeps_its_own():
+    before = os.sched_getaffinity(0)
+    with one_core() as core:
+        code = "import os; print(os.sched_getaffinity(0))"
+        seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert seen.stdout.strip() == str({core})
+    assert os.sched_getaffinity(0) == before
+
+
+def test_pipelined_steps_are_dispatched_one_ahead_and_all_waited_for():
+    log = []
+    count = iter(range(10))
+
+    def step():
+        log.append(("step", n := next(count)))
+        return n
+
+    times = pipelined(step, lambda n: log.append(("wait", n)), 3)
+    assert len(times) == 3
+    assert log == [("step", 0), ("step", 1), ("wait", 0), ("step", 2), ("wait", 1), ("wait", 2)]
+
+
+def test_the_report_is_on_disk_after_every_row(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    report = Report(path, "peer", ["python", "-m", "scripts.bench"])
+    assert json.loads(path.read_text())["results"] == []
+    report.add("work", "someone", status="skipped", reason="because")
+    report.goal("speed", 2.0, True)
+    saved = json.loads(path.read_text())
+    expected = {"workload": "work", "contestant": "someone", "status": "skipped"}
+    assert saved["results"] == [expected | {"reason": "because"}]
+    assert saved["goals"] == [{"goal": "speed", "value": 2.0, "met": True}]
+    assert not saved["complete"] and saved["machine"]["cores"] == os.cpu_count()
+    assert set(saved) >= {"command", "date", "versions"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--steps", "0"], "steps=0: must be at least 1"), (["--minutes", "0"], "must be positive")],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
