@@ -59,11 +59,11 @@ def cudnn_applies(q: jax.Array, k: jax.Array) -> bool:
         and head_dim <= 256
         and q.shape[1] == k.shape[1]
     )
-    return fits and _platform() == "gpu"
+    return fits and _platform() in ("gpu", "cuda")
 
 
 def _platform() -> str:
-    """`gpu` or `cpu`: of the mesh's devices (which need not exist: deviceless compilation), else of the backend."""
+    """`gpu`, `cuda` or `cpu`: of the mesh's devices (which need not exist: deviceless compilation), else of the backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
