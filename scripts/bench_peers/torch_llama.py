@@ -128,27 +128,50 @@ class Llama(nn.Module):
 
 
 class AdamW:
-    """AdamW on float32 master weights, clipped by the global norm; weight decay on matrices only."""
+    """AdamW on float32 master weights, clipped by the global norm; weight decay on matrices only.
+
+    Compiled it is one pass per tensor, which also casts; otherwise PyTorch's own fused one does the work.
+    """
 
     def __init__(self, weights: list[nn.Parameter], optim: dict, *, compiled: bool):
         self.weights, self.optim = weights, optim
-        self.master = [w.detach().float().clone() for w in weights]
-        self.moments = [(torch.zeros_like(m), torch.zeros_like(m)) for m in self.master]
-        self.update = torch.compile(self._update, dynamic=True) if compiled else self._update
+        self.master = [w.detach().to(torch.float32, copy=compiled) for w in weights]
+        decays = [optim["weight_decay"] * (w.ndim > 1) for w in weights]
+        if not compiled:
+            groups = [
+                {"params": [master], "weight_decay": decay}
+                for master, decay in zip(self.master, decays, strict=True)
+            ]
+            self.fused = torch.optim.AdamW(
+                groups, lr=optim["lr"], betas=optim["betas"], eps=optim["eps"], fused=True
+            )
+            self.step = self._fused_step
+            return
         device = weights[0].device
+        self.update = torch.compile(self._update, dynamic=True)
+        self.moments = [(torch.zeros_like(m), torch.zeros_like(m)) for m in self.master]
+        self.decays = [torch.tensor(decay, device=device) for decay in decays]
         self.step_number = torch.zeros((), device=device)
-        self.decay = [
-            torch.tensor(optim["weight_decay"] * (w.ndim > 1), device=device) for w in weights
-        ]
+        self.step = self._compiled_step
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One update; the gradients are freed."""
+    def _fused_step(self) -> None:
+        for w, master in zip(self.weights, self.master, strict=True):
+            assert w.grad is not None
+            master.grad, w.grad = w.grad.float(), None
+        nn.utils.clip_grad_norm_(self.master, self.optim["clip_norm"])
+        self.fused.step()
+        for w, master in zip(self.weights, self.master, strict=True):
+            if w.dtype != master.dtype:
+                w.copy_(master)
+
+    @torch.no_grad()
+    def _compiled_step(self) -> None:
         grads = [w.grad for w in self.weights if w.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
         scale = (self.optim["clip_norm"] / torch.stack(norms).norm()).clamp(max=1.0)
         self.step_number += 1
-        tensors = zip(self.weights, grads, self.master, self.moments, self.decay, strict=True)
+        tensors = zip(self.weights, grads, self.master, self.moments, self.decays, strict=True)
         for w, g, master, (m, v), decay in tensors:
             # Flat views, so that one compiled function serves tensors of every shape.
             flat = [tensor.view(-1) for tensor in (w.data, g, master, m, v)]

@@ -5,6 +5,8 @@ import pytest
 from ultrascale_jax.config import Config
 from ultrascale_jax.plan.compile import CompiledStep
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("none", "selective", "dots", "full", "save:q,k,v,attn_core", "offload:gate,up")
 
 

@@ -67,6 +67,9 @@ TABLE = {
     "fsdp2_sp2_tp2_qwen3": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "qwen3_window"),
 }
 
+# What `make test-fast` runs of it: every axis, every stage of ZeRO's gathering, every family.
+FAST = {"dp2_fsdp2_sp2", "fsdp2_sp2_tp2_qwen3", "dp2_fsdp2_sp2_zero1"}
+
 
 def run(mesh: dict[str, int], family: str, **train) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of four steps, and the gradients of the first."""
@@ -115,7 +118,9 @@ def one_device():
     return get
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+)
 def test_mesh_gives_the_losses_and_gradients_of_one_device(name, one_device):
     mesh, train, family = TABLE[name]
     losses, grads = run(mesh, family, **train)
