@@ -21,6 +21,6 @@ config = Config(
     ),
     data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
     optim=OptimConfig(lr=5e-3, warmup_steps=20),
-    train=TrainConfig(steps=550, global_batch=8, precision="fp32", eval_every=250),
+    train=TrainConfig(steps=800, global_batch=8, precision="fp32", remat="full", eval_every=250),
     log=LogConfig(run_dir="out/demo"),
 )

@@ -63,7 +63,7 @@ def cudnn_applies(q: jax.Array, k: jax.Array) -> bool:
 
 
 def _platform() -> str:
-    """`gpu`, `cuda` or `cpu`: of the mesh's devices (which need not exist: deviceless compilation), else of the backend."""
+    """`gpu`, `cuda` or `cpu`: of the mesh's devices, which may be absent (deviceless compilation), or the backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 

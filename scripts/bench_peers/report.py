@@ -135,7 +135,8 @@ class Report:
                 for name, (_, form) in used.items()
             ]
             table.add_row(row["workload"], row["contestant"], *cells)
-        console.print(table)
+        if measured:
+            console.print(table)
         for row in self.rows:
             if row["status"] != "measured":
                 line = f"{row['workload']}, {row['contestant']}: {row['status']}: {row.get('reason', '')}"

@@ -43,7 +43,7 @@ def operands(found: list[Collective]) -> list[int]:
     return sorted(array.bytes for c in found for array in c.operands)
 
 
-@pytest.mark.parametrize("num_devices", [8, 64])
+@pytest.mark.parametrize("num_devices", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_zero3_gathers_each_matrix_once_forward_and_once_backward(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
     shards = sorted(size * BF16 // num_devices for size in matrices(cfg).values())
@@ -53,7 +53,7 @@ def test_zero3_gathers_each_matrix_once_forward_and_once_backward(compiled, num_
         assert sum(c.result_bytes for c in gathers) == sum(matrices(cfg).values()) * BF16
 
 
-@pytest.mark.parametrize("num_devices", [8, 64])
+@pytest.mark.parametrize("num_devices", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_zero3_scatters_each_gradient_once_per_layer(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
     forward, backward = layer_loops(step, cfg)
@@ -89,6 +89,7 @@ def test_sequence_parallel_layers_never_all_reduce(compiled):
     assert not [c for loop in layer_loops(step, cfg) for c in loop if c.kind == "all-reduce"]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_half_blocks_all_reduce_once_each_way(compiled):
     cfg, step = compiled(8, {"fsdp": 2, "tp": 4})
     whole = cfg.train.global_batch // 2 * cfg.data.seq_len * cfg.model.d_model * BF16
@@ -98,6 +99,7 @@ def test_tensor_parallel_half_blocks_all_reduce_once_each_way(compiled):
     assert operands(pick(backward, "all-reduce", "tp")) == [whole] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter")])
 def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
     cfg, step = compiled(8, {"fsdp": 8}, zero=zero, micro_batches=2)
@@ -117,6 +119,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
     assert 0 <= total["all-reduce"] - num_vector * FLOAT32 <= SCALARS
 
 
+@pytest.mark.slow
 def test_zero1_gathers_the_parameters_once_a_step(compiled):
     cfg, step = compiled(8, {"fsdp": 8}, zero=1, micro_batches=2)
     m = cfg.model
@@ -126,6 +129,7 @@ def test_zero1_gathers_the_parameters_once_a_step(compiled):
     assert sum(c.result_bytes for c in gathers) == num_matrix * BF16
 
 
+@pytest.mark.slow
 def test_zero2_scatters_gradients_every_micro_batch(compiled):
     _, step = compiled(8, {"fsdp": 8}, zero=2, micro_batches=2)
     scatters = [c for c in step.collectives if c.kind == "reduce-scatter"]
@@ -133,6 +137,7 @@ def test_zero2_scatters_gradients_every_micro_batch(compiled):
     assert not [c for c in step.collectives if c.kind == "all-gather" and c.loops]
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_reduces_only_the_shard_over_replicas(compiled):
     cfg, step = compiled(64, {"dp": 8, "fsdp": 8})
     m = cfg.model

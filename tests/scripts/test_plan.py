@@ -9,6 +9,7 @@ from scripts import plan
 RUN = ["compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", "--train.zero", "3"]
 
 
+@pytest.mark.slow
 def test_compile_reports_memory_and_collectives_as_json(capsys):
     plan.main([*RUN, "--json"])
     summary = json.loads(capsys.readouterr().out)

@@ -115,6 +115,7 @@ def test_master_weights_and_moments_are_float32(precision):
     assert set(floats) == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_muon_is_the_same_on_one_device_and_on_a_mesh():
     cfg = variant(optim={"name": "muon"})
     _, sharded, metrics = run(cfg, steps=3)
