@@ -90,7 +90,9 @@ def test_only_upper_layers_use_the_window_when_told_so():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"fsdp": 1}, {"fsdp": 2, "tp": 4}], ids=["one_device", "fsdp2_tp4"]
+    "mesh",
+    [{"fsdp": 1}, pytest.param({"fsdp": 2, "tp": 4}, marks=pytest.mark.slow)],
+    ids=["one_device", "fsdp2_tp4"],
 )
 def test_greedy_generation_equals_recomputing_every_prefix(mesh):
     cfg = ModelConfig(**{**vars(CFG), "sliding_window": 5, "first_window_layer": 1})
