@@ -7,40 +7,55 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ultrascale_jax.config import Config
+    from ultrascale_jax.config import Config, MeshConfig, ModelConfig
+    from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.mesh import abstract_mesh, make_mesh
+    from ultrascale_jax.models.generate import generate
     from ultrascale_jax.models.hf import load as load_hf
     from ultrascale_jax.models.hf import save as save_hf
+    from ultrascale_jax.models.hf_config import read_config as read_hf_config
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.manual import smap
     from ultrascale_jax.sharding import act
-    from ultrascale_jax.training.state import init_state
+    from ultrascale_jax.training.state import abstract_state, init_state
     from ultrascale_jax.training.step import make_train_step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "Loader",
+    "MeshConfig",
+    "ModelConfig",
     "Transformer",
     "abstract_mesh",
+    "abstract_state",
     "act",
+    "generate",
     "init_state",
     "load_hf",
     "make_mesh",
     "make_train_step",
+    "read_hf_config",
     "save_hf",
     "smap",
 ]
 
 _HOME = {
     "Config": "config",
+    "Loader": "data.loader",
+    "MeshConfig": "config",
+    "ModelConfig": "config",
     "Transformer": "models.transformer",
     "abstract_mesh": "mesh",
+    "abstract_state": "training.state",
     "act": "sharding",
+    "generate": "models.generate",
     "init_state": "training.state",
     "load_hf": "models.hf:load",
     "make_mesh": "mesh",
     "make_train_step": "training.step",
+    "read_hf_config": "models.hf_config:read_config",
     "save_hf": "models.hf:save",
     "smap": "parallel.manual",
 }
