@@ -127,12 +127,13 @@ def test_muon_is_the_same_on_one_device_and_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_evaluation_sums_what_training_averages():
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_evaluation_sums_what_training_averages(micro_batches):
     _, state, metrics = run(variant(optim={"lr": 1e-30}))
     loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
     mesh = make_mesh(CFG.mesh, jax.devices()[:4])
     with jax.set_mesh(mesh):
-        nats, count = make_eval_step(CFG)(
+        nats, count = make_eval_step(variant(train={"micro_batches": micro_batches}))(
             state.params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT")))
         )
     np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)

@@ -34,11 +34,16 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
 
 
 def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
-    """The jitted `(params, batch) -> (sum of nats, number of tokens)`."""
+    """The jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
 
     def eval_step(params, batch):
-        tokens = count(batch)
-        return objective(cfg, use(cfg, params), batch, jnp.float32(1.0))[1], tokens
+        used = use(cfg, params)
+
+        def step(total, micro_batch):
+            return total + objective(cfg, used, micro_batch, jnp.float32(1.0))[1], None
+
+        parts = split(batch, cfg.train.micro_batches)
+        return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
 
     return jax.jit(eval_step)
 
