@@ -111,8 +111,11 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_is_measured(tmp_path):
     path = tmp_path / "gpu.json"
+    # A job in the background inherits that interrupts are ignored; a terminal's user has them.
+    listen = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listen}; runpy.run_module('scripts.bench', run_name='__main__')"
     arguments = command(path, "--suite", "gpu", "--steps", "2")
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments[3:]], stdout=subprocess.PIPE)
     while process.poll() is None:
         time.sleep(0.1)
         rows = json.loads(path.read_text())["results"] if path.exists() else []
