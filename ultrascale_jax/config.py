@@ -355,7 +355,7 @@ class Config:
         fix = "this release has no pipeline; set mesh.pp=1 and use fsdp, sp or tp"
         require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
-        for name in ("num_heads", "d_ff", "vocab_size"):
+        for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
             size = getattr(model, name)
             fix = f"must be divisible by {group}; use a smaller group"
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)

@@ -66,12 +66,12 @@ def stored(
 ) -> P:
     """Sharding in which a parameter, its gradient and its moments rest between steps.
 
-    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep). Vectors stay whole: gathering them would cost a
-    collective each and save nothing.
+    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), if they divide it (`Config.check` asks for it).
+    Vectors stay whole: gathering them would cost a collective each and save nothing.
     """
-    spec = gathered(dims, shape).partitions
-    if zero and is_matrix(dims):
-        spec = tuple(SHARD if dim == "D" else axes for dim, axes in zip(dims, spec, strict=True))
+    spec = list(gathered(dims, shape).partitions)
+    if zero and is_matrix(dims) and shape[dims.index("D")] % mesh_size(*SHARD) == 0:
+        spec[dims.index("D")] = SHARD
     return P(*spec, reduced=reduced)
 
 

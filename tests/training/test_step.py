@@ -104,6 +104,13 @@ def test_moments_can_be_bfloat16_and_training_still_learns():
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+def test_without_zero_the_width_need_not_divide():
+    cfg = variant(train={"zero": 0}, model={"d_model": 33}, mesh={"fsdp": 4, "sp": 1})
+    _, after, metrics = run(cfg)
+    assert after.params.embed.get_value().sharding.shard_shape((64, 33)) == (64, 33)
+    assert np.isfinite(metrics[0]["loss"])
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_master_weights_and_moments_are_float32(precision):
     state = abstract_state(

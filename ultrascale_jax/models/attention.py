@@ -81,7 +81,8 @@ class Attention(nnx.Module):
         dims = f"BT{heads}H"
         y = einsum(f"BTD,D{heads}H->{dims}", x_BTD, self._widen(f"w_{name}", f"D{heads}H"))
         if self.cfg.qkv_bias:
-            y = y + spread(self._widen(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
+            bias = spread(self._widen(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
+            y = y + bias.astype(y.dtype)
         if self.cfg.qk_norm != "none" and name != "v":
             over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
             y = rms_norm(y, self._widen(f"{name}_norm", over), over, dims, self.cfg.norm_eps)

@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.sharding import TENSOR, act, axes_of, einsum, gathered, stored
+from ultrascale_jax.sharding import TENSOR, act, axes_of, einsum, gathered, is_matrix, stored
 
 INIT_STD = 0.02
 
@@ -52,8 +52,8 @@ def gradient_axes(dims: str, on: str) -> frozenset[str]:
 
 
 def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A parameter in the type of compute; norm scales stay float32."""
-    return value if dims.strip("L") in ("D", "H") else value.astype(dtype)
+    """A parameter in the type of compute; vectors (norm scales and biases) stay float32."""
+    return value.astype(dtype) if is_matrix(dims) else value
 
 
 def gather[M](module: M, dtype: jax.typing.DTypeLike) -> M:
