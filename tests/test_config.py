@@ -141,7 +141,7 @@ def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
 
 def test_kv_heads_and_tensor_group_must_divide_one_another():
     cfg = replaced(load_recipe("debug"), model__num_heads=12, model__num_kv_heads=4)
-    cfg = replaced(cfg, model__d_ff=48, model__vocab_size=252, mesh__tp=6)
+    cfg = replaced(cfg, model__d_ff=48, model__vocab_size=252, model__d_model=48, mesh__tp=6)
     with pytest.raises(UserError, match=r"^model.num_kv_heads=4: must divide mesh.sp\*mesh.tp=6"):
         cfg.check(6)
 
