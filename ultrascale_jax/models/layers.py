@@ -56,14 +56,18 @@ def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     return value.astype(dtype) if is_matrix(dims) else value
 
 
+def gather_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A parameter as it is used: cast, and whole over (fsdp, cp, ep), an all-gather where it rests sharded.
+
+    Its cotangent stays unreduced over the axes that split what it meets.
+    """
+    spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
+    return jax.reshard(row_major(cast(value, dims, dtype)), spec)
+
+
 def gather[M](module: M, dtype: jax.typing.DTypeLike) -> M:
-    """The module's parameters as they are used: cast, and whole over (fsdp, cp, ep): ZeRO-3's all-gathers."""
-
-    def use(value, dims, on):
-        spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
-        return jax.reshard(row_major(cast(value, dims, dtype)), spec)
-
-    return map_params(use, module)
+    """All of a module's parameters as they are used: ZeRO-3's all-gathers of one layer."""
+    return map_params(lambda value, dims, on: gather_param(value, dims, on, dtype), module)
 
 
 def row_major(weight: jax.Array) -> jax.Array:

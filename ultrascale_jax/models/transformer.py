@@ -20,12 +20,12 @@ from ultrascale_jax.models.layers import (
     MLP,
     cast,
     gather,
+    gather_param,
     gather_sequence,
     gradient_axes,
     param,
     rms_norm,
     rotary,
-    row_major,
     together,
 )
 from ultrascale_jax.sharding import act, einsum, gathered
@@ -144,8 +144,7 @@ class Transformer(nnx.Module):
             with jax.named_scope("layers"):
                 x_BRD, kv = jax.lax.scan(remat(layer), x_BRD, part)
             outputs.append(kv)
-        norm = gradient_axes("D", "BRD")
-        final_norm = jax.reshard(self.final_norm[...], P(None, reduced=norm))
+        final_norm = gather_param(self.final_norm[...], "D", "BRD", dtype)
         x_BRD = rms_norm(x_BRD, final_norm, "D", "BRD", self.cfg.norm_eps)
         if cache is None:
             return x_BRD, None
@@ -177,11 +176,9 @@ class Transformer(nnx.Module):
         Then D travels back: an all-to-all over sp, which splits the sequence, and an all-gather over tp.
         """
         (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
-        reduced = gradient_axes("VD", "BT")
         # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
-        table = row_major(cast(self.embed[...], "VD", dtype))
-        table = jax.reshard(table, gathered("VD", self.embed.shape, reduced=reduced))
-        table = jax.reshard(table, P(None, ("tp", "sp"), reduced=reduced))
+        table = gather_param(self.embed[...], "VD", "BT", dtype)
+        table = jax.reshard(table, P(None, ("tp", "sp"), reduced=gradient_axes("VD", "BT")))
         x_BTD = table.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
         x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
         return jax.reshard(x_BRD, act("BRD"))

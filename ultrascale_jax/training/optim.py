@@ -62,7 +62,6 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
             mu_dtype=jnp.dtype(optim.moment_dtype),
             adam_b1=optim.betas[0],
             adam_b2=optim.betas[1],
-            adam_eps_root=0.0,
             consistent_rms=0.2,
             muon_weight_dimension_numbers=_each(params, _matrix_axes),
         )
@@ -83,7 +82,12 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
 def _each(params, fn) -> list:
     """`fn(dims)` of each parameter, in the order of the leaves."""
     found = []
-    map_params(lambda value, dims, on: (found.append(fn(dims)), value)[1], params)
+
+    def visit(value, dims, on):
+        found.append(fn(dims))
+        return value
+
+    map_params(visit, params)
     return found
 
 

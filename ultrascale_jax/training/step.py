@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import cast, gather_sequence, gradient_axes, map_params
+from ultrascale_jax.models.layers import gather_param, gather_sequence, gradient_axes, map_params
 from ultrascale_jax.models.loss import cross_entropy
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding import SHARD, act, gathered, is_matrix, stored
@@ -158,10 +159,7 @@ def use(cfg: Config, params: Transformer) -> Transformer:
         if keeps_shards(cfg, dims):
             spec = stored(dims, value.shape, reduced=gradient_axes(dims, on) - set(SHARD))
             return jax.reshard(value, spec)
-        return jax.reshard(
-            cast(value, dims, COMPUTE[cfg.train.precision]),
-            gathered(dims, value.shape, reduced=gradient_axes(dims, on)),
-        )
+        return gather_param(value, dims, on, COMPUTE[cfg.train.precision])
 
     return map_params(leaf, params)
 
@@ -171,14 +169,12 @@ def keeps_shards(cfg: Config, dims: str) -> bool:
     return cfg.train.zero == 3 and is_matrix(dims)
 
 
-def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> jax.sharding.PartitionSpec:
+def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
     """Sharding of a gradient accumulator."""
     axes = gradient_axes(dims, on)
     if cfg.train.zero >= 2 and is_matrix(dims):
-        return jax.sharding.PartitionSpec(
-            *stored(dims, value.shape).partitions, unreduced=axes - set(SHARD)
-        )
-    return jax.sharding.PartitionSpec(*gathered(dims, value.shape).partitions, unreduced=axes)
+        return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
+    return P(*gathered(dims, value.shape).partitions, unreduced=axes)
 
 
 def accumulable(cfg: Config, grads: Transformer) -> Transformer:
