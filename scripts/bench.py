@@ -341,9 +341,8 @@ def _numbers(cfg: Config) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else list(argv)
     with command_line.user_errors():
-        options = tyro.cli(
-            Options, args=arguments, prog="python -m scripts.bench", description=__doc__
-        )
+        prog = "python -m scripts.bench"
+        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
         path = options.out or Path("out/bench") / f"{options.suite}.json"
         report = Report(path, options.suite, ["python", "-m", "scripts.bench", *arguments])
         bench = Bench(options, report)

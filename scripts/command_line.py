@@ -12,6 +12,7 @@ import importlib
 import io
 import itertools
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ultrascale_jax.config import AXES, Config, MeshConfig, UserError, parse_mes
 DEFAULT_RECIPE = "demo"
 
 
-def _option(metavar: str, absent: str = "none"):
+def option(metavar: str, absent: str = "none"):
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
 
 
@@ -33,11 +34,11 @@ def _option(metavar: str, absent: str = "none"):
 class Options:
     """What a run is told beside its configuration."""
 
-    mesh: Annotated[str | None, _option("AXIS=SIZE,...", "the recipe's")] = None
+    mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
     """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left."""
-    run_dir: Annotated[str | None, _option("DIR", "the recipe's")] = None
+    run_dir: Annotated[str | None, option("DIR", "the recipe's")] = None
     """Short for --log.run-dir."""
-    devices: Annotated[int | None, _option("N", "the real ones")] = None
+    devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the configuration that the command line makes, and stop."""
@@ -68,8 +69,14 @@ def parse[O: Options](
         if (mesh := _mesh_argument(arguments)) is not None:
             sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
             default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
-        default_command = _Command(options=options(), config=default)
-        command = _replace_fields(arguments, prog, description, default_command)
+        form: Any = _Command
+        command = read(
+            form[options],
+            arguments,
+            prog=f"{prog} [RECIPE]",
+            description=description,
+            default=_Command(options=options(), config=default),
+        )
         cfg, chosen = command.config, command.options
         if chosen.run_dir is not None:
             cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=chosen.run_dir))
@@ -153,24 +160,28 @@ def _mesh_argument(arguments: Sequence[str]) -> str | None:
     return values[-1] if values else None
 
 
-def _replace_fields(
-    arguments: Sequence[str], prog: str, description: str, default: _Command
-) -> _Command:
-    """`default` with the fields that `arguments` name replaced.
+def read[T](
+    form: type[T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str = "",
+    default: T | None = None,
+) -> T:
+    """The options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
 
-    tyro draws a box around what a section refuses and wraps its lines; here the section's error is
-    raised again as it was, so that all errors of a configuration read alike. The rest is tyro's.
+    Raises:
+      UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
     """
+    given: dict[str, Any] = {} if default is None else {"default": default}
     report = io.StringIO()
-    generic: Any = _Command
-    form = generic[type(default.options)]
     try:
         with contextlib.redirect_stderr(report):
             return tyro.cli(
                 form,
                 args=arguments,
-                default=default,
-                prog=f"{prog} [RECIPE]",
+                **given,
+                prog=prog,
                 description=description,
                 config=(tyro.conf.AvoidSubcommands,),
             )
@@ -180,5 +191,21 @@ def _replace_fields(
             if isinstance(cause, UserError):
                 raise cause from None
             cause = cause.__context__
-        print(report.getvalue(), end="", file=sys.stderr)
-        raise
+        if stop.code == 0:
+            raise
+        raise UserError(_unboxed(report.getvalue())) from None
+
+
+def _unboxed(box: str) -> str:
+    """The first part of tyro's error, and the options it suggests, as one line.
+
+    tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
+    """
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    rules = [n for n, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
+    if rules[:1] == [1] and lines[0] and not box.startswith("╭"):
+        lines, rules = lines[2:], [n - 2 for n in rules[1:]]
+    end = rules[0] if rules else len(lines)
+    near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
+    hint = f"; did you mean {' or '.join(near)}?" if near and "Unrecognized" in lines[0] else ""
+    return " ".join(line for line in lines[:end] if line) + hint

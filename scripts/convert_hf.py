@@ -229,9 +229,9 @@ def _import(arguments: Sequence[str]) -> None:
 
 
 def _export(arguments: Sequence[str]) -> None:
-    options = tyro.cli(
+    options = command_line.read(
         Export,
-        args=arguments,
+        arguments,
         prog="python -m scripts.convert_hf export",
         description="Write a run's checkpoint so that `transformers` loads it.",
     )

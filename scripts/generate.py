@@ -91,9 +91,8 @@ def printable(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     with command_line.user_errors():
-        options = tyro.cli(
-            Options, args=arguments, prog="python -m scripts.generate", description=__doc__
-        )
+        prog = "python -m scripts.generate"
+        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
         import jax
 
         from ultrascale_jax.data.tokenizer import load_tokenizer

@@ -15,6 +15,7 @@ import glob
 import json
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import tyro
 from rich.progress import Progress
 
+from scripts import command_line
 from ultrascale_jax.config import require
 from ultrascale_jax.data import shards, tokenizer
 
@@ -276,7 +277,9 @@ def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    args = tyro.cli(Args)
+    with command_line.user_errors():
+        prog = "python -m scripts.prepare_data"
+        args = command_line.read(Args, sys.argv[1:], prog=prog, description=__doc__ or "")
     try:
         index = prepare(args)
     except ValueError as error:
