@@ -7,7 +7,13 @@ import sys
 import jax
 import pytest
 
-from ultrascale_jax.plan.compile import TARGETS, target_checks, target_devices
+from scripts.command_line import load_recipe
+from ultrascale_jax.config import UserError
+from ultrascale_jax.plan.compile import compile_step, target_checks, target_devices
+from ultrascale_jax.plan.hardware import GPUS, find_gpu
+
+# As conftest.py: cuBLAS calls instead of Triton kernels.
+FAST = {"xla_gpu_enable_triton_gemm": "false"}
 
 WITHOUT_PLUGIN = """
 import sys
@@ -31,10 +37,45 @@ def test_targets_are_as_many_as_asked_for(num_devices, hosts):
     assert len({device.process_index for device in devices}) == hosts
 
 
-@pytest.mark.parametrize("num_devices", [0, 12, -8])
-def test_half_a_host_is_refused(num_devices):
-    with pytest.raises(ValueError, match=rf"num_devices={num_devices}.*multiple of 8"):
+@pytest.mark.parametrize(
+    ("num_devices", "fix"), [(12, "multiple of 8"), (0, "at least 1"), (-8, "at least 1")]
+)
+def test_half_a_host_is_refused(num_devices, fix):
+    with pytest.raises(ValueError, match=rf"num_devices={num_devices}.*{fix}"):
         target_devices(num_devices)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "gpu", "gpus_per_host", "hosts"),
+    [(3, "h100", None, 1), (12, "h100", 4, 3), (12, "h100", 6, 2), (72, "gb200", None, 18)],
+)
+def test_a_host_may_have_another_number_of_gpus(num_devices, gpu, gpus_per_host, hosts):
+    devices = target_devices(num_devices, gpu, gpus_per_host)
+    assert len(devices) == num_devices
+    assert len({device.process_index for device in devices}) == hosts
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_xla_reads_the_description_of_every_gpu(name):
+    (device,) = target_devices(1, name)
+    assert device.device_kind == GPUS[name].kind
+
+
+def test_a_description_that_xla_does_not_read_is_refused(tmp_path):
+    file = tmp_path / "h100.txtpb"
+    file.write_text(GPUS["h100"].target + "no_such_field: 1\n")
+    with pytest.raises(UserError, match=r"h100.txtpb': XLA does not read the file"):
+        target_devices(8, str(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None)])
+def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_host):
+    step = compile_step(
+        load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, estimates=True, options=FAST
+    )
+    assert step.axes["fsdp"] == 4
+    assert 0 < step.argument_bytes < step.peak_bytes
 
 
 def test_an_unknown_gpu_is_refused_with_those_that_there_are():
@@ -50,6 +91,7 @@ def test_a_missing_plugin_names_the_extra():
         text=True,
     )
     assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("ultrascale_jax.config.UserError: gpu='h100': ")
     assert "ultrascale_jax[aot]" in run.stderr.splitlines()[-1]
 
 
@@ -57,7 +99,7 @@ def test_attention_asks_the_target_and_afterwards_this_machine_again():
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     own = attention.check_compute_capability
-    with target_checks(TARGETS["h100"]):
+    with target_checks(find_gpu("h100")):
         assert attention.check_compute_capability("9.0")
         assert not attention.check_compute_capability("10.0")
         assert attention.check_cudnn_version() == 91000

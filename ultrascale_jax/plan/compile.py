@@ -1,7 +1,7 @@
 """Compile the training step for GPUs that are not there, and say what it needs.
 
-XLA's CUDA plugin compiles for a described chip: `targets/*.txtpb` holds the description, `target_devices` lays out as
-many as wanted, eight to a host, and `compile_step` compiles the very program that `training/step.py` would run on them.
+XLA's CUDA plugin compiles for a described chip: `hardware.py` has the descriptions, `target_devices` lays out as many
+chips as wanted in hosts, and `compile_step` compiles the very program that `training/step.py` would run on them.
 The result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice
 of kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
 (extra `aot`), no GPU, driver or CUDA libraries.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +19,22 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from ultrascale_jax.config import GPUS_PER_NODE, Config, require
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.plan import hlo, traffic
+from ultrascale_jax.plan.hardware import Gpu, find_gpu
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step
 
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU that XLA can compile for."""
-
-    description: str
-    """File in `targets/`: XLA's `GpuTargetConfig` as a text proto."""
-    capability: tuple[int, int]
-    """CUDA compute capability."""
-    cudnn: int
-    """Version of cuDNN on the target, as cuDNN counts: 91000 is 9.10.0."""
-
-
-TARGETS = {"h100": Target("h100_sxm.txtpb", (9, 0), 91000)}
-
 # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, which crashes where there are none.
 DEVICELESS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
+
+# Writes XLA's own estimates of time into the program (`operations.py`). It wants XLA's tables of measurements, of which
+# XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
+ESTIMATES = {"xla_gpu_collect_cost_model_stats": "true"}
+ESTIMATED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA B200")
 
 # As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
 BOOLEANS = {"true": True, "false": False}
@@ -85,55 +75,66 @@ class CompiledStep:
         return hlo.matmuls(self.module)
 
 
-def target_devices(num_devices: int, gpu: str = "h100") -> list[jax.Device]:
-    """`num_devices` GPUs that exist for the compiler only, eight to a host.
+def target_devices(
+    num_devices: int, gpu: str = "h100", gpus_per_host: int | None = None
+) -> list[jax.Device]:
+    """`num_devices` GPUs that exist for the compiler only, `gpus_per_host` (default: as usual) to a host.
 
     Raises:
-      ValueError: the GPU is unknown, or the last host would not be full.
-      ModuleNotFoundError: XLA's CUDA plugin is not installed.
+      UserError: the GPU is unknown, XLA cannot read its description, the last host would not be full, or XLA's CUDA
+        plugin is not installed.
     """
-    require(gpu in TARGETS, "gpu", gpu, f"choose one of {', '.join(TARGETS)}")
-    full = num_devices > 0 and (num_devices % GPUS_PER_NODE == 0 or num_devices < GPUS_PER_NODE)
-    require(
-        full,
-        "num_devices",
-        num_devices,
-        f"must be a multiple of {GPUS_PER_NODE}, or less than one host",
+    chosen = find_gpu(gpu)
+    require(num_devices > 0, "num_devices", num_devices, "must be at least 1")
+    host = min(gpus_per_host or chosen.host, num_devices)
+    fix = (
+        f"must be a multiple of {host}, the GPUs of a host, or less than one host; "
+        "give other hosts as --cluster NODESxGPUS,INTRA,INTER"
     )
-    hosts = max(1, num_devices // GPUS_PER_NODE)
-    description = (
-        resources.files(__package__).joinpath("targets", TARGETS[gpu].description).read_text()
-    )
+    require(num_devices % host == 0, "num_devices", num_devices, fix)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            target_config=description,
-            topology=f"1x{hosts}x{num_devices // hosts}",
+            target_config=chosen.target,
+            topology=f"1x{num_devices // host}x{host}",
         )
     except (RuntimeError, KeyError) as error:
-        raise ModuleNotFoundError(
-            "compiling for a GPU needs XLA's CUDA plugin: pip install 'ultrascale_jax[aot]', and without a GPU in this "
-            "machine set JAX_PLATFORMS=cpu before JAX starts"
+        known = "GpuTargetConfigProto" not in str(error)
+        require(known, "gpu", gpu, "XLA does not read the file as its GpuTargetConfig")
+        raise UserError(
+            f"gpu={gpu!r}: compiling for it needs XLA's CUDA plugin: pip install 'ultrascale_jax[aot]', and without a "
+            "GPU in this machine set JAX_PLATFORMS=cpu before JAX starts"
         ) from error
     return topology.devices
 
 
 def compile_step(
-    cfg: Config, num_devices: int, gpu: str = "h100", *, options: Mapping[str, str] | None = None
+    cfg: Config,
+    num_devices: int,
+    gpu: str = "h100",
+    *,
+    gpus_per_host: int | None = None,
+    estimates: bool = False,
+    options: Mapping[str, str] | None = None,
 ) -> CompiledStep:
     """Compile `make_train_step(cfg)` for `num_devices` GPUs with the XLA flags of a real run.
 
     Args:
       cfg: a run; its mesh is checked here.
-      num_devices: how many GPUs, eight to a host.
-      gpu: one of `TARGETS`.
+      num_devices: how many GPUs.
+      gpu: as `find_gpu` takes it.
+      gpus_per_host: how many GPUs of a host; none is the GPU's usual machine.
+      estimates: let XLA write its estimates of time into the text, where it can for this GPU.
       options: XLA flags without dashes, added to those of a run.
     """
-    mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu))
-    cfg = cfg.check(num_devices)
-    with jax.set_mesh(mesh), target_checks(TARGETS[gpu]):
+    mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
+    cfg, target = cfg.check(num_devices), find_gpu(gpu)
+    with jax.set_mesh(mesh), target_checks(target):
         lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-        flags = {**GPU_FLAGS, **DEVICELESS_OPTIONS, **(options or {})}
+        flags = {**GPU_FLAGS, **DEVICELESS_OPTIONS}
+        if estimates and target.kind.startswith(ESTIMATED):
+            flags |= ESTIMATES
+        flags |= options or {}
         compiler_options = {name: BOOLEANS.get(value, value) for name, value in flags.items()}
         start = time.perf_counter()
         with uncached():
@@ -177,7 +178,7 @@ def uncached() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def target_checks(target: Target) -> Iterator[None]:
+def target_checks(target: Gpu) -> Iterator[None]:
     """Let JAX's cuDNN attention ask the target, not this machine, for its compute capability and cuDNN version.
 
     JAX looks at local devices and at the installed cuDNN when it traces the call; XLA needs neither to compile it.

@@ -8,24 +8,24 @@ per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 
 import re
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import ModelConfig, require
 
 PEAK_TFLOPS = (
-    (r"A100", 312.0, 156.0),
-    (r"H100 PCIe", 756.5, 378.0),
-    (r"H100 NVL", 835.5, 417.5),
-    (r"H100", 989.4, 494.7),
-    (r"H200 NVL", 835.5, 417.5),
-    (r"H200", 989.4, 494.7),
-    (r"GB200", 2500.0, 1250.0),
-    (r"B200", 2250.0, 1125.0),
-    (r"L40S", 362.05, 183.0),
-    (r"RTX 4090$", 165.2, 82.6),
+    (r"A100", 312.0, 156.0, None),
+    (r"H100 PCIe", 756.5, 378.0, 1513.0),
+    (r"H100 NVL", 835.5, 417.5, 1670.5),
+    (r"H100", 989.4, 494.7, 1978.9),
+    (r"H200 NVL", 835.5, 417.5, 1670.5),
+    (r"H200", 989.4, 494.7, 1978.9),
+    (r"GB200", 2500.0, 1250.0, 5000.0),
+    (r"B200", 2250.0, 1125.0, 4500.0),
+    (r"L40S", 362.05, 183.0, 733.0),
+    (r"RTX 4090$", 165.2, 82.6, 330.3),
 )
-"""(device kind, dense bfloat16 peak, dense TF32 peak) in TFLOP/s, first match wins.
+"""(device kind, dense bfloat16 peak, dense TF32 peak, dense fp8 peak) in TFLOP/s, first match wins.
 
 Sources: NVIDIA's data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and L40S, halved where they print the rate with
-sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 with float32 accumulation).
+sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8 with float32 accumulation).
 """
 
 
@@ -43,8 +43,8 @@ def mean_keys(seq_len: int, window: int | None) -> float:
     return window - window**2 / (2 * seq_len)
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward pass per token: 6 per matrix parameter, and 12*N*H per layer and key seen."""
+def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of the scores and of their product with the values, forward and backward: 12*N*H per layer and key seen."""
     windowed = (
         max(model.num_layers - model.first_window_layer, 0)
         if model.sliding_window is not None
@@ -52,12 +52,23 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     )
     keys = (model.num_layers - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
-    return 6 * matmul_params(model) + 12 * model.num_heads * model.head_dim * keys
+    return 12 * model.num_heads * model.head_dim * keys
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward pass per token: 6 per matrix parameter, and the attention's."""
+    return 6 * matmul_params(model) + attention_flops_per_token(model, seq_len)
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:
-    """Dense peak of one device in TFLOP/s (`precision`: `bf16`, or `fp32` on tensor cores), or none if not known."""
-    for pattern, bf16, tf32 in PEAK_TFLOPS:
+    """Dense peak of one device in TFLOP/s (`precision`: `bf16`, `fp8`, or `fp32` on tensor cores); none: not known.
+
+    Raises `UserError` if the device is known to have no tensor cores for `precision`.
+    """
+    for pattern, bf16, tf32, fp8 in PEAK_TFLOPS:
         if re.search(pattern, device_kind):
-            return bf16 if precision == "bf16" else tf32
+            peak = {"bf16": bf16, "fp32": tf32, "fp8": fp8}[precision]
+            fix = f"{device_kind} has no such tensor cores; use bf16"
+            require(peak is not None, "precision", precision, fix)
+            return peak
     return None

@@ -1,0 +1,143 @@
+"""GPUs and clusters: what the tables say, against the data sheets, and what users may write."""
+
+import re
+
+import pytest
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.plan.hardware import CLUSTERS, GPUS, find_cluster, find_gpu
+
+# NVIDIA's data sheets: memory in GB, its bandwidth in TB/s, multiprocessors, compute capability,
+# dense bfloat16 and fp8 peaks in TFLOP/s, NVLink (or PCIe) in GB/s both ways.
+DATA_SHEETS = {
+    "a100": (80, 2.039, 108, (8, 0), 312, None, 600),
+    "a100-40gb": (40, 1.555, 108, (8, 0), 312, None, 600),
+    "h100": (80, 3.35, 132, (9, 0), 989, 1979, 900),
+    "h100-96gb": (96, 2.4, 132, (9, 0), 989, 1979, 900),
+    "h100-pcie": (80, 2.0, 114, (9, 0), 756, 1513, 128),
+    "h200": (141, 4.8, 132, (9, 0), 989, 1979, 900),
+    "b200": (180, 7.7, 148, (10, 0), 2250, 4500, 1800),
+    "gb200": (186, 8.0, 152, (10, 0), 2500, 5000, 1800),
+    "l40s": (48, 0.864, 142, (8, 9), 362, 733, 64),
+}
+
+
+def test_every_gpu_is_compared_with_its_data_sheet():
+    assert set(DATA_SHEETS) == set(GPUS)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_is_what_its_data_sheet_says(name):
+    gpu = find_gpu(name)
+    memory, bandwidth, cores, capability, bf16, _, links = DATA_SHEETS[name]
+    # What CUDA reports is less than the memory soldered on (ECC, firmware), or up to 7% more where GB means GiB.
+    assert 0.93 * memory < gpu.memory_gib * 2**30 / 1e9 < 1.08 * memory
+    assert gpu.hbm_gbs == pytest.approx(1000 * bandwidth, rel=0.02)
+    assert (gpu.cores, gpu.capability) == (cores, capability)
+    assert gpu.peak_flops() == pytest.approx(1e12 * bf16, rel=0.001)
+    assert gpu.peak_flops("fp32") == pytest.approx(gpu.peak_flops() / 2, rel=0.02)
+    assert 2 * gpu.nvlink_gbs == links
+    assert gpu.cudnn >= 91000
+    assert gpu.domain % gpu.host == 0
+
+
+@pytest.mark.parametrize("name", [n for n, sheet in DATA_SHEETS.items() if sheet[5]])
+def test_fp8_is_twice_as_fast(name):
+    assert find_gpu(name).peak_flops("fp8") == pytest.approx(1e12 * DATA_SHEETS[name][5], rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["a100", "a100-40gb"])
+def test_a_gpu_without_fp8_says_so(name):
+    with pytest.raises(UserError, match=r"precision='fp8': NVIDIA A100.* has no such tensor cores"):
+        find_gpu(name).peak_flops("fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tpu", r"gpu='tpu': choose one of a100,.*l40s, or give the file"),
+        ("h10", r"gpu='h10': did you mean h100\? choose"),
+        ("", r"gpu='': choose"),
+        ("/nowhere/h100.txtpb", r"gpu='/nowhere/h100.txtpb': there is no such file"),
+        ("h100:nowhere.txtpb", r"gpu='h100:nowhere.txtpb': there is no such file"),
+    ],
+)
+def test_a_gpu_that_there_is_not(name, message):
+    with pytest.raises(UserError, match=message):
+        find_gpu(name)
+
+
+def test_names_may_be_in_capitals():
+    assert find_gpu("H100") is GPUS["h100"]
+
+
+def test_a_description_of_a_real_host_replaces_the_chip_and_keeps_the_links(tmp_path):
+    file = tmp_path / "module_0001.gpu_target_config.pbtxt"
+    text = GPUS["h200"].target
+    file.write_text(re.sub(r"device_memory_size: \d+", "device_memory_size: 150000000000", text))
+    gpu = find_gpu(str(file))
+    assert gpu.memory_gib == pytest.approx(150e9 / 2**30)
+    assert (gpu.kind, gpu.cores, gpu.capability) == ("NVIDIA H200", 132, (9, 0))
+    assert (gpu.nvlink_gbs, gpu.network_gbs, gpu.domain) == (450.0, 50.0, 8)
+    assert find_gpu(gpu.name) == gpu
+
+
+def test_a_description_of_an_unknown_chip_needs_the_name_of_a_similar_one(tmp_path):
+    file = tmp_path / "h800.txtpb"
+    file.write_text(GPUS["h100"].target.replace("NVIDIA H100 80GB HBM3", "NVIDIA H800"))
+    with pytest.raises(UserError, match=r"no known GPU is called 'NVIDIA H800'; write NAME:FILE"):
+        find_gpu(str(file))
+    gpu = find_gpu(f"h100:{file}")
+    assert gpu.peak_flops() == GPUS["h100"].peak_flops()
+    assert "NVIDIA H800" in gpu.target
+    with pytest.raises(UserError, match="NAME:FILE"):
+        find_gpu(f"tpu:{file}")
+
+
+def test_a_file_that_is_no_description_is_refused(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("device_memory_size: 85899345920\n")
+    with pytest.raises(UserError, match=r"no GpuTargetConfig with the kind, hbm_gbs, cores"):
+        find_gpu(str(file))
+
+
+def test_without_a_cluster_it_is_the_usual_machine():
+    cluster = find_cluster(None, "h100", 20)
+    assert (cluster.gpus_per_node, cluster.nodes, cluster.gpus_per_host) == (8, 3, 8)
+    assert (cluster.intra_gbs, cluster.inter_gbs, cluster.name) == (450.0, 50.0, "h100")
+
+
+def test_nvlink_of_a_rack_spans_its_hosts():
+    cluster = find_cluster("gb200-nvl72", "gb200", 576)
+    assert (cluster.gpus_per_node, cluster.nodes, cluster.gpus_per_host) == (72, 8, 4)
+
+
+def test_a_cluster_may_be_written_out():
+    cluster = find_cluster("64x4,300,12.5", "a100", 256)
+    assert (cluster.gpus_per_node, cluster.nodes, cluster.gpus_per_host) == (4, 64, 4)
+    assert (cluster.intra_gbs, cluster.inter_gbs) == (300.0, 12.5)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_named_cluster_is_found_with_its_gpu(name):
+    gpu, network, source = CLUSTERS[name]
+    cluster = find_cluster(name, gpu, 16)
+    assert (cluster.gpu, cluster.inter_gbs, cluster.name) == (GPUS[gpu], network, name)
+    assert source
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        ("p4d", 16, r"cluster='p4d': its GPUs are a100-40gb, not h100; add --gpu a100-40gb"),
+        ("a3-maga", 16, r"cluster='a3-maga': did you mean a3-mega\?"),
+        ("64x8", 512, r"cluster='64x8': choose one of .*, or write NODESxGPUS,INTRA,INTER"),
+        ("64x8,450,50", 256, r"that is 512 GPUs, but --gpus is 256"),
+        ("64x8,450,0", 512, r"every number must be positive"),
+        ("64x8,-450,50", 512, r"choose one of"),
+        ("", 8, r"cluster=''"),
+    ],
+)
+def test_a_cluster_that_there_is_not(text, gpus, message):
+    with pytest.raises(UserError, match=message):
+        find_cluster(text, "h100", gpus)

@@ -1,0 +1,94 @@
+"""Sizes of models and runs, against published counts and hand-made groups."""
+
+import dataclasses
+
+import pytest
+
+from configs import llama3_8b, llama3_70b, llama32_1b, shapes
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.plan.workload import Group, Run, Shape, group
+from ultrascale_jax.training.flops import flops_per_token
+
+MIXTRAL = Shape(
+    vocab_size=32000,
+    d_model=4096,
+    d_ff=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    num_experts=8,
+    experts_per_token=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        (Shape.of(shapes.LLAMA32_1B), 1.235814400),
+        (Shape.of(shapes.LLAMA3_8B), 8.030261248),
+        (Shape.of(shapes.LLAMA3_70B), 70.553706496),
+        (MIXTRAL, 46.702792704),
+    ],
+    ids=["1b", "8b", "70b", "mixtral"],
+)
+def test_the_parameters_are_those_of_the_published_checkpoints(shape, billions):
+    assert shape.num_params == pytest.approx(billions * 1e9, abs=0.5)
+
+
+def test_a_token_of_mixtral_visits_two_experts():
+    # 12.9 B of 46.7 B, as its paper says (arXiv 2401.04088); the lookup and the norms are not counted here.
+    assert MIXTRAL.active_params == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
+    one = dataclasses.replace(MIXTRAL, experts_per_token=1)
+    assert MIXTRAL.active_params - one.active_params == 32 * MIXTRAL.expert_params
+
+
+def test_a_dense_shape_counts_the_flops_of_the_trainer():
+    model = shapes.LLAMA3_8B
+    assert Shape.of(model).flops_per_token(8192) == flops_per_token(model, 8192)
+
+
+def test_a_plain_feed_forward_layer_has_two_matrices():
+    gated, plain = Shape.of(shapes.LLAMA3_8B), Shape.of(shapes.LLAMA3_8B, gated=False)
+    assert gated.num_params - plain.num_params == 32 * 4096 * 14336
+
+
+def test_a_run_is_what_the_recipe_does_on_so_many_gpus():
+    run = Run.of(llama3_8b.config, 64)
+    assert (run.num_gpus, run.shards, run.sequences, run.global_batch) == (64, 64, 8, 512)
+    assert run.tokens == 8 * 8192
+    assert run.step_tokens == 512 * 8192
+    sizes = {"fsdp": 8, "sp": 8}
+    cfg = dataclasses.replace(llama3_70b.config, mesh=MeshConfig(**sizes))
+    assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).micro_batches == cfg.train.global_batch
+
+
+def test_a_pipeline_can_be_planned_before_it_can_be_trained():
+    cfg = dataclasses.replace(llama32_1b.config, mesh=MeshConfig(pp=4, fsdp=2))
+    assert Run.of(cfg, 8, schedule="interleaved", virtual_stages=2).mesh.pp == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"schedule": "gpipe2"}, "schedule='gpipe2'"), ({"virtual_stages": 0}, "virtual_stages=0")],
+)
+def test_what_cannot_be_planned_is_refused(changes, field):
+    with pytest.raises(UserError, match=field):
+        Run.of(llama3_8b.config, 8, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "expected"),
+    [
+        ({"fsdp": 8}, ("fsdp",), Group(ranks=8, per_node=8)),
+        ({"fsdp": 64}, ("fsdp",), Group(ranks=64, per_node=8)),
+        ({"dp": 8, "fsdp": 8}, ("dp",), Group(ranks=8, per_node=1)),
+        ({"fsdp": 16, "sp": 4}, ("fsdp",), Group(ranks=16, per_node=2)),
+        ({"fsdp": 16, "sp": 4}, ("sp",), Group(ranks=4, per_node=4)),
+        ({"fsdp": 16, "sp": 4}, ("fsdp", "sp"), Group(ranks=64, per_node=8)),
+        ({"pp": 2, "fsdp": 2, "tp": 16}, ("tp",), Group(ranks=16, per_node=8)),
+        ({"pp": 2, "fsdp": 2, "tp": 16}, ("pp",), Group(ranks=2, per_node=1)),
+    ],
+)
+def test_a_group_knows_how_many_of_its_ranks_share_a_node(mesh, axes, expected):
+    assert group(MeshConfig(**({"fsdp": 1} | mesh)), axes, gpus_per_node=8) == expected

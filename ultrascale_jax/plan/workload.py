@@ -1,0 +1,238 @@
+"""A run as the planner's formulas see it: sizes only, no JAX.
+
+`Run` says what every formula of `memory.py`, `speed.py` and `playbook.py` needs: the model, the mesh, the tokens of a
+micro-batch and how the work is done. It also covers what the trainer cannot run yet (pipelines, experts, fp8, plain
+feed-forward layers), so that a plan can be made before the machine is rented.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ultrascale_jax.config import AXES, Config, MeshConfig, ModelConfig, require
+from ultrascale_jax.training.flops import attention_flops_per_token
+
+SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
+"""Pipeline schedules by the names of the playbook, chapter Pipeline Parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(ModelConfig):
+    """A model's sizes; beyond those of `ModelConfig`, what only the planner knows so far."""
+
+    gated: bool = True
+    """Three matrices of the feed-forward layer (SwiGLU), or two (GELU, ReLU)."""
+    num_experts: int = 0
+    """Routed experts of a layer (E); 0 is a dense model."""
+    experts_per_token: int = 1
+    """Routed experts that a token visits."""
+    shared_experts: int = 0
+    """Experts that every token visits."""
+    expert_d_ff: int = 0
+    """Width of one expert; 0 is `d_ff`."""
+    dense_layers: int = 0
+    """First layers without experts."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, **changes) -> "Shape":
+        """The same sizes as `model`, with `changes`."""
+        fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        return cls(**(fields | changes))
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of one feed-forward layer."""
+        return 3 if self.gated else 2
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return max(self.num_layers - self.dense_layers, 0) if self.num_experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.expert_d_ff or self.d_ff
+
+    @property
+    def attention_params(self) -> int:
+        """Matrix parameters of the attention of one layer: D*H*(2N + 2K)."""
+        return self.d_model * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def mlp_params(self) -> int:
+        """Parameters of the feed-forward layer of one dense layer."""
+        return self.matrices * self.d_model * self.d_ff
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        return self.matrices * self.d_model * self.expert_width
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters of all blocks without the routed experts, which alone are split over `ep`."""
+        shared = self.moe_layers * (
+            self.shared_experts * self.expert_params + self.d_model * self.num_experts
+        )
+        mlp = (self.num_layers - self.moe_layers) * self.mlp_params
+        norms = self.num_layers * 2 * self.d_model
+        return self.num_layers * self.attention_params + mlp + shared + norms
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts."""
+        return self.moe_layers * self.num_experts * self.expert_params
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the embedding, the final norm and the head; a tied table counts once."""
+        tables = 1 if self.tied_embeddings else 2
+        return tables * self.vocab_size * self.d_model + self.d_model
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        return self.dense_params + self.routed_params + self.embedding_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that multiply one token: all but the embedding's lookup, the norms and idle experts."""
+        routed = self.moe_layers * self.experts_per_token * self.expert_params
+        blocks = self.dense_params - self.num_layers * 2 * self.d_model
+        return blocks + routed + self.vocab_size * self.d_model
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward pass per token, as `training/flops.py` counts them."""
+        return 6 * self.active_params + attention_flops_per_token(self, seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One way to train one model: what fits, and how fast, follows from this."""
+
+    shape: Shape
+    mesh: MeshConfig
+    """Sizes of all axes, none -1. `sp` is tensor with sequence parallelism, `dp` replicates (ZeRO-0)."""
+    seq_len: int
+    """Tokens of a sequence (T)."""
+    sequences: int
+    """Sequences of one micro-batch on one batch shard (the playbook's mbs)."""
+    micro_batches: int = 1
+    """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What is sharded over (fsdp, cp, ep), as `train.zero`."""
+    remat: str = "none"
+    """As `train.remat`."""
+    precision: Literal["bf16", "fp32", "fp8"] = "bf16"
+    """Type of compute; fp8 keeps bf16 attention, head and norms."""
+    document_mask: bool = False
+    """Attention ends at document borders."""
+    moment_bytes: int = 8
+    """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment."""
+    schedule: str = "1f1b"
+    """One of `SCHEDULES`; matters if mesh.pp > 1."""
+    virtual_stages: int = 1
+    """Stages of the pipeline that one rank holds."""
+
+    def __post_init__(self):
+        require(
+            self.schedule in SCHEDULES,
+            "schedule",
+            self.schedule,
+            f"choose one of {', '.join(SCHEDULES)}",
+        )
+        for name in ("seq_len", "sequences", "micro_batches", "virtual_stages"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+
+    @classmethod
+    def of(cls, cfg: Config, num_gpus: int, shape: Shape | None = None, **changes) -> "Run":
+        """The run that `cfg` describes on `num_gpus` GPUs, checked as the trainer checks it, pipelines allowed.
+
+        Raises:
+          UserError: the mesh does not divide the model, the batch or the GPUs.
+        """
+        mesh = cfg.mesh.resolve(num_gpus)
+        flat = dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, pp=1))
+        flat.check(num_gpus // mesh.pp)
+        train = cfg.train
+        fields: dict[str, Any] = {
+            "shape": shape or Shape.of(cfg.model),
+            "mesh": mesh,
+            "seq_len": cfg.data.seq_len,
+            "sequences": train.global_batch // (mesh.batch * train.micro_batches),
+            "micro_batches": train.micro_batches,
+            "zero": train.zero,
+            "remat": train.remat,
+            "precision": train.precision,
+            "document_mask": cfg.data.document_mask,
+            "moment_bytes": 6 if cfg.optim.moment_dtype == "bfloat16" else 8,
+        }
+        return cls(**(fields | changes))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the run."""
+        return math.prod(self.mesh.sizes.values())
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.sequences * self.micro_batches * self.mesh.batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one GPU; the tensor group shares them."""
+        return self.sequences * self.seq_len // self.mesh.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step over all GPUs."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts ZeRO splits a parameter."""
+        return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step over all GPUs."""
+        return self.step_tokens * self.shape.flops_per_token(self.seq_len)
+
+    @property
+    def label(self) -> str:
+        """A short name: axes larger than 1, then what is not the default."""
+        axes = [f"{axis}{self.mesh.sizes[axis]}" for axis in AXES if self.mesh.sizes[axis] > 1]
+        pipeline = [self.schedule] if self.mesh.pp > 1 else []
+        pipeline += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
+        work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.micro_batches}", self.remat]
+        return " ".join([*(axes or ["1 GPU"]), *pipeline, *work])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """GPUs that talk to each other along some mesh axes."""
+
+    ranks: int
+    """How many."""
+    per_node: int
+    """How many of them share a node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.ranks // self.per_node)
+
+
+def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:
+    """The group that one GPU belongs to along `axes`; ranks are laid out with `tp` fastest and `pp` slowest."""
+    ranks = per_node = stride = 1
+    for axis in reversed(AXES):
+        size = mesh.sizes[axis]
+        if axis in axes:
+            ranks *= size
+            per_node *= max(1, min(size, gpus_per_node // stride))
+        stride *= size
+    return Group(ranks=ranks, per_node=per_node)
