@@ -1,0 +1,268 @@
+"""The memory formulas: against XLA's bytes, against sums by hand, and what must hold between runs."""
+
+import dataclasses
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from configs import shapes
+from scripts.plan_verbs import memory_table
+from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.plan.activations import kept, layer_of, loss_chunks
+from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.plan.memory import breakdown, fits, in_flight, state, timeline, weights_of
+from ultrascale_jax.plan.workload import Run, Shape
+
+TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"
+ROWS = memory_table.read(TABLE)
+GIB = 2**30
+
+
+def run_8b(mesh: dict[str, int] | None = None, **changes) -> Run:
+    """Llama 3 8B on eight GPUs, fully sharded, one sequence of 8192 tokens a GPU."""
+    sizes = MeshConfig(**({"fsdp": 8} if mesh is None else {"fsdp": 1} | mesh))
+    fields: dict[str, Any] = {"seq_len": 8192, "sequences": 1, "shape": Shape.of(shapes.LLAMA3_8B)}
+    return Run(**(fields | {"mesh": sizes} | changes))
+
+
+def peak(*arguments, **changes) -> int:
+    return breakdown(run_8b(*arguments, **changes)).peak_bytes
+
+
+def activations(run: Run) -> float:
+    """Bytes kept between forward and backward pass."""
+    parts = breakdown(run).parts
+    return sum(v for k, v in parts.items() if k.startswith("activations: ") and "logits" not in k)
+
+
+@pytest.mark.parametrize("held", ["-", "held"])
+def test_the_formulas_agree_with_xla(held):
+    rows = [memory_table.with_formula(row) for row in ROWS if row["held"] == held]
+    errors = [abs(float(row["error_pct"])) for row in rows]
+    assert len(errors) >= 20
+    assert median(errors) < 5
+    assert max(errors) < 15
+
+
+def test_the_table_covers_models_meshes_and_every_way_to_train():
+    def values(name: str) -> set[str]:
+        return {row[name] for row in ROWS}
+
+    axes = {part.split("=")[0] for mesh in values("mesh") for part in mesh.split(",")}
+    gpus = {memory_table.config(row)[1] for row in ROWS}
+    assert len(ROWS) == len(memory_table.RUNS) >= 40
+    assert {"LLAMA32_1B", "LLAMA3_8B", "LLAMA3_70B", "LLAMA3_405B"} <= values("model")
+    assert axes == {"dp", "fsdp", "cp", "sp", "tp"}
+    assert values("zero") == {"0", "1", "2", "3"}
+    assert {"none", "full", "selective", "dots"} < values("remat")
+    assert {"4096", "8192", "16384", "32768"} == values("seq_len")
+    assert values("document_mask") == {"on", "off"}
+    assert min(gpus) == 8
+    assert max(gpus) == 512
+
+
+def test_the_table_has_the_formulas_as_they_are():
+    stale = [
+        memory_table.key(row)
+        for row in ROWS
+        if memory_table.with_formula(row)["formula_bytes"] != row["formula_bytes"]
+    ]
+    assert not stale, "run: python -m scripts.plan_verbs.memory_table --out " + str(TABLE)
+
+
+def test_what_rests_between_steps_is_what_xla_takes_as_arguments():
+    for row in ROWS:
+        run = Run.of(*memory_table.config(row))
+        rests = sum(state(run, weights_of(run)).values())
+        assert rests == pytest.approx(int(row["argument_bytes"]), rel=1e-3), memory_table.key(row)
+
+
+def test_the_table_is_kept_in_the_order_of_its_list(tmp_path):
+    strange = ROWS[0] | {"model": "GPT2"}
+    memory_table.write(tmp_path / "rows.csv", [*reversed(ROWS[:3]), strange])
+    assert memory_table.read(tmp_path / "rows.csv") == ROWS[:3]
+    assert memory_table.read(tmp_path / "none.csv") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 9])
+def test_xla_still_takes_what_the_table_says(index):
+    row = memory_table.measure(ROWS[index])
+    assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[index]["xla_bytes"]), rel=0.02)
+
+
+def test_llama_8b_by_hand():
+    # 8,030,261,248 parameters, of which 65 norms of 4,096 are whole on every GPU.
+    vectors = 65 * 4096
+    number = (8_030_261_248 - vectors) / 8 + vectors
+    run = run_8b(remat="selective")
+    parts = breakdown(run).parts
+    assert parts["master parameters"] == 4 * number
+    assert parts["optimizer state"] == 8 * number
+    assert parts["batch"] == 3 * 4 * 8192
+    # Inputs, two norms, attention's output; queries and twice attention's result; keys, values; gate, up; statistics.
+    token = 2 * (4 * 4096 + 3 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32
+    assert activations(run) == 32 * 8192 * token
+    # With recomputation of everything the layers' inputs stay.
+    assert activations(run_8b(remat="full")) == 32 * 8192 * 2 * 4096
+
+
+def test_the_zero_stages_by_hand():
+    # Blocks of Llama 3 8B: 218,103,808 parameters a layer in matrices, and two tables of 128,256 x 4,096.
+    blocks, table = 32 * 218_103_808, 128_256 * 4096
+
+    def parts(zero: int) -> dict[str, float]:
+        return breakdown(run_8b(zero=zero, micro_batches=4, remat="full")).parts
+
+    whole = {zero: parts(zero).get("compute parameters", 0) for zero in range(4)}
+    sums = {zero: parts(zero)["accumulation buffer"] for zero in range(4)}
+    assert whole == {0: 2 * (blocks + 2 * table), 1: whole[0], 2: whole[0], 3: 0}
+    assert sums[0] == sums[1] == 4 * (blocks + 2 * table)
+    assert sums[2] == sums[3] == sums[0] / 8
+    assert parts(1)["gradients"] == 2 * blocks + 4 * table
+    assert parts(3)["gradients"] == 4 * blocks / 8 + 4 * table
+
+
+def test_more_shards_and_higher_stages_take_less():
+    sizes = [peak({"fsdp": n}) for n in (1, 2, 8, 64, 512)]
+    stages = [peak(zero=zero, micro_batches=2, remat="full") for zero in (0, 1, 2, 3)]
+    policies = [peak(remat=remat) for remat in ("none", "selective", "dots", "full")]
+    for series in (sizes, stages, policies):
+        assert all(later < earlier for earlier, later in pairwise(series))
+
+
+def test_twice_the_shards_halve_the_state():
+    def rests(fsdp: int) -> float:
+        run = run_8b({"fsdp": fsdp})
+        weights = weights_of(run)
+        return sum(state(run, weights).values()) - 12 * weights.vectors - 3 * 4 * 8192
+
+    assert rests(16) == rests(8) / 2
+
+
+def test_saving_by_name_lies_between_full_and_selective():
+    some = peak(remat="save:q,k,v,attn_core")
+    assert (
+        peak(remat="full")
+        < some
+        < peak(remat="save:q,k,v,attn_core,gate")
+        < peak(remat="selective")
+    )
+    assert peak(remat="save:q,k,v+offload:gate,up") < some
+
+
+def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():
+    tp, sp = (layer_of(run_8b({axis: 8})) for axis in ("tp", "sp"))
+    assert sp.residual == tp.residual / 8
+    assert (sp.ffn, sp.query, sp.key) == (tp.ffn, tp.query, tp.key)
+    assert kept(run_8b({"sp": 8}, remat="full"), sp)["layer inputs"] == 2 * 4096 * 1024
+
+
+def test_kv_heads_are_repeated_for_a_larger_tensor_group():
+    assert layer_of(run_8b({"sp": 8})).key == layer_of(run_8b({"sp": 16})).key == 8192 * 128
+    assert weights_of(run_8b({"sp": 16})).attention == 2 * 4096 * 128 * (32 / 16 + 1)
+
+
+def test_context_parallelism_splits_tokens_and_keeps_scores():
+    run = run_8b({"cp": 4})
+    layer = layer_of(run)
+    assert layer.residual == 2048 * 4096
+    assert layer.scores == 32 * 2048 * 8192
+    assert layer_of(run_8b()).scores == 0
+    assert kept(run, layer)["attention"] > 6 * layer.scores
+
+
+def test_a_document_mask_is_one_square_of_the_sequence():
+    assert peak(document_mask=True) - peak() == 2 * 8192**2 + 4 * 8192
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "sequences", "chunks"), [(8192, 1, 8), (4096, 2, 8), (512, 1, 1)]
+)
+def test_the_loss_is_cut_as_the_trainer_cuts_it(seq_len, sequences, chunks):
+    # models/loss.py: 128,256 float32 logits a token, at most 2^29 bytes at once.
+    found = loss_chunks(run_8b(seq_len=seq_len, sequences=sequences))
+    assert found == (chunks, seq_len * sequences * 128_256 * 4 / chunks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "micro_batches", "expected"),
+    [
+        ("afab", 1, 32, 32),
+        ("1f1b", 1, 32, 4),
+        ("1f1b", 1, 2, 2),
+        ("interleaved", 2, 32, 5.5),  # 4 * (1 + 3/8)
+        ("zb_h1", 1, 32, 4),
+        ("zb_v", 2, 32, 4),  # 8 half stages
+        ("dualpipe_v", 2, 32, 4.5),  # 9 half stages
+    ],
+)
+def test_micro_batches_in_flight(schedule, virtual_stages, micro_batches, expected):
+    run = run_8b(
+        {"pp": 4}, schedule=schedule, virtual_stages=virtual_stages, micro_batches=micro_batches
+    )
+    assert in_flight(run) == expected
+
+
+def test_a_pipeline_splits_the_weights_and_not_the_activations():
+    flat, piped = run_8b({"fsdp": 2}, remat="full"), run_8b({"fsdp": 2, "pp": 4}, micro_batches=8)
+    piped = dataclasses.replace(piped, remat="full")
+    assert activations(piped) == activations(flat)
+    assert weights_of(piped).blocks == weights_of(flat).blocks / 4
+    assert activations(dataclasses.replace(piped, schedule="afab")) == 2 * activations(flat)
+
+
+def test_experts_are_split_over_ep_and_other_weights_are_not():
+    # Mixtral 8x7B: 8 experts of 3 x 4,096 x 14,336, of which a token visits two.
+    shape = Shape.of(shapes.LLAMA3_8B, num_experts=8, experts_per_token=2)
+    one, four = (
+        run_8b(mesh, shape=shape, remat="selective")
+        for mesh in ({"fsdp": 4, "ep": 1}, {"fsdp": 4, "ep": 4})
+    )
+    assert weights_of(one).experts == 32 * 8 * 3 * 4096 * 14336
+    assert weights_of(four).experts == weights_of(one).experts / 4
+    assert weights_of(four).dense == weights_of(one).dense
+    parts = breakdown(one).parts
+    assert parts["activations: mlp"] == 32 * 2 * 8192 * 2 * 14336 * 2
+    assert parts["activations: dispatch"] == 32 * 8192 * (2 * 2 * 2 * 4096 + 4 * 8)
+    assert breakdown(four).parts["activations: mlp"] == parts["activations: mlp"]
+
+
+def test_fp8_and_plain_layers_take_less_and_float32_more():
+    shape = Shape.of(shapes.LLAMA3_8B, gated=False)
+    assert peak(precision="fp8") < peak() < peak(precision="fp32")
+    assert peak(shape=shape) < peak()
+    assert peak(moment_bytes=6) < peak()
+
+
+def test_with_few_tokens_the_optimizer_needs_most():
+    run = run_8b({"tp": 8}, zero=0, seq_len=128, remat="full")
+    parts = breakdown(run).parts
+    assert sum(parts.values()) == sum(state(run, weights_of(run)).values()) + parts["gradients"]
+
+
+def test_the_timeline_starts_with_the_state_and_peaks_twice():
+    run = run_8b(micro_batches=4, remat="full")
+    names, sizes = zip(*timeline(run), strict=True)
+    start, accumulators, first, optimizer, second = sizes
+    parts = breakdown(run).parts
+    assert names[0] == "model init"
+    assert start == sum(parts[n] for n in ("master parameters", "optimizer state", "batch"))
+    assert accumulators == start + parts["accumulation buffer"]
+    assert first == second == breakdown(run).peak_bytes > optimizer > start
+
+
+def test_what_fits():
+    gpu = find_gpu("h100")
+    assert fits(run_8b(remat="selective"), gpu)
+    assert not fits(run_8b({"fsdp": 1}, remat="full"), gpu)
+
+
+def test_no_jax_is_imported():
+    code = "import sys, ultrascale_jax.plan.memory; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
