@@ -1,73 +1,107 @@
-"""Plan a run without its GPUs: `python -m scripts.plan compile [RECIPE] --gpus 8 [--mesh fsdp=4,sp=2] [...]`.
-
-`compile` compiles the recipe's real training step for GPUs that are not there, and says how much memory one of them
-needs, what travels over which mesh axis, and which of it the GPUs wait for.
-"""
+"""`python -m scripts.plan compile`: what XLA makes of a step on GPUs that are not there, and how long that takes."""
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from scripts import command_line
+from scripts.plan_verbs import common
+from scripts.plan_verbs.common import GIB
 from ultrascale_jax.config import require
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.workload import Run
 
-GIB = 2**30
+MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(command_line.Options):
-    """What to plan for."""
+class Options(common.Options):
+    """Where to keep what was found out."""
 
-    gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """How many GPUs, eight to a host."""
-    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """Which GPU."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of tables."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.gpus >= 1, "gpus", self.gpus, "must be at least 1")
+    dump: Annotated[str | None, command_line.option("DIR")] = None
+    """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    with command_line.user_errors():
-        verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
-        asks_help = any(a in ("-h", "--help") for a in arguments)
-        require(verb == "compile" or asks_help, "verb", verb, "write `scripts.plan compile RECIPE`")
-    cfg, options = command_line.parse(
-        arguments, prog="python -m scripts.plan compile", options=Options, description=__doc__
-    )
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "compile", Options, __doc__)
     os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
-    from ultrascale_jax.plan.compile import compile_step
-
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3"
+    )  # XLA warns that memory is short; the table says it too
     with command_line.user_errors():
-        step = compile_step(cfg, options.gpus, options.gpu)
-    summary = summarize(step)
+        folder = None if options.dump is None else _folder(options.dump)
+        step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
+        run = Run.of(cfg, options.gpus)
+    summary = summarize(step, timeline, run, cluster)
+    if folder is not None:
+        from ultrascale_jax.plan.timeline import trace
+
+        (folder / "step.hlo").write_text(step.text)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        (folder / "trace.json").write_text(json.dumps(trace(timeline)))
     if options.json:
         print(json.dumps(summary))
         return
-    console = Console()
-    console.print(_memory(summary), _communication(summary))
-    console.print(
-        f"{summary['synchronous']} synchronous and {summary['asynchronous']} asynchronous collectives, "
-        f"{summary['synchronous_in_loops']} synchronous inside loops; compiled in {summary['compile_s']:.0f} s"
-    )
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    show(summary, cluster, console)
+    if folder is not None:
+        console.print(f"wrote {folder}/step.hlo, summary.json and trace.json")
 
 
-def summarize(step: Any) -> dict[str, Any]:
-    """A `CompiledStep` as numbers: memory of one GPU in bytes, collectives by kind and axes for one step."""
+def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
+    """The `CompiledStep` and its `Timeline`."""
+    from ultrascale_jax.plan.compile import compile_step
+    from ultrascale_jax.plan.timeline import simulate
+
+    hosts = cluster.gpus_per_host
+    step = compile_step(cfg, options.gpus, options.gpu, gpus_per_host=hosts, estimates=True)
+    return step, simulate(step.module, step.axes, cluster)
+
+
+def interruptible[T](work: Callable[[], T]) -> T:
+    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; a line on stderr says that it runs."""
+    done: list[T] = []
+    errors: list[Exception] = []
+
+    def target() -> None:
+        try:
+            done.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    console = Console(stderr=True)
+    try:
+        thread.start()
+        if console.is_terminal:
+            with console.status("compiling"):
+                thread.join()
+        else:
+            thread.join()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(
+            128 + signal.SIGINT
+        )  # XLA compiles on, and would crash if Python went away under it
+    for error in errors:
+        raise error
+    return done[0]
+
+
+def summarize(step: Any, timeline: Any, run: Run, cluster: Cluster) -> dict[str, Any]:
+    """A `CompiledStep` and its `Timeline` as numbers: bytes of one GPU, seconds and collectives of one step."""
     found = step.collectives
-    rows: dict[tuple[str, str], dict[str, int]] = defaultdict(
+    rows: dict[tuple[str, str], dict[str, float]] = defaultdict(
         lambda: {"times": 0, "bytes": 0, "synchronous": 0}
     )
     for c in found:
@@ -75,10 +109,17 @@ def summarize(step: Any) -> dict[str, Any]:
         row["times"] += c.times
         row["bytes"] += c.times * max(c.operand_bytes, c.result_bytes)
         row["synchronous"] += 0 if c.asynchronous else c.times
-    memory = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
+    for key, row in rows.items():
+        row["seconds"] = timeline.link_s.get(key, 0.0)
+        row["exposed_s"] = timeline.waited_s.get(key, 0.0)
     waiting = [c for c in found if not c.asynchronous]
     return {
-        **{name: getattr(step, name) for name in memory},
+        "verb": "compile",
+        "label": run.label,
+        "gpus": cluster.num_gpus,
+        "gpu": cluster.gpu.name,
+        **{name: getattr(step, name) for name in MEMORY},
+        "usable_bytes": cluster.gpu.usable_bytes,
         "synchronous": len(waiting),
         "synchronous_in_loops": sum(bool(c.loops) for c in waiting),
         "asynchronous": len(found) - len(waiting),
@@ -86,23 +127,79 @@ def summarize(step: Any) -> dict[str, Any]:
         "collectives": [
             {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
         ],
+        "step_s": timeline.step_s,
+        "tokens_per_s_gpu": timeline.tokens_per_s_gpu(run),
+        "mfu": timeline.mfu(run, cluster.gpu),
+        "busy_s": timeline.busy_s,
+        "exposed_s": timeline.exposed_s,
+        "idle_s": timeline.idle_s,
+        "timeline": {
+            "streams": {
+                name: [event[:4] for event in events] for name, events in timeline.streams.items()
+            }
+        },
     }
 
 
-def _memory(summary: dict[str, Any]) -> Table:
-    table = Table("memory of one GPU", "GiB", title_justify="left")
-    for name in ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes"):
-        table.add_row(name.removesuffix("_bytes"), f"{summary[name] / GIB:.2f}")
-    return table
+def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
+    """Tables for people."""
+    console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
+    memory = Table("memory of one GPU", "GiB")
+    for name in MEMORY:
+        memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / GIB:.2f}")
+    fits = summary["peak_bytes"] <= summary["usable_bytes"]
+    usable = f"usable: the peak {'fits' if fits else 'does not fit'}"
+    memory.add_row(usable, f"{summary['usable_bytes'] / GIB:.2f}")
+    console.print(memory)
+    if summary["collectives"]:
+        console.print(_communication(summary))
+    console.print(_time(summary))
+    console.print(
+        f"{summary['asynchronous']} asynchronous and {summary['synchronous']} synchronous collectives in the program "
+        f"({summary['synchronous_in_loops']} of these in loops); compiled in {summary['compile_s']:.0f} s",
+        highlight=False,
+    )
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    table = Table("collective", "axes", "times a step", "GiB a step", "waited for")
+    table = Table("collective", "axes", "times", "synchronous", "GiB", "ms", "ms exposed")
     for row in summary["collectives"]:
-        cells = (row["times"], f"{row['bytes'] / GIB:.2f}", row["synchronous"])
-        table.add_row(row["kind"], row["axes"], *map(str, cells))
+        table.add_row(
+            row["kind"],
+            row["axes"],
+            str(row["times"]),
+            str(row["synchronous"]),
+            f"{row['bytes'] / GIB:.2f}",
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['exposed_s'] * 1e3:.1f}",
+        )
     return table
 
 
-if __name__ == "__main__":
-    main()
+def _time(summary: dict[str, Any]) -> Table:
+    """Where the time of one step goes."""
+    exposed = sum(summary["exposed_s"].values())
+    rows = {
+        "matrix products": summary["busy_s"].get("gemm", 0.0),
+        "attention": summary["busy_s"].get("attention", 0.0),
+        "everything else": summary["busy_s"].get("other", 0.0),
+        "exposed communication": exposed,
+        "waiting for copies": summary["idle_s"] - exposed,
+        "step": summary["step_s"],
+    }
+    table = Table("predicted time", "ms")
+    for name, seconds in rows.items():
+        table.add_row(name, f"{seconds * 1e3:.1f}")
+    table.add_row("tokens/s/GPU", f"{summary['tokens_per_s_gpu']:,.0f}")
+    table.add_row("MFU", f"{summary['mfu']:.1%}")
+    return table
+
+
+def _folder(name: str) -> Path:
+    """The directory, made if need be."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        require(False, "dump", name, f"cannot be made a directory: {error.strerror}")
+    return folder

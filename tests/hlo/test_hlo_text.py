@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.plan.hlo import Array, matmuls, parse
+from ultrascale_jax.plan.hlo import Array, Dot, matmuls, parse
 from ultrascale_jax.plan.traffic import collectives, groups
 
 AXES = {"fsdp": 4, "sp": 2}
@@ -67,6 +67,29 @@ def test_matmuls_inside_fusions_count_their_operations(module):
 def test_cublas_calls_count_their_operations():
     (matmul,) = matmuls(parse((FIXTURES / "cublas.hlo").read_text()))
     assert matmul.flops == 2 * 32 * 16 * 64
+
+
+def test_a_matrix_product_knows_its_shape():
+    program = parse((FIXTURES / "cublas.hlo").read_text())
+    (call,) = [i for i in program.computations["main"] if i.opcode == "custom-call"]
+    assert program.dots(call, "main") == [Dot(1, 32, 16, 64, "bf16")]
+
+
+def test_batches_of_products_are_no_rows():
+    dims = "lhs_batch_dims={0,1}, rhs_batch_dims={0,1}, lhs_contracting_dims={3}, rhs_contracting_dims={3}"
+    program = parse(f"""HloModule m, is_scheduled=true
+ENTRY %main (q: f32[2,3,5,7], k: f32[2,3,11,7]) -> f32[2,3,5,11] {{
+  %q = f32[2,3,5,7] parameter(0)
+  %k = f32[2,3,11,7] parameter(1)
+  ROOT %dot = f32[2,3,5,11] dot(%q, %k), {dims}
+}}
+""")
+    assert program.dots(program.computations["main"][-1], "main") == [Dot(6, 5, 11, 7, "f32")]
+
+
+def test_arrays_know_whose_memory_they_are_in(module):
+    arrays = next(i for i in module.computations["main"] if i.name == "a").arrays
+    assert [array.space for array in arrays] == [0, 0, 5]
 
 
 def test_op_names_lead_back_to_the_program(module):

@@ -15,8 +15,9 @@ CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*S\((\d+)\)[^}]*\})?")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)')
+BATCHED = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]+)')
 MATMUL_TARGET = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|fmha|flash)', re.IGNORECASE)
 
 
@@ -26,11 +27,14 @@ class Array:
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = 0
+    """Where it is kept: 0 is the device's memory, 5 the host's."""
 
     @property
     def bytes(self) -> int:
-        """Size in bytes on one device."""
-        bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+        """Size in bytes on one device; a token has none."""
+        digits = re.findall(r"\d+", self.dtype)
+        bits = int(digits[0]) if digits else 8 * (self.dtype == "pred")
         return math.ceil(math.prod(self.dims) * bits / 8)
 
 
@@ -46,6 +50,8 @@ class Instruction:
     """Names of instructions of the same computation."""
     attributes: str
     """The rest of the line."""
+    argument: str = ""
+    """What is in the parentheses: for a parameter its number."""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
@@ -59,6 +65,23 @@ class Instruction:
         """Where in the traced Python program it comes from; empty if XLA lost it."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One matrix product [m, k] x [k, n], `batch` times."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    """Element type of the left operand."""
+
+    @property
+    def flops(self) -> int:
+        """Operations, a multiply-add counted as two."""
+        return 2 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
@@ -81,15 +104,37 @@ class Module:
             grew = found != old
         return frozenset(found)
 
+    @cached_property
+    def by_name(self) -> dict[str, dict[str, Instruction]]:
+        """Computation to name to instruction."""
+        return {c: {i.name: i for i in body} for c, body in self.computations.items()}
+
+    def dots(self, instruction: Instruction, computation: str) -> list[Dot]:
+        """The matrix products that an instruction of `computation` is or holds."""
+        contracted = CONTRACTED.search(instruction.attributes)
+        if contracted is None:
+            bodies = ((name, self.computations.get(name, [])) for name in instruction.called)
+            return [dot for name, body in bodies for i in body for dot in self.dots(i, name)]
+        left = self.by_name[computation][instruction.operands[0]].arrays[0]
+        batched = BATCHED.search(instruction.attributes)
+        batch, k = (
+            math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", found[1] if found else ""))
+            for found in (batched, contracted)
+        )
+        m = math.prod(left.dims) // (batch * k)
+        n = math.prod(instruction.arrays[0].dims) // (batch * m)
+        return [Dot(batch, m, n, k, left.dtype)]
+
     def flops(self, instruction: Instruction, computation: str) -> int:
         """Operations of the matrix products that an instruction of `computation` is or holds."""
-        digits = CONTRACTED.search(instruction.attributes)
-        if digits is None:
-            bodies = ((name, self.computations.get(name, [])) for name in instruction.called)
-            return sum(self.flops(i, name) for name, body in bodies for i in body)
-        left = next(i for i in self.computations[computation] if i.name == instruction.operands[0])
-        sizes = (left.arrays[0].dims[int(dim)] for dim in re.findall(r"\d+", digits[1]))
-        return 2 * math.prod(instruction.arrays[0].dims) * math.prod(sizes)
+        return sum(dot.flops for dot in self.dots(instruction, computation))
+
+    def loop(self, instruction: Instruction) -> tuple[str, int | None]:
+        """Body of a `while` and its trip count, if XLA could find it out."""
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+        body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
+        assert body  # every loop has one
+        return body[1], int(trips[1]) if trips else None
 
     def walk(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
         """Every computation that is scheduled by itself, with the trip counts of the loops around it, outermost first.
@@ -103,10 +148,8 @@ class Module:
             yield name, loops
             for instruction in self.computations[name]:
                 if instruction.opcode == "while":
-                    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-                    body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
-                    if body:
-                        todo.append((body[1], (*loops, int(trips[1]) if trips else None)))
+                    body, trips = self.loop(instruction)
+                    todo.append((body, (*loops, trips)))
                 elif instruction.opcode in ("call", "conditional"):
                     todo += [(called, loops) for called in instruction.called]
 
@@ -142,7 +185,8 @@ def parse(text: str) -> Module:
             body = None
         elif body is not None and (match := INSTRUCTION.match(line)):
             operands = tuple(re.findall(r"%([\w.\-]+)", match[4]))
-            body.append(Instruction(match[1], _arrays(match[2]), match[3], operands, match[5]))
+            arrays = _arrays(match[2])
+            body.append(Instruction(match[1], arrays, match[3], operands, match[5], match[4]))
     if not entry or "is_scheduled=true" not in text:
         raise ValueError(
             f"HLO text of {len(text)} characters: needs an ENTRY computation and is_scheduled=true"
@@ -170,8 +214,7 @@ def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
-    sizes = (
-        (dtype, tuple(int(size) for size in dims.split(",") if size))
-        for dtype, dims in ARRAY.findall(text)
+    return tuple(
+        Array(dtype, tuple(int(size) for size in dims.split(",") if size), int(space or 0))
+        for dtype, dims, space in ARRAY.findall(text)
     )
-    return tuple(Array(dtype, dims) for dtype, dims in sizes)

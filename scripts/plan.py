@@ -1,0 +1,33 @@
+"""Plan a run without its GPUs: `python -m scripts.plan VERB ...`; `VERB --help` says more.
+
+memory    what one GPU holds, part by part, from formulas          [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+compile   what XLA makes of the step: memory, collectives, time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+search    which mesh, micro-batch and recomputation are fastest    [RECIPE] --gpus 64 --global-batch-tokens 4M
+sweep     a grid of runs, measured here or predicted, as CSV       [RECIPE] --gpus 8
+validate  the formulas beside measured runs                        RUNS.csv
+report    figures of any of these, as PNG and one HTML file        FILE... or RECIPE --gpus 64
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from scripts import command_line
+from ultrascale_jax.config import require
+
+VERBS = ("memory", "compile", "search", "sweep", "validate", "report")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    verb = arguments.pop(0) if arguments else ""
+    with command_line.user_errors():
+        require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
+    importlib.import_module(f"scripts.plan_verbs.{verb}").main(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the verbs of `scripts.plan` share: the options that describe a planned run, and how they become a `Run`."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from scripts import command_line
+from ultrascale_jax.config import Config, require
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.workload import Run, Shape
+
+GIB = 2**30
+SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(command_line.Options):
+    """The machine that is planned for, and short names for what plans are made of."""
+
+    gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """How many GPUs."""
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
+    """Which GPU."""
+    cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
+    """The machine's name, or its nodes and the GB/s of one GPU within and between them."""
+    global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
+    """Tokens of one optimizer step, instead of --train.global-batch; K and M are 1,024 and 1,024 squared."""
+    seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None
+    """Short for --data.seq-len."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.gpus >= 1, "gpus", self.gpus, "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions(Options):
+    """What the formulas can plan and the trainer's configuration does not say yet."""
+
+    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
+    """Pipeline schedule, where mesh.pp > 1."""
+    virtual_stages: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Stages that one pipeline rank holds."""
+    fp8: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """fp8 matrix products in the blocks."""
+    plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
+    experts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Routed experts of a layer; 0 is a dense model."""
+    experts_per_token: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    """Routed experts that a token visits."""
+    shared_experts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Experts that every token visits."""
+    expert_d_ff: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Width of one expert; 0 is model.d_ff."""
+    dense_layers: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """First layers without experts."""
+
+
+def parse[O: Options](
+    argv: Sequence[str], verb: str, options: type[O], description: str | None
+) -> tuple[Config, O, Cluster]:
+    """The recipe with the options' short names applied, the options, and the machine."""
+    cfg, chosen = command_line.parse(
+        argv, prog=f"python -m scripts.plan {verb}", options=options, description=description or ""
+    )
+    with command_line.user_errors():
+        if chosen.seq_len is not None:
+            cfg = dataclasses.replace(
+                cfg, data=dataclasses.replace(cfg.data, seq_len=chosen.seq_len)
+            )
+        if chosen.global_batch_tokens is not None:
+            count = tokens(chosen.global_batch_tokens)
+            fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
+            sequences = count // cfg.data.seq_len
+            require(sequences >= 1, "global_batch_tokens", chosen.global_batch_tokens, fix)
+            cfg = dataclasses.replace(
+                cfg, train=dataclasses.replace(cfg.train, global_batch=sequences)
+            )
+        return cfg, chosen, find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
+
+
+def planned(cfg: Config, options: Assumptions) -> Run:
+    """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
+    shape = Shape.of(
+        cfg.model,
+        gated=not options.plain_mlp,
+        num_experts=options.experts,
+        experts_per_token=options.experts_per_token,
+        shared_experts=options.shared_experts,
+        expert_d_ff=options.expert_d_ff,
+        dense_layers=options.dense_layers,
+    )
+    changes = {"precision": "fp8"} if options.fp8 else {}
+    return Run.of(
+        cfg,
+        options.gpus,
+        shape,
+        schedule=options.schedule,
+        virtual_stages=options.virtual_stages,
+        **changes,
+    )
+
+
+def tokens(text: str) -> int:
+    """`4M` as a number of tokens.
+
+    Raises `UserError` for anything else than a positive number with K, M, G or nothing behind it.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    count = float(match[1]) * SUFFIXES[match[2]] if match else 0
+    require(count >= 1, "global_batch_tokens", text, "write a number of tokens, as 4M or 4194304")
+    return int(count)

@@ -1,0 +1,174 @@
+"""What one GPU holds, part by part, from formulas, and through a step: `python -m scripts.plan memory`.
+
+No JAX, no GPU: the answer is there at once. --software nanotron is the playbook's trainer instead of this one.
+"""
+
+import dataclasses
+import itertools
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from scripts import command_line
+from scripts.plan_verbs import common
+from scripts.plan_verbs.common import GIB
+from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.plan import memory, nanotron
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.workload import Run
+
+LIGHTER = {"none": ("selective", "full"), "dots": ("selective", "full"), "selective": ("full",)}
+"""Recomputation that keeps less than the policy, most first."""
+
+HEAVIER = {"full": ("none", "selective"), "selective": ("none",), "dots": ("none",)}
+"""Recomputation that keeps more than the policy, most first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """What to count."""
+
+    software: Annotated[Literal["ultrascale", "nanotron"], tyro.conf.arg(metavar="NAME")] = (
+        "ultrascale"
+    )
+    """This project's trainer, or the playbook's: ultrascale, nanotron."""
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
+    with command_line.user_errors():
+        summary = summarize(cfg, options, cluster.gpu)
+    if options.json:
+        print(json.dumps(summary))
+        return
+    console = Console()
+    about = f"{summary['gpus']} x {summary['gpu']}, {summary['software']}: {summary['label']}"
+    console.print(about, _parts(summary), _timeline(summary), sep="\n", soft_wrap=True)
+    if summary["in_flight"] > 1:
+        count = f"{summary['in_flight']:g} micro-batches"
+        console.print(f"the pipeline's first stage keeps the activations of {count}")
+    console.print(_verdict(summary), soft_wrap=True)
+
+
+def summarize(cfg: Config, options: Options, gpu: Gpu) -> dict[str, Any]:
+    """Bytes on one GPU by part and by moment, whether they fit, and what to change.
+
+    Raises:
+      UserError: the configuration cannot run.
+    """
+    run = common.planned(cfg, options)
+    theirs = options.software == "nanotron"
+    usable = nanotron.usable_bytes(gpu) if theirs else gpu.usable_bytes
+    held = _breakdown(run, options)
+    moments = nanotron.nanotron_timeline(run) if theirs else memory.timeline(run)
+    fits = held.peak_bytes <= usable
+    hint, hint_bytes = _hint(cfg, options, usable, fits=fits)
+    return {
+        "verb": "memory",
+        "label": run.label,
+        "software": options.software,
+        "gpus": options.gpus,
+        "gpu": gpu.name,
+        "parts": held.parts,
+        "timeline": moments,
+        "in_flight": memory.in_flight(run),
+        "peak_bytes": held.peak_bytes,
+        "usable_bytes": usable,
+        "fits": fits,
+        "hint": hint,
+        "hint_bytes": hint_bytes,
+    }
+
+
+def _breakdown(run: Run, options: Options) -> memory.Breakdown:
+    return (
+        nanotron.nanotron_breakdown(run)
+        if options.software == "nanotron"
+        else memory.breakdown(run)
+    )
+
+
+def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[str, int]:
+    """Options, gentlest first, with which the run fits; for one that fits, faster ones that do too.
+
+    With the bytes that the run then needs; ("", 0) where there are none.
+    """
+    for words, changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                peak = _breakdown(common.planned(changed, options), options).peak_bytes
+            except UserError:
+                continue
+        if peak <= usable:
+            return words, peak
+    return "", 0
+
+
+def _train(cfg: Config, **changes: Any) -> tuple[str, Config]:
+    words = " ".join(f"--train.{name.replace('_', '-')} {value}" for name, value in changes.items())
+    return words, dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+def _faster(cfg: Config) -> Iterator[tuple[str, Config]]:
+    for remat in HEAVIER.get(cfg.train.remat, ()):
+        yield _train(cfg, remat=remat)
+    if cfg.train.micro_batches % 2 == 0:
+        yield _train(cfg, micro_batches=cfg.train.micro_batches // 2)
+
+
+def _smaller(cfg: Config, num_gpus: int) -> Iterator[tuple[str, Config]]:
+    """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp`."""
+    train, mesh = cfg.train, cfg.mesh.resolve(num_gpus)
+    for sp in (1, 2, 4, 8):
+        if mesh.fsdp % sp:
+            continue
+        sizes = mesh.sizes | {"fsdp": mesh.fsdp // sp, "sp": mesh.sp * sp}
+        spread = dataclasses.replace(mesh, **sizes)
+        counts = [train.micro_batches * sp]
+        while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
+            counts.append(2 * counts[-1])
+        policies = (train.remat, *LIGHTER.get(train.remat, ()))
+        for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
+            values = {"micro_batches": count, "zero": zero, "remat": remat}
+            changes = {name: new for name, new in values.items() if new != getattr(train, name)}
+            words, changed = _train(cfg, **changes)
+            if sp > 1:
+                axes = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+                words = f"--mesh {axes} {words}".rstrip()
+                changed = dataclasses.replace(changed, mesh=spread)
+            yield words, changed
+
+
+def _parts(summary: dict[str, Any]) -> Table:
+    table = Table("part of the peak", "GiB", "share")
+    for name, size in summary["parts"].items():
+        if size:
+            table.add_row(name, f"{size / GIB:.2f}", f"{size / summary['peak_bytes']:.0%}")
+    table.add_section()
+    table.add_row("together", f"{summary['peak_bytes'] / GIB:.2f}", "100%")
+    table.add_row(f"usable of {summary['gpu']}", f"{summary['usable_bytes'] / GIB:.2f}", "")
+    return table
+
+
+def _timeline(summary: dict[str, Any]) -> Table:
+    table = Table("moment", "GiB")
+    for name, size in summary["timeline"]:
+        table.add_row(name, f"{size / GIB:.2f}")
+    return table
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    space = (summary["usable_bytes"] - summary["peak_bytes"]) / GIB
+    hint = f"{summary['hint']} ({summary['hint_bytes'] / GIB:.1f} GiB)"
+    if summary["fits"]:
+        more = f"; there is room for {hint}" if summary["hint"] else ""
+        return f"fits, {space:.1f} GiB left{more}"
+    nothing = "no change of micro-batch, ZeRO, recomputation or sp is enough"
+    return f"does not fit, {-space:.1f} GiB lack; {f'try {hint}' if summary['hint'] else nothing}"

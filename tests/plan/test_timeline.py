@@ -1,0 +1,437 @@
+"""The timeline of small programs, computed by hand from `costs.py`, and of a compiled step."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from scripts import command_line
+from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from ultrascale_jax.plan import costs
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.hlo import parse
+from ultrascale_jax.plan.operations import Operations, attention_flops, touched
+from ultrascale_jax.plan.timeline import simulate, trace
+from ultrascale_jax.plan.workload import Group, Run
+from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+NODE, CLUSTER = find_cluster(None, "h100", 8), find_cluster(None, "h100", 16)
+GPU = NODE.gpu
+SLOWDOWN = 132 / (132 - 16)
+
+PRODUCT = '%y = bf16[8192,8192] custom-call(%a, %a), custom_call_target="__cublas$gemm", lhs_contracting_dims={1}'
+NORM = "%x = bf16[8192,8192] fusion(%a), kind=kLoop, calls=%double"
+GATHER = (
+    "%g{0} = ((bf16[{1},8192]), bf16[{2},8192]) all-gather-start(%w), channel_id={0}, "
+    "replica_groups={3}, dimensions={{0}}\n"
+)
+DONE = "%h{0} = bf16[{2},8192] all-gather-done(%g{0})\n"
+SCATTER = (
+    "%s = ((bf16[8192,8192]), bf16[1024,8192]) reduce-scatter-start(%a), channel_id=9, "
+    "replica_groups=[1,8]<=[8], dimensions={0}\n"
+)
+
+PRODUCT_S = costs.gemm_seconds(GPU, 8192, 8192, 8192)
+NORM_S = costs.LAUNCH_S + costs.memory_seconds(GPU, 2 * 8192 * 8192 * 2)
+
+
+def indented(lines):
+    return "\n".join(f"  {line.strip()}" for text in lines for line in text.splitlines())
+
+
+def program(*lines, gathered=8192, computations=""):
+    """A scheduled program of 8 devices that runs `lines` on its arguments `a` and `w`."""
+    body = indented(lines)
+    return parse(f"""HloModule m, is_scheduled=true
+
+%double (p: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %p = bf16[8192,8192] parameter(0)
+  ROOT %add = bf16[8192,8192] add(%p, %p)
+}}
+{computations}
+ENTRY %main (a: bf16[8192,8192], w: bf16[{gathered // 8},8192]) -> () {{
+  %a = bf16[8192,8192] parameter(0)
+  %w = bf16[{gathered // 8},8192] parameter(1)
+{body}
+}}
+""")
+
+
+def gather(number, rows, text=GATHER, groups="[1,8]<=[8]"):
+    return text.format(number, rows // 8, rows, groups)
+
+
+def gather_s(rows, cluster=NODE, group=None):
+    group = group or Group(ranks=8, per_node=8)
+    return costs.collective_seconds(cluster, "all-gather", rows * 8192 * 2, group)
+
+
+def run(module, cluster=NODE, **sizes):
+    return simulate(module, sizes or {"fsdp": 8}, cluster)
+
+
+def test_operations_run_one_after_another():
+    timeline = run(program(PRODUCT, NORM))
+    assert timeline.step_s == pytest.approx(PRODUCT_S + NORM_S)
+    assert timeline.busy_s == pytest.approx({"gemm": PRODUCT_S, "other": NORM_S})
+    assert timeline.idle_s == pytest.approx(0, abs=1e-12)
+
+
+def test_a_collective_longer_than_its_cover_exposes_the_difference():
+    rows = 65536
+    timeline = run(program(gather(1, rows), NORM, gather(1, rows, DONE), gathered=rows))
+    assert gather_s(rows) > NORM_S
+    assert timeline.step_s == pytest.approx(gather_s(rows))
+    assert timeline.exposed_s == pytest.approx({"fsdp": gather_s(rows) - NORM_S})
+    assert timeline.idle_s == pytest.approx(gather_s(rows) - NORM_S)
+
+
+def test_a_hidden_collective_exposes_nothing_but_slows_the_product_while_it_runs():
+    rows = 8192
+    timeline = run(program(gather(1, rows), PRODUCT, gather(1, rows, DONE)))
+    assert gather_s(rows) < PRODUCT_S
+    assert timeline.exposed_s == {"fsdp": 0}
+    assert timeline.step_s == pytest.approx(PRODUCT_S + gather_s(rows) * (1 - 1 / SLOWDOWN))
+
+
+def test_a_product_shorter_than_the_collective_is_slower_as_a_whole():
+    rows = 8192 * 64
+    timeline = run(program(gather(1, rows), PRODUCT, gather(1, rows, DONE), gathered=rows))
+    assert timeline.busy_s["gemm"] == pytest.approx(PRODUCT_S * SLOWDOWN)
+    assert timeline.exposed_s["fsdp"] == pytest.approx(gather_s(rows) - PRODUCT_S * SLOWDOWN)
+
+
+def test_without_a_done_of_its_own_a_collective_is_waited_for():
+    sync = "%g = bf16[8192,8192] all-gather(%w), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}"
+    timeline = run(program(sync, NORM))
+    assert timeline.step_s == pytest.approx(gather_s(8192) + NORM_S)
+    assert timeline.exposed_s == pytest.approx({"fsdp": gather_s(8192)})
+
+
+def test_collectives_of_one_link_queue():
+    rows = 8192
+    both = gather(1, rows) + gather(2, rows), gather(1, rows, DONE), gather(2, rows, DONE)
+    timeline = run(program(*both))
+    assert timeline.step_s == pytest.approx(2 * gather_s(rows))
+    first, second = timeline.streams["in node"]
+    assert second.start_s == pytest.approx(first.start_s + first.duration_s)
+
+
+def test_collectives_of_different_links_run_side_by_side():
+    rows = 8192
+    near, far = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
+    across = "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+    module = program(
+        gather(1, rows, groups="[2,8]<=[16]") + gather(2, rows, groups=across),
+        gather(1, rows, DONE),
+        gather(2, rows, DONE),
+    )
+    timeline = run(module, CLUSTER, fsdp=2, sp=8)
+    times = gather_s(rows, CLUSTER, near), gather_s(rows, CLUSTER, far)
+    assert timeline.step_s == pytest.approx(max(times))
+    assert set(timeline.streams) == {"in node", "between nodes"}
+    assert timeline.link_s == pytest.approx(
+        {("all-gather", "sp"): times[0], ("all-gather", "fsdp"): times[1]}
+    )
+
+
+def test_what_the_wait_is_for_is_what_the_link_does_meanwhile():
+    rows = 8192
+    module = program(SCATTER + gather(2, rows), gather(2, rows, DONE))
+    timeline = run(module)
+    assert timeline.waited_s["all-gather", "fsdp"] == pytest.approx(gather_s(rows))
+    assert timeline.waited_s["reduce-scatter", "fsdp"] > 0
+
+
+LOOP = """
+%cond (p: bf16[8192,8192]) -> pred[] {
+  %p = bf16[8192,8192] parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+%body (a: bf16[8192,8192], w: bf16[1024,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192] parameter(0)
+  %w = bf16[1024,8192] parameter(1)
+"""
+WHILE = '%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}'
+
+
+def looped(*lines):
+    return program(WHILE, computations=LOOP + indented(lines) + "\n}\n")
+
+
+def test_a_loop_multiplies():
+    timeline = run(looped(PRODUCT, NORM))
+    assert timeline.step_s == pytest.approx(32 * (PRODUCT_S + NORM_S))
+    assert timeline.busy_s == pytest.approx({"gemm": 32 * PRODUCT_S, "other": 32 * NORM_S})
+
+
+def test_iterations_that_are_multiplied_take_as_long_as_those_that_are_replayed():
+    # The scatter of one iteration delays the gather of the next: the first iteration is shorter than the others.
+    module = looped(gather(2, 8192), NORM, gather(2, 8192, DONE), SCATTER)
+    short = simulate(module, {"fsdp": 8}, NODE)
+    full = simulate(module, {"fsdp": 8}, NODE, branch=lambda *_: 0)
+    assert short.step_s == pytest.approx(full.step_s)
+    assert short.waited_s == pytest.approx(full.waited_s)
+    assert short.step_s > 32 * max(NORM_S, gather_s(8192))
+
+
+def test_events_show_two_iterations_and_fold_the_others():
+    timeline = run(looped(PRODUCT, NORM))
+    events = timeline.streams["compute"]
+    assert [e.name for e in events] == ["y", "x", "y", "x", "loop: 30 more iterations"]
+    assert sum(e.duration_s for e in events) == pytest.approx(timeline.step_s)
+    every = simulate(looped(PRODUCT, NORM), {"fsdp": 8}, NODE, shown=32, branch=lambda *_: 0)
+    assert len(every.streams["compute"]) == 64
+
+
+BRANCHES = """
+%light (p: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192] parameter(0)
+  ROOT %x = bf16[8192,8192] fusion(%a), kind=kLoop, calls=%double
+}
+
+%heavy (p: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192] parameter(0)
+  ROOT %y = bf16[8192,8192] custom-call(%a, %a), custom_call_target="__cublas$gemm", lhs_contracting_dims={1}
+}
+"""
+SWITCH = "%switch = bf16[8192,8192] conditional(%n, %a, %a), branch_computations={%light, %heavy}"
+
+
+def test_of_two_branches_the_slower_counts_unless_the_caller_knows():
+    module = program(SWITCH, computations=BRANCHES)
+    assert run(module).step_s == pytest.approx(PRODUCT_S)
+    taken = []
+    light = simulate(module, {"fsdp": 8}, NODE, branch=lambda *at: taken.append(at) or 0)
+    assert light.step_s == pytest.approx(NORM_S)
+    assert taken == [("switch", ())]
+
+
+def test_branches_may_change_from_one_iteration_to_the_next():
+    module = program(WHILE, computations=BRANCHES + LOOP + indented([SWITCH]) + "\n}\n")
+    timeline = simulate(module, {"fsdp": 8}, NODE, branch=lambda _, iterations: iterations[0] % 2)
+    assert timeline.step_s == pytest.approx(16 * (PRODUCT_S + NORM_S))
+
+
+def test_one_gpu_communicates_nothing():
+    alone = gather(1, 8192, groups="{{0}}")
+    timeline = simulate(program(alone, gather(1, 8192, DONE)), {"fsdp": 1}, NODE)
+    assert timeline.step_s == 0
+
+
+FUSIONS = """
+%slice_computation (p0: f32[32,1024], p1: s32[]) -> bf16[1,1024] {
+  %p0 = f32[32,1024] parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %whole = bf16[32,1024] convert(%p0)
+  ROOT %part = bf16[1,1024] dynamic-slice(%whole, %p1, %zero), dynamic_slice_sizes={1,1024}
+}
+
+%update_computation (p0: f32[32,1024], p1: f32[1,1024], p2: s32[]) -> f32[32,1024] {
+  %p2 = s32[] parameter(2)
+  %p1 = f32[1,1024] parameter(1)
+  %p0 = f32[32,1024] parameter(0)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[32,1024] dynamic-update-slice(%p0, %p1, %p2, %zero)
+}
+
+%scatter_computation (p0: f32[1024,16], p1: s32[8,1], p2: f32[8,16]) -> f32[1024,16] {
+  %p0 = f32[1024,16] parameter(0)
+  %p1 = s32[8,1] parameter(1)
+  %p2 = f32[8,16] parameter(2)
+  ROOT %scatter = f32[1024,16] scatter(%p0, %p1, %p2), to_apply=%sum
+}
+
+%pair_computation (p0: f32[32,1024]) -> (f32[32,1024], bf16[32,1024]) {
+  %p0 = f32[32,1024] parameter(0)
+  %twice = f32[32,1024] add(%p0, %p0)
+  %half = bf16[32,1024] convert(%p0)
+  ROOT %both = (f32[32,1024], bf16[32,1024]) tuple(%twice, %half)
+}
+"""
+STACK = "%stack = f32[32,1024]{0} parameter(0)\n%n = s32[] parameter(1)\n%layer = f32[1,1024] parameter(2)\n"
+TABLE = "%table = f32[1024,16] parameter(0)\n%rows = s32[8,1] parameter(1)\n%new = f32[8,16] parameter(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "device", "host"),
+    [
+        # One layer of a stack: 1024 float32 read, as many bfloat16 written, and the index.
+        (STACK, "%r = bf16[1,1024] fusion(%stack, %n), calls=%slice_computation", 4096 + 2048 + 4, 0),
+        # One layer written in place: the layer read and written.
+        (STACK, "%r = f32[32,1024] fusion(%stack, %layer, %n), calls=%update_computation", 8192 + 4, 0),
+        # Rows added in place: each new row read, the old one read, their sum written.
+        (TABLE, "%r = f32[1024,16] fusion(%table, %rows, %new), calls=%scatter_computation", 3 * 512 + 32, 0),
+        # Two results from one argument, which is read once.
+        (STACK, "%r = (f32[32,1024], bf16[32,1024]) fusion(%stack), calls=%pair_computation", (4 + 4 + 2) * 32768, 0),
+        (STACK, "%r = f32[32,1024] copy(%stack)", 2 * 131072, 0),
+        (STACK, "%r = f32[2,1024] slice(%stack), slice={[0:2], [0:1024]}", 2 * 8192, 0),
+        # From the host's memory to the device's.
+        (
+            STACK.replace("{0}", "{1,0:S(5)}"),
+            "%r = ((f32[32,1024]{:S(5)}), bf16[1,1024]) fusion-start(%stack, %n), calls=%slice_computation",
+            2048 + 4,
+            4096,
+        ),
+    ],
+)  # fmt: skip
+def test_only_what_is_read_or_written_counts(arguments, line, device, host):
+    entry = f"ENTRY %main () -> () {{\n{arguments}{line}\n}}\n".replace("\n%", "\n  %")
+    module = parse("HloModule m, is_scheduled=true\n" + FUSIONS + entry)
+    assert touched(module, "main", module.by_name["main"]["r"]) == (device, host)
+
+
+def test_a_copy_to_the_host_runs_beside_the_product_and_takes_the_bus():
+    start = "%c = (f32[8192,8192], f32[8192,8192]{1,0:S(5)}, u32[]) copy-start(%far)"
+    done = "%d = f32[8192,8192] copy-done(%c)"
+    far = "%far = f32[8192,8192]{1,0:S(5)} parameter(2)"
+    timeline = run(program(far, start, PRODUCT, done))
+    bus = 8192 * 8192 * 4 / (0.85 * 63e9)
+    assert timeline.step_s == pytest.approx(bus + costs.LAUNCH_S)
+    assert timeline.idle_s == pytest.approx(bus + costs.LAUNCH_S - PRODUCT_S)
+    assert timeline.exposed_s == {}
+
+
+ATTENTION = (
+    "%o = (bf16[2,32,8192,128], f32[2,32,8192], u8[0]) custom-call(%q, %k, %k), "
+    'custom_call_target="__cudnn$fmhaSoftmax{}", backend_config={{"cudnn_fmha_backend_config": {{'
+    '"intermediate_tensor_shape": {{"dimensions": ["2", "32", "8192", "8192"]}}, '
+    '"mask_type": "{}", "sliding_window_length": {}}}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("backward", "mask", "window", "flops"),
+    [
+        ("", "NO_MASK", 0, 2 * 2 * 2 * 32 * 8192 * 8192 * 128),
+        ("", "CAUSAL", 0, 2 * 2 * 32 * 8192 * 8192 * 128),
+        ("Backward", "CAUSAL", 0, 5 * 2 * 32 * 8192 * 8192 * 128),
+        ("", "CAUSAL", 4096, 2 * 2 * 2 * 32 * 8192 * 3072 * 128),  # 4096 - 4096**2 / 16384 keys
+    ],
+)
+def test_attention_counts_the_scores_that_the_mask_leaves(backward, mask, window, flops):
+    arguments = "%q = bf16[2,8192,32,128] parameter(2)", "%k = bf16[2,8192,8,128] parameter(3)"
+    module = program(*arguments, ATTENTION.format(backward, mask, window))
+    call = module.by_name["main"]["o"]
+    assert attention_flops(call, 128) == flops
+    seconds = costs.attention_seconds(GPU, flops, backward=bool(backward))
+    assert run(module).busy_s == pytest.approx({"attention": seconds})
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "seconds"),
+    [
+        ("kLoop", ("", "sol"), 800.5e-6),
+        ("kCustom", ("", "sol"), NORM_S - costs.LAUNCH_S),
+        ("kCustom", ("", "indexing-cost-model"), 800.5e-6),
+    ],
+)
+def test_arithmetic_dearer_than_memory_is_taken_from_xla(kind, names, seconds):
+    records = [f'{{"exec_time_us":900,"compute_time_us":800.5,"name":"{name}"}}' for name in names]
+    cost = f', backend_config={{"reification_cost":[{",".join(records)}]}}'
+    timeline = run(program(NORM.replace("kLoop", kind) + cost))
+    assert timeline.step_s == pytest.approx(costs.LAUNCH_S + seconds)
+    assert 800.5e-6 > NORM_S
+
+
+def test_what_is_fused_into_a_product_costs_what_it_moves():
+    fused = """
+%fused (p: bf16[8192,8192], r: f32[8192,8192]) -> bf16[8192,8192] {
+  %p = bf16[8192,8192] parameter(0)
+  %r = f32[8192,8192] parameter(1)
+  %dot = f32[8192,8192] dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %sum = bf16[8192,8192] add(%dot, %r)
+}
+"""
+    line = "%y = bf16[8192,8192] fusion(%a, %res), kind=kCustom, calls=%fused"
+    module = program("%res = f32[8192,8192] parameter(2)", line, computations=fused)
+    operation = Operations(module, GPU).find("main", module.by_name["main"]["y"])
+    assert operation is not None and operation.flops == 2 * 8192**3
+    # The residual is 4 bytes for each entry; the product reads its argument once where its cost counts it twice.
+    extra = costs.memory_seconds(GPU, (4 - 2) * 8192 * 8192)
+    assert operation.seconds == pytest.approx(PRODUCT_S + extra)
+
+
+def test_a_piece_of_a_real_program():
+    """`scheduled.hlo`: 32 times a layer's two gathers, a product between them, and a synchronous scatter."""
+    cluster = find_cluster(None, "h100", 8)
+    timeline = simulate(
+        parse((FIXTURES / "scheduled.hlo").read_text()), {"fsdp": 4, "sp": 2}, cluster
+    )
+    four, two = Group(ranks=4, per_node=4), Group(ranks=2, per_node=2)
+    gathered = costs.collective_seconds(cluster, "all-gather", 7168 * 4096 * 2, four)
+    scattered = costs.collective_seconds(cluster, "reduce-scatter", 32768 * 4096 * 2, two)
+    exchanged = costs.collective_seconds(cluster, "all-to-all", 8 * 16 * 2, two)
+    # The fusion's computation is a stand-in, an addition of scalars: it reads the array and writes two bytes.
+    convert = costs.LAUNCH_S + costs.memory_seconds(GPU, 7168 * 1024 * 2 + 2)
+    product = costs.gemm_seconds(GPU, 32768, 4096, 7168)
+    # The second gather runs beside the product, and slows it; the scatter waits for neither.
+    slowed = product + gathered * (1 - 1 / SLOWDOWN)
+    layer = max(convert, gathered) + slowed + scattered
+    assert timeline.step_s == pytest.approx(exchanged + 32 * layer)
+    assert timeline.exposed_s["sp"] == pytest.approx(exchanged - convert + 32 * scattered)
+
+
+def test_the_trace_has_a_row_for_each_stream_and_every_event():
+    timeline = run(looped(gather(2, 8192), PRODUCT, gather(2, 8192, DONE)))
+    events = json.loads(json.dumps(trace(timeline)))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == ["compute", "in node"]
+    shown = [e for e in events if e["ph"] == "X"]
+    assert len(shown) == sum(len(stream) for stream in timeline.streams.values())
+    last = max(e["ts"] + e["dur"] for e in shown)
+    assert last == pytest.approx(timeline.step_s * 1e6)
+
+
+def test_speed_is_that_of_the_run():
+    cfg, _ = command_line.parse(["llama3_8b", "--mesh", "fsdp=8"], prog="test")
+    planned = Run.of(cfg, 8)
+    timeline = run(program(PRODUCT))
+    assert timeline.tokens_per_s_gpu(planned) == planned.step_tokens / 8 / timeline.step_s
+    peak = 989.4e12
+    assert timeline.mfu(planned, GPU) == pytest.approx(
+        planned.step_flops / 8 / timeline.step_s / peak
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_step_does_the_operations_that_the_model_needs():
+    from ultrascale_jax.plan.compile import compile_step
+
+    cfg = Config(
+        model=ModelConfig(
+            vocab_size=1024,
+            d_model=512,
+            d_ff=1536,
+            num_layers=6,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=64,
+        ),
+        data=DataConfig(seq_len=512, document_mask=False),
+        train=TrainConfig(global_batch=4, zero=3, remat="selective"),
+    ).check(2)
+    step = compile_step(cfg, 2)
+    operations = Operations(step.module, GPU)
+    found = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
+    for name, loops in step.module.walk():
+        for instruction in step.module.computations[name]:
+            if instruction.opcode not in ("while", "call", "conditional"):
+                operation = operations.find(name, instruction)
+                if operation is not None:
+                    found[operation.kind] += operation.flops * math.prod(
+                        trips or 1 for trips in loops
+                    )
+    tokens = cfg.train.global_batch * cfg.data.seq_len / 2
+    assert found["gemm"] == pytest.approx(6 * matmul_params(cfg.model) * tokens)
+    # Backward runs the first of the forward pass's two products again.
+    needed = attention_flops_per_token(cfg.model, cfg.data.seq_len) * tokens
+    assert found["attention"] == pytest.approx(needed * 7 / 6)
+    timeline = simulate(step.module, step.axes, find_cluster(None, "h100", 2))
+    assert timeline.link_s.keys() >= {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}
+    assert sum(timeline.busy_s.values()) + timeline.idle_s == pytest.approx(timeline.step_s)
+    assert sum(timeline.waited_s.values()) == pytest.approx(timeline.idle_s)

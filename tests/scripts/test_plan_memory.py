@@ -1,0 +1,138 @@
+"""`python -m scripts.plan memory`: what one GPU holds, from formulas."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from scripts import plan
+
+FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3"]
+THEIRS = [
+    *("llama3_8b", "--software", "nanotron", "--gpus", "64", "--mesh", "pp=2,fsdp=8,sp=4"),
+    *("--train.zero", "1", "--train.remat", "none", "--train.global-batch", "256"),
+    *("--train.micro-batches", "32", "--seq-len", "4096"),
+]
+
+
+LONG = [
+    *("llama3_70b", "--gpus", "64", "--mesh", "fsdp=64"),
+    *("--seq-len", "65536", "--train.global-batch", "64"),
+]
+
+
+def answer(capsys, *arguments: str) -> dict:
+    plan.main(["memory", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys, *arguments: str) -> str:
+    plan.main(["memory", *arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [FITS, THEIRS])
+def test_it_imports_neither_jax_nor_numpy(arguments):
+    program = (
+        "import sys; from scripts import plan; plan.main(sys.argv[1:]); "
+        "sys.exit(any(name in sys.modules for name in ('jax', 'numpy', 'matplotlib')))"
+    )
+    command = [sys.executable, "-c", program, "memory", *arguments]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [FITS, THEIRS])
+def test_parts_add_up_to_the_peak_and_the_timeline_reaches_it(arguments, capsys):
+    found = answer(capsys, *arguments)
+    assert (found["verb"], found["gpu"]) == ("memory", "h100")
+    assert found["gpus"] == int(arguments[arguments.index("--gpus") + 1])
+    assert sum(found["parts"].values()) == pytest.approx(found["peak_bytes"], abs=1)
+    assert max(size for _, size in found["timeline"]) == found["peak_bytes"]
+    assert found["fits"] == (found["peak_bytes"] <= found["usable_bytes"])
+    assert all(size >= 0 for size in found["parts"].values())
+
+
+def test_a_run_that_fits_says_how_much_is_left(capsys):
+    found = answer(capsys, *FITS)
+    left = (found["usable_bytes"] - found["peak_bytes"]) / 2**30
+    assert f"fits, {left:.1f} GiB left" in text(capsys, *FITS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["llama3_8b", "--gpus", "8"], "--train.micro-batches 8"),
+        (["llama3_70b", "--gpus", "32", "--train.zero", "1"], "--train.zero 2"),
+        ([*FITS, "--train.remat", "none", "--train.zero", "2"], "--train.remat"),
+        (LONG, "--mesh"),
+    ],
+)
+def test_the_hint_of_a_run_that_does_not_fit_is_options_with_which_it_does(
+    arguments, expected, capsys
+):
+    found = answer(capsys, *arguments)
+    assert not found["fits"]
+    lacking = (found["peak_bytes"] - found["usable_bytes"]) / 2**30
+    needed = found["hint_bytes"] / 2**30
+    end = f"does not fit, {lacking:.1f} GiB lack; try {found['hint']} ({needed:.1f} GiB)"
+    assert end in text(capsys, *arguments)
+    assert expected in found["hint"]
+    changed = answer(capsys, *arguments, *shlex.split(found["hint"]))
+    assert changed["fits"]
+    assert changed["peak_bytes"] == found["hint_bytes"]
+
+
+def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
+    arguments = [*FITS, "--train.remat", "full", "--gpu", "h200"]
+    hint = answer(capsys, *arguments)["hint"]
+    assert hint.startswith("--train.remat ")
+    assert f"there is room for {hint}" in text(capsys, *arguments)
+    assert answer(capsys, *arguments, *shlex.split(hint))["fits"]
+
+
+def test_a_run_that_nothing_helps_says_so(capsys):
+    arguments = ["llama3_405b", "--gpus", "8", "--mesh", "fsdp=8"]
+    assert answer(capsys, *arguments)["hint"] == ""
+    assert "no change of micro-batch, ZeRO, recomputation or sp" in text(capsys, *arguments)
+
+
+def test_a_pipeline_keeps_a_micro_batch_for_each_stage(capsys):
+    common = ["llama3_8b", "--gpus", "8", "--train.global-batch", "16", "--train.micro-batches"]
+    deep = [*common, "8", "--mesh", "pp=4,fsdp=2"]
+    assert answer(capsys, *deep)["in_flight"] == 4
+    assert answer(capsys, *deep, "--schedule", "afab")["in_flight"] == 8
+    assert "keeps the activations of 4 micro-batches" in text(capsys, *deep)
+    flat = [*common, "2", "--mesh", "fsdp=8"]
+    assert "micro-batches" not in text(capsys, *flat).split("fits")[0]
+
+
+def test_what_the_trainer_cannot_run_yet_can_be_counted(capsys):
+    plain, fp8, experts = (
+        answer(capsys, *FITS, *more)["peak_bytes"]
+        for more in ([], ["--fp8"], ["--experts", "8", "--expert-d-ff", "14336"])
+    )
+    assert fp8 != plain
+    assert experts > 2 * plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--software", "megatron"], "invalid choice 'megatron' for argument '--software'"),
+        (["--gpus", "0"], "gpus=0: must be at least 1"),
+        (["--gpu", "tpu"], "gpu='tpu': choose one of"),
+        (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
+        (["llama3_8b", "--software", "nanotron"], "train.zero=3: the playbook's nanotron"),
+        (["llama3_8b", "--schedule", "zigzag"], "schedule='zigzag': choose one of"),
+        (["llama3_8b", "--seq-len", "many"], "Error parsing --seq-len"),
+    ],
+)
+def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["memory", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}"), error
+    assert error.count("\n") == 1

@@ -1,0 +1,120 @@
+"""How long one operation takes: matrix products, attention, memory traffic and collectives, in seconds on one GPU.
+
+Every formula is a sum of the work over a rate and of what it costs to begin, so that doubling the work never makes it
+faster. The rates are what published measurements on H100s reach of a data sheet's peak; other GPUs are taken to reach
+the same shares.
+"""
+
+import functools
+
+from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.workload import Group
+
+MATMUL_SHARE = 0.8
+"""Of the peak, for the arithmetic alone. With reading and writing, [8192]^3 in bfloat16 comes to 718 TFLOP/s (cuBLAS on
+an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms (XLA, in tokamax 0.0.17's timings: 6.29)."""
+
+BUSY_SHARE = 0.78
+"""Speed of a matrix product within a training step over that of the product alone: clocks fall under the power limit.
+Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too (`validate.calibrate`)."""
+
+MEMORY_SHARE = 0.85
+"""Of the data sheet's bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
+
+LAUNCH_S = 3e-6
+"""From one kernel to the next of the same stream (XLA's own estimate of a launch)."""
+
+ATTENTION_SHARE = {"forward": 0.60, "backward": 0.44}
+"""Of the bfloat16 peak, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629 TFLOP/s forward, Mosaic 408 to
+438 backward (tokamax 0.0.17's timings on H100)."""
+
+NARROW_HEAD_SHARE = 0.8
+"""Of that, with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
+
+LINK_SHARE = 0.8
+"""Of NVLink's bandwidth, for rings: 8 H100s gather 360 to 370 GB/s of 450 (NVIDIA's nccl-tests)."""
+
+SWITCH_SHARE = 0.97
+"""Of NVLink's bandwidth, where the switch adds (NVLS, Hopper and later): the playbook's 436 GB/s of all-reduce."""
+
+NETWORK_SHARE = 0.98
+"""Of the node's network: see `HOP_S`."""
+
+HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
+"""A collective over nodes takes this for each rank, beside its bytes. Fitted with `NETWORK_SHARE` to the playbook's
+bandwidth figure (256 MB, 2 to 64 nodes of 8, EFA); `tests/plan/test_costs.py` has both side by side."""
+
+SMALL_HOP_S = 7e-6
+"""The same for few bytes: NCCL's low-latency protocol. The playbook's runs show it for gradients in small buckets."""
+
+SMALL_BYTES = 0.5e6
+"""Bytes from rank to rank from which on a hop takes `HOP_S`: the smallest of the playbook's figure."""
+
+NODE_HOP_S = 3e-6
+"""For each rank within a node (NCCL's ring latency over NVLink)."""
+
+START_S = 10e-6
+"""Launch of a collective: its kernel waits for the others."""
+
+HOST_LINK = 55e9
+"""Bytes a second between host and device (PCIe 5.0 x16 of 64), for offloaded activations."""
+
+
+@functools.cache
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Dense peak in FLOP/s."""
+    return gpu.peak_flops(dtype)
+
+
+def gemm_seconds(gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16") -> float:
+    """[m, k] x [k, n] within a step."""
+    arithmetic = 2 * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
+    moved = memory_seconds(gpu, 2 * (m * n + n * k + m * k))
+    return (arithmetic + moved) / BUSY_SHARE + LAUNCH_S
+
+
+def attention_seconds(
+    gpu: Gpu, flops: float, *, backward: bool = False, head_dim: int = 128
+) -> float:
+    """Fused attention of so many FLOPs (the masked half not counted)."""
+    share = ATTENTION_SHARE["backward" if backward else "forward"]
+    if head_dim < 128:
+        share *= NARROW_HEAD_SHARE
+    return flops / (share * peak_flops(gpu, "bf16")) + LAUNCH_S
+
+
+def memory_seconds(gpu: Gpu, size: float) -> float:
+    """Reading and writing `size` bytes of device memory."""
+    return size / (MEMORY_SHARE * 1e9 * gpu.hbm_gbs)
+
+
+def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -> float:
+    """One collective (`traffic.KINDS`) whose larger side is `size` bytes on each GPU of `group`.
+
+    Within a node bytes over links; over nodes a ring with the bandwidth of all network cards that the group has in a
+    node, and a latency that grows with its ranks.
+    """
+    ranks, within = group.ranks, group.nodes == 1
+    if ranks == 1:
+        return 0.0
+    link = 1e9 * cluster.intra_gbs * LINK_SHARE
+    network = 1e9 * cluster.inter_gbs * NETWORK_SHARE
+    if kind in ("collective-permute", "collective-broadcast"):
+        hop = NODE_HOP_S if within else HOP_S["all-gather"]
+        return START_S + hop + size / (link if within else network)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        local = size * (group.per_node - 1) / ranks
+        return (
+            START_S
+            + NODE_HOP_S * ranks
+            + local / link
+            + (0 if within else size * (ranks - group.per_node) / ranks / network)
+        )
+    moved = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+    if within:
+        if kind == "all-reduce" and cluster.gpu.capability >= (9, 0):
+            link *= SWITCH_SHARE / LINK_SHARE
+        return START_S + NODE_HOP_S * ranks + moved / link
+    bulk = min(1.0, size / ranks / SMALL_BYTES)
+    hop = SMALL_HOP_S + bulk * (HOP_S[kind] - SMALL_HOP_S)
+    return START_S + hop * ranks + moved / min(link, network * group.per_node)
