@@ -1,0 +1,224 @@
+"""Which mesh, micro-batch, ZeRO stage and recomputation train the model fastest: `python -m scripts.plan search`.
+
+Formulas rank every legal configuration; the best few are compiled and timed. --fixed pins what is settled already.
+"""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from scripts import command_line
+from scripts.plan_verbs import common
+from scripts.plan_verbs.common import GIB
+from scripts.plan_verbs.words import recipe_of, words
+from ultrascale_jax.config import Config, MeshConfig, require
+from ultrascale_jax.plan.candidates import configured, parse_choices, told_to
+from ultrascale_jax.plan.search import Candidate, Compiled, Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.workload import Shape
+
+BUSY = {"gemm": "matrix products", "other": "other work"}
+"""What the compiled program's kinds of work are called here."""
+
+INTERRUPTED = 130
+"""What a shell expects of a process that SIGINT ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """What to search."""
+
+    # Both are searched, and pinned by --fixed.
+    schedule: tyro.conf.Suppress[str] = "1f1b"
+    virtual_stages: tyro.conf.Suppress[int] = 1
+
+    fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
+    """Keep to these, as tp=8,pp=1: axes, zero, remat, micro_batches, sequences, schedule, virtual_stages."""
+    top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
+    """How many meshes to list."""
+    compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """How many of the best to compile and time; 0 trusts the formulas."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.top >= 1, "top", self.top, "must be at least 1")
+        require(self.compile >= 0, "compile", self.compile, "must not be negative")
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "search", Options, __doc__)
+    recipe = recipe_of(argv)
+    with command_line.user_errors():
+        choices = parse_choices("fixed", options.fixed) if options.fixed else {}
+        search = Search(cfg, cluster, choices, *model(cfg, options))
+        interrupted = run(search, compiler(recipe, options), options.compile)
+        some = search.counts["candidates"] > 0 or interrupted
+        require(some, "gpus", options.gpus, illegal(search))
+    result = summarize(search, recipe, options)
+    if options.json:
+        print(json.dumps(result | {"complete": not interrupted}))
+    else:
+        show(result, Console() if sys.stdout.isatty() else Console(width=200))
+    if interrupted:
+        print("interrupted: this is the ranking so far", file=sys.stderr)
+        raise SystemExit(INTERRUPTED)
+    if result["command"] is None:
+        raise SystemExit(1)
+
+
+def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
+    """The model and the type of compute, as the assumptions have them."""
+    alone = told_to(cfg, mesh=MeshConfig(), micro_batches=1)
+    run = common.planned(alone, dataclasses.replace(options, gpus=1))
+    return run.shape, run.precision
+
+
+def run(search: Search, evaluate: Evaluate, most: int) -> bool:
+    """Rank by formula, then compile the `most` best; whether it was interrupted."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        try:
+            formulas = progress.add_task("formulas", total=None)
+            search.predict(
+                lambda done, total: progress.update(formulas, completed=done, total=total)
+            )
+            task = progress.add_task("compiling", total=most, visible=most > 0)
+            for attempt, candidate in enumerate(search.compile(evaluate, most)):
+                total = max(most, attempt + 1)
+                text = f"compiling {candidate.run.label}"
+                progress.update(task, completed=attempt, total=total, description=text)
+            progress.update(task, visible=False)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def compiler(recipe: str, options: Options) -> Evaluate:
+    """What compiles one configuration: the verb `compile` in a process of its own, which may crash."""
+    machine = ["--gpus", str(options.gpus), "--gpu", options.gpu]
+    machine += ["--cluster", options.cluster] if options.cluster else []
+
+    def evaluate(cfg: Config) -> Compiled:
+        command = [sys.executable, "-m", "scripts.plan", "compile", *words(recipe, cfg), *machine]
+        done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+            raise NotCompiled(lines[-1].removeprefix("error: "))
+        result = json.loads(done.stdout)
+        parts = {BUSY.get(name, name): seconds for name, seconds in result["busy_s"].items()}
+        parts |= {f"exposed {axes}": seconds for axes, seconds in result["exposed_s"].items()}
+        parts["other waiting"] = result["step_s"] - sum(parts.values())
+        return Compiled(peak_bytes=result["peak_bytes"], step_s=result["step_s"], parts=parts)
+
+    return evaluate
+
+
+def illegal(search: Search) -> str:
+    """Why there is no candidate at all."""
+    reasons = {name.removeprefix("illegal: "): n for name, n in search.counts.items() if n}
+    most = sorted(reasons, key=reasons.__getitem__, reverse=True)
+    return f"no mesh of so many GPUs is legal; most often refused: {', '.join(most[:3]) or 'all'}"
+
+
+def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
+    """The search as numbers; sizes in GiB on one GPU, seconds of one step."""
+    sections = search.rows(options.top)
+    winner = search.winner
+    return {
+        "verb": "search",
+        "label": f"{recipe} on {options.gpus} {search.cluster.gpu.name}",
+        "gpus": options.gpus,
+        "gpu": search.cluster.gpu.name,
+        "usable_gib": search.usable_bytes / GIB,
+        "counts": dict(search.counts),
+        "rows": [
+            row(search, candidate, recipe) | {"section": name, "verdict": verdict}
+            for name, candidates in sections.items()
+            for candidate, verdict in candidates
+        ],
+        "command": None if winner is None else train(recipe, configured(search.cfg, winner.run)),
+        "answer": answer(search),
+    }
+
+
+def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
+    """One candidate as numbers."""
+    run, estimate = candidate.run, candidate.estimate
+    step_s = search.step_s(candidate)
+    faster = estimate.step_s / step_s
+    return {
+        "label": run.label,
+        "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
+        "sequences": run.sequences,
+        "micro_batches": run.micro_batches,
+        "zero": run.zero,
+        "remat": run.remat,
+        "schedule": run.schedule if run.mesh.pp > 1 else "",
+        "virtual_stages": run.virtual_stages,
+        "peak_gib": candidate.peak_bytes / GIB,
+        "step_s": step_s,
+        "tokens_per_s_gpu": estimate.tokens_per_s_gpu * faster,
+        "mfu": estimate.mfu * faster,
+        "source": "compiled" if candidate.compiled else "formula",
+        "correction": 1.0 if candidate.compiled else search.correction(run),
+        "command": train(recipe, configured(search.cfg, run)),
+    }
+
+
+def train(recipe: str, cfg: Config) -> str:
+    """The command line that trains `cfg`."""
+    return shlex.join(["python", "-m", "scripts.train", *words(recipe, cfg)])
+
+
+def answer(search: Search) -> str:
+    """The search's result in one line."""
+    winner, usable = search.winner, f"{search.usable_bytes / GIB:.1f} GiB"
+    if winner is not None:
+        unsure = f"; by formula, since it does not compile: {winner.failure}"
+        return f"best: {winner.run.label}{unsure if winner.failure else ''}"
+    if ranking := search.ranking:
+        why = ranking[0].refusal or "none that was compiled fits"
+        return f"this release can run none of those that fit by formula: {why}"
+    if search.closest is None:
+        return "no candidate was tried"
+    need, run = search.closest
+    lacks = (
+        f"needs {need / GIB:.1f} GiB of the {usable} that one {search.cluster.gpu.name} can give"
+    )
+    return f"nothing fits: the closest, {run.label}, {lacks}; take more GPUs, or a shorter sequence"
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table, the counts and the winner's command."""
+    columns = ("mbs", "micro", "zero", "remat", "schedule", "GiB", "step s", "tok/s/GPU", "MFU")
+    table = Table("mesh", *columns, "source", "verdict")
+    for column in table.columns[5:9]:
+        column.justify = "right"
+    section = result["rows"][0]["section"] if result["rows"] else ""
+    for r in result["rows"]:
+        if r["section"] != section:
+            section = r["section"]
+            table.add_section()
+            table.add_row(f"[bold]{section}[/bold]")
+        stages = f" v{r['virtual_stages']}" if r["virtual_stages"] > 1 else ""
+        work = map(str, (r["sequences"], r["micro_batches"], r["zero"], r["remat"]))
+        axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
+        speed = (f"{r['step_s']:.3g}", f"{r['tokens_per_s_gpu']:,.0f}", f"{r['mfu']:.1%}")
+        source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
+        cells = (axes, *work, r["schedule"] + stages, f"{r['peak_gib']:.1f}", *speed)
+        table.add_row(*cells, source, r["verdict"])
+    if result["rows"]:
+        console.print(table)
+        counts = ", ".join(f"{n:,} {name}" for name, n in result["counts"].items())
+        console.print(f"{result['label']}: {counts}", markup=False)
+    console.print(result["answer"], markup=False, soft_wrap=True)
+    if result["command"]:
+        console.print(result["command"], markup=False, soft_wrap=True)

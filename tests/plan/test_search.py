@@ -1,0 +1,248 @@
+"""The search finds the fastest that fits, says why the others lost, and keeps what it has."""
+
+import dataclasses
+
+import pytest
+
+from configs.debug import config as debug
+from configs.llama3_8b import config as llama3_8b
+from configs.llama3_70b import config as llama3_70b
+from ultrascale_jax.plan.candidates import REMAT, configured, enumerate_runs, parse_choices
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.search import MARGIN, PROMISING, Compiled, NotCompiled, Search, kind
+from ultrascale_jax.plan.speed import estimate
+from ultrascale_jax.plan.workload import Run
+
+GIB = 2**30
+
+
+def searched(cfg, num_gpus, fixed=""):
+    choices = parse_choices("fixed", fixed) if fixed else {}
+    search = Search(cfg, find_cluster(None, "h100", num_gpus), choices)
+    search.predict()
+    return search
+
+
+def ran(size=GIB, step_s=5.0, **parts):
+    return Compiled(peak_bytes=size, step_s=step_s, parts=parts or {"work": step_s})
+
+
+def compiled(search, evaluate, most):
+    """The labels of what was compiled, in order."""
+    return [candidate.run.label for candidate in search.compile(evaluate, most)]
+
+
+def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs():
+    search = searched(llama3_8b, 8)
+    cluster = find_cluster(None, "h100", 8)
+    runs = enumerate_runs(llama3_8b, cluster, {}, ("pp", "dp", "fsdp", "sp", "tp")).runs
+    fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
+    flat = [estimate(run, cluster).step_s for run in fitting if run.mesh.pp == 1]
+    # What recomputes without need is slower than what does not, so leaving it out changes nothing.
+    assert search.winner.estimate.step_s == pytest.approx(min(flat))
+    assert search.winner.peak_bytes <= cluster.gpu.usable_bytes
+    counts = search.counts
+    assert counts["candidates"] == len(runs)
+    assert counts["fits"] + counts["recomputes without need"] >= len(fitting)
+    assert (
+        counts["fits"] + counts["does not fit"] + counts["recomputes without need"]
+        == counts["candidates"]
+    )
+    assert counts["does not fit"] > 0
+
+
+def test_recomputation_is_left_out_where_less_fits_with_room():
+    search = searched(debug, 8, "fsdp=8")
+    assert {c.run.remat for c in search.ranking} == {"none"}
+    assert search.counts["recomputes without need"] == search.counts["fits"] * (len(REMAT) - 1)
+    tight = searched(llama3_8b, 8, "fsdp=8 zero=3")
+    by_work = {}
+    for c in tight.ranking:
+        by_work.setdefault(dataclasses.replace(c.run, remat=""), []).append(c)
+    for same in by_work.values():
+        most = max(REMAT.index(c.run.remat) for c in same)
+        less = [c for c in same if REMAT.index(c.run.remat) < most]
+        assert all(c.peak_bytes > MARGIN * tight.usable_bytes for c in less)
+
+
+def test_a_pipeline_is_ranked_and_never_recommended():
+    search = searched(llama3_8b, 16)
+    pipelines = [c for c in search.ranking if c.run.mesh.pp > 1]
+    assert pipelines and search.winner.run.mesh.pp == 1
+    rows = [row for section in search.rows(50).values() for row in section]
+    for candidate, verdict in rows:
+        if candidate.run.mesh.pp > 1 and search.fits(candidate):
+            assert verdict.startswith("this release has no pipeline")
+    only = searched(llama3_8b, 16, "pp=4")
+    assert only.ranking and only.winner is None
+
+
+def test_every_verdict_has_its_reason():
+    search = searched(llama3_8b, 8)
+    sections = search.rows(5)
+    verdicts = [verdict for _, verdict in sections["the best of each mesh"]]
+    assert verdicts.count("best") == 1 and len(verdicts) == 5
+    best = search.winner
+    assert {c.run.mesh for c, _ in sections["one change to the best"]} == {best.run.mesh}
+    for candidate, verdict in (row for section in sections.values() for row in section):
+        if not search.fits(candidate):
+            need = f"{candidate.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
+            assert verdict == f"does not fit: it needs {need}"
+        elif candidate is not best:
+            share = candidate.estimate.step_s / best.estimate.step_s - 1
+            words = f"{abs(share):.1%} slower: " if share > 0 else f"{abs(share):.1%} faster: "
+            assert (words if abs(share) >= 0.001 else "as fast") in verdict
+
+
+def test_the_reason_is_the_part_that_costs_the_most():
+    search = searched(llama3_8b, 8)
+    best = search.winner
+    for candidate, verdict in search.rows(5)["one change to the best"]:
+        if not search.fits(candidate) or "slower: " not in verdict:
+            continue
+        costs = {
+            name: cost - best.estimate.parts.get(name, 0.0)
+            for name, cost in candidate.estimate.parts.items()
+        }
+        name = max(costs, key=costs.__getitem__)
+        assert verdict.endswith(f"slower: {name} {costs[name] / best.estimate.step_s:+.1%}")
+
+
+def test_what_is_compiled_replaces_the_formula():
+    search = searched(llama3_8b, 8)
+    seen = []
+
+    def evaluate(cfg):
+        seen.append(cfg)
+        return ran(step_s=10.0 - len(seen))
+
+    for candidate in search.compile(evaluate, 3):
+        assert not candidate.refusal and candidate.compiled is None
+    assert len(seen) == 3
+    assert search.step_s(search.winner) == 7.0
+    assert configured(search.cfg, search.winner.run) == seen[-1]
+    assert [search.step_s(c) for c in search.ranking[:3]] == [7.0, 8.0, 9.0]
+    assert all(c.compiled is None for c in search.ranking[3:])
+
+
+def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
+    search = searched(llama3_70b, 64)
+    ours = [c for c in search.ranking if not c.refusal]
+    kinds = list(dict.fromkeys(kind(c.run) for c in ours))
+    near = {kind(c.run) for c in ours if c.estimate.step_s <= PROMISING * ours[0].estimate.step_s}
+    assert len(near) > 1
+
+    def evaluate(cfg):
+        seconds = 1.0 if kind(Run.of(cfg, 64)) == kinds[1] else 2.0
+        return ran(step_s=seconds)
+
+    found = [kind(c.run) for c in search.compile(evaluate, len(near) + 2)]
+    assert found[: len(near)] == [k for k in kinds if k in near]
+    assert found[len(near) :] == [kinds[1]] * 2
+
+
+def test_what_does_not_fit_or_compile_after_all_loses():
+    search = searched(llama3_8b, 8)
+    answers = iter([ran(200 * GIB), NotCompiled("it crashed"), ran(step_s=30.0)])
+
+    def evaluate(cfg):
+        answer = next(answers)
+        if isinstance(answer, NotCompiled):
+            raise answer
+        return answer
+
+    first, second, third = [c.run for c in search.compile(evaluate, 3)]
+    assert search.winner.run == third
+    assert {c.run for c in search.ranking[-2:]} == {first, second}
+    verdicts = {c.run: v for c, v in search.rows(10**6)["the best of each mesh"]}
+    assert verdicts[first].startswith("does not fit: compiled, it needs 200.0 of")
+
+
+def test_two_that_are_compiled_are_compared_by_what_the_compiler_says():
+    search = searched(llama3_8b, 8)
+    answers = [ran(step_s=3.0, gemm=2.0, exposed=1.0), ran(step_s=2.0, gemm=1.9, exposed=0.1)]
+    pending = iter(answers)
+    slow, fast = compiled(search, lambda cfg: next(pending), 2)
+    verdicts = {c.run.label: v for c, v in search.rows(10**6)["the best of each mesh"]}
+    assert verdicts[fast] == "best"
+    assert verdicts[slow] == "50.0% slower: exposed +45.0%"
+
+
+def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
+    search = searched(llama3_70b, 64)
+    before = {c.run: search.step_s(c) for c in search.ranking}
+    pending = iter([ran(step_s=20.0), ran(step_s=40.0)])
+    first, second = [c.run for c in search.compile(lambda cfg: next(pending), 2)]
+    assert kind(first) != kind(second)
+    ratios = {kind(first): 20.0 / before[first], kind(second): 40.0 / before[second]}
+    middle = sum(ratios.values()) / 2
+    for c in search.ranking:
+        if c.run not in (first, second):
+            expected = before[c.run] * ratios.get(kind(c.run), middle)
+            assert search.step_s(c) == pytest.approx(expected)
+    for c, verdict in search.rows(10**6)["the best of each mesh"]:
+        faster = before[c.run] < before[search.winner.run] * 0.99
+        if faster and not c.compiled and search.step_s(c) > search.step_s(search.winner) * 1.01:
+            assert "slower, by formula alone -" in verdict
+
+
+def test_if_nothing_compiled_fits_more_is_tried():
+    search = searched(llama3_8b, 8)
+    assert len(compiled(search, lambda cfg: ran(200 * GIB), 2)) == 4
+    assert search.winner.compiled is None
+
+
+def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
+    search = searched(llama3_8b, 8)
+    best = search.winner.run
+
+    def evaluate(cfg):
+        raise NotCompiled("no plugin")
+
+    assert len(compiled(search, evaluate, 6)) == 2
+    assert search.winner.run == best
+    verdicts = [v for _, v in search.rows(3)["the best of each mesh"]]
+    assert verdicts[0] == "best"
+
+
+def test_an_interrupt_keeps_what_was_found():
+    search = searched(llama3_8b, 8)
+    count = 0
+
+    def evaluate(cfg):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return ran()
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled(search, evaluate, 6)
+    assert sum(c.compiled is not None for c in search.ranking) == 2
+    assert search.step_s(search.winner) == 5.0
+
+    def stop(done, total):
+        if done == 100:
+            raise KeyboardInterrupt
+
+    early = Search(llama3_8b, find_cluster(None, "h100", 8))
+    with pytest.raises(KeyboardInterrupt):
+        early.predict(stop)
+    assert 0 < early.counts["fits"] + early.counts["does not fit"] <= 100
+
+
+def test_if_nothing_fits_the_closest_is_known():
+    search = searched(llama3_70b, 8)
+    assert search.winner is None and search.ranking == []
+    need, run = search.closest
+    assert need == breakdown(run).peak_bytes > search.usable_bytes
+    assert run.remat == "full"
+
+
+def test_the_sequence_is_split_over_cp_only_where_nothing_else_fits():
+    assert {c.run.mesh.cp for c in searched(llama3_8b, 8).ranking} == {1}
+    # One sequence, and a tensor group of no more than 8: without cp only a pipeline employs 16 GPUs.
+    one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))
+    assert searched(one, 16).winner.run.mesh.cp == 2
+    assert searched(one, 16, "cp=1").winner is None

@@ -1,0 +1,147 @@
+"""`python -m scripts.plan search`: the ranking, its JSON, and a command that trains the winner."""
+
+import json
+import shlex
+import signal
+
+import pytest
+
+from scripts import command_line, plan
+from scripts.plan_verbs import search
+from scripts.plan_verbs.words import recipe_of, words
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.search import Compiled, Search
+
+ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
+ROW = {
+    *("label", "mesh", "sequences", "micro_batches", "zero", "remat", "schedule", "peak_gib"),
+    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "command"),
+}
+
+
+def answer(capsys, *arguments):
+    plan.main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def trained(command):
+    """The configuration that a printed command trains."""
+    program, *arguments = shlex.split(command)
+    assert (program, arguments[:2]) == ("python", ["-m", "scripts.train"])
+    return command_line.parse(arguments[2:], prog="train")[0]
+
+
+def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
+    result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1M", "--seq-len", "4096")
+    assert (result["verb"], result["gpus"], result["gpu"]) == ("search", 8, "h100")
+    assert result["label"] == "llama3_8b on 8 h100" and result["complete"]
+    assert result["counts"]["candidates"] > 1000
+    assert all(set(row) >= ROW and row["source"] == "formula" for row in result["rows"])
+    best = result["rows"][0]
+    assert best["verdict"] == "best" and best["command"] == result["command"]
+    cfg = trained(result["command"]).check(8)
+    sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
+    assert sizes == best["mesh"]
+    assert cfg.train.global_batch == 256 and cfg.data.seq_len == 4096
+    work = (cfg.train.micro_batches, cfg.train.zero, cfg.train.remat)
+    assert work == (best["micro_batches"], best["zero"], best["remat"])
+    batch = best["sequences"] * best["micro_batches"] * cfg.mesh.batch
+    assert batch == cfg.train.global_batch
+
+
+def test_fixed_fields_stay(capsys):
+    result = answer(capsys, *ARGUMENTS, "--fixed", "tp=2,zero=3,remat=full")
+    ranked = [row for row in result["rows"] if row["section"] == "the best of each mesh"]
+    assert len(ranked) > 1
+    assert all(row["mesh"].get("tp") == 2 for row in result["rows"])
+    assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
+
+
+def test_the_table_names_the_reasons(capsys):
+    plan.main([*ARGUMENTS, "--top", "4"])
+    text = capsys.readouterr().out
+    assert " slower: " in text and "does not fit: it needs" in text
+    assert "python -m scripts.train llama3_8b --mesh" in text.splitlines()[-1]
+
+
+def test_if_nothing_fits_one_line_says_what_lacks(capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["search", "llama3_405b", "--gpus", "8"])
+    assert stop.value.code == 1
+    text = capsys.readouterr().out
+    assert "nothing fits: the closest" in text and " GiB of the " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fixed", "tensor=2"], "fixed='tensor=2'"),
+        (["--fixed", "tp=3"], "gpus=8: no mesh"),
+        (["--top", "0"], "top=0"),
+        (["--compile", "-1"], "compile=-1"),
+        (["--gpu", "tpu"], "gpu='tpu'"),
+    ],
+)
+def test_nonsense_is_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["search", "llama3_8b", *arguments])
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert stop.value.code == 2
+    assert len(error) == 1 and error[0].startswith(f"error: {message}")
+
+
+def test_an_interrupt_shows_the_ranking_so_far():
+    cfg = command_line.load_recipe("llama3_8b")
+    found = Search(cfg, find_cluster(None, "h100", 8))
+    seen = []
+
+    def evaluate(cfg):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(cfg)
+        return Compiled(peak_bytes=2**30, step_s=3.0, parts={})
+
+    assert search.run(found, evaluate, 3)
+    assert found.step_s(found.winner) == 3.0
+
+
+def test_an_interrupted_search_ends_with_130(capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    own = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        # So many compilations take minutes.
+        signal.setitimer(signal.ITIMER_REAL, 3)
+        with pytest.raises(SystemExit) as stop:
+            plan.main(["search", "llama3_70b", "--gpus", "512", "--compile", "50", "--json"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, own)
+    assert stop.value.code == 130
+    result = json.loads(capsys.readouterr().out)
+    assert not result["complete"] and result["rows"]
+
+
+@pytest.mark.slow
+def test_the_best_are_compiled(capsys):
+    arguments = ["search", "debug", "--gpus", "2", "--compile", "1", "--fixed", "pp=1"]
+    result = answer(capsys, *arguments)
+    compiled = [row for row in result["rows"] if row["source"] == "compiled"]
+    assert compiled[0]["verdict"] == "best" and compiled[0]["peak_gib"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "llama3_70b --mesh fsdp=64,sp=8 --train.zero 2",
+        "demo --model.tied-embeddings --data.no-document-mask --optim.betas 0.8 0.9",
+        "llama32_1b --model.rope-scaling.factor 16.0 --model.sliding-window 64 --train.remat save:q,k",
+        "qwen3_8b --mesh dp=1 --train.global-batch 7 --data.source text:/tmp/*.txt --run-dir out/x",
+    ],
+)
+def test_the_words_of_a_configuration_make_it_again(arguments):
+    cfg, _ = command_line.parse(arguments.split(), prog="train")
+    recipe = recipe_of(arguments.split())
+    assert command_line.parse(words(recipe, cfg), prog="train")[0] == cfg
+    assert recipe_of(["--gpus", "8"]) == recipe_of([]) == "demo"

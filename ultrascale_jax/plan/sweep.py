@@ -1,0 +1,153 @@
+"""A grid of configurations, and the table of what became of them.
+
+The table has the columns of the playbook's benchmark, then what those cannot say. Its rows are written one by one, so
+that a sweep can go on where it ended.
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale_jax.config import AXES, Config, ModelConfig, require
+from ultrascale_jax.plan.candidates import Choices, Space, enumerate_runs
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.nanotron import SHAPES
+from ultrascale_jax.plan.speed import estimate
+from ultrascale_jax.plan.workload import Run, Shape
+
+COLUMNS = (
+    *("model", "nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero"),
+    *("mfu_pct", "tok_s_gpu", "tok_s", "mem_gb"),
+    *("mesh", "schedule", "remat", "seq_len", "device", "status", "source", "command"),
+)
+"""Those of the benchmark (`dp` is dp*fsdp*ep, `tp` is sp*tp, memory in GiB, nan where a run failed), then ours."""
+
+KEY = ("command", "schedule", "device", "source")
+"""What tells one row from another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one run."""
+
+    status: str
+    """`ok`, `out of memory`, or `failed: ` and why."""
+    step_s: float = math.nan
+    mfu: float = math.nan
+    peak_bytes: float = math.nan
+
+
+def grid(
+    cfg: Config,
+    cluster: Cluster,
+    choices: Choices,
+    shape: Shape | None = None,
+    precision: str | None = None,
+) -> Space:
+    """Every legal run of `choices`; what they do not name is as in `cfg`.
+
+    An axis that they do not name is 1. If they name none, all meshes are tried that split no sequence over cp.
+    """
+    own = {
+        "zero": (cfg.train.zero,),
+        "remat": (cfg.train.remat,),
+        "micro_batches": (cfg.train.micro_batches,),
+        "schedule": ("1f1b",),
+    }
+    if "sequences" in choices:
+        del own["micro_batches"]
+    free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
+    return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape, precision)
+
+
+def model_name(model: ModelConfig, recipe: str) -> str:
+    """The benchmark's name of a model that has the sizes of one of its, or else the recipe's."""
+    sizes = (
+        *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
+        *("head_dim", "tied_embeddings"),
+    )
+    same = (
+        name
+        for name, shape in SHAPES.items()
+        if all(getattr(shape, size) == getattr(model, size) for size in sizes)
+    )
+    return next(same, recipe)
+
+
+def predict(run: Run, cluster: Cluster) -> Outcome:
+    """What the formulas say of `run`."""
+    peak = breakdown(run).peak_bytes
+    if peak > cluster.gpu.usable_bytes:
+        return Outcome(status="out of memory")
+    speed = estimate(run, cluster)
+    return Outcome(status="ok", step_s=speed.step_s, mfu=speed.mfu, peak_bytes=peak)
+
+
+def schedule(run: Run) -> str:
+    """Schedule and stages of a pipeline, or nothing."""
+    stages = f" v{run.virtual_stages}" if run.virtual_stages > 1 else ""
+    return run.schedule + stages if run.mesh.pp > 1 else ""
+
+
+def row(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, str]:
+    """One row of the table; `said` gives `model`, `device`, `source` and `command`."""
+    mesh = run.mesh
+    speed = run.step_tokens / outcome.step_s
+    axes = ",".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
+    values = {
+        "nodes": cluster.nodes,
+        "mbs": run.sequences,
+        "gas": run.micro_batches,
+        "gbs": run.global_batch,
+        "dp": mesh.batch,
+        "pp": mesh.pp,
+        "tp": mesh.tensor,
+        "zero": run.zero,
+        "mfu_pct": f"{100 * outcome.mfu:.1f}",
+        "tok_s_gpu": f"{speed / run.num_gpus:.1f}",
+        "tok_s": f"{speed:.1f}",
+        "mem_gb": f"{outcome.peak_bytes / 2**30:.1f}",
+        "mesh": axes or "dp=1",
+        "schedule": schedule(run),
+        "remat": run.remat,
+        "seq_len": run.seq_len,
+        "status": outcome.status,
+    }
+    return {name: str(said.get(name, values.get(name, ""))) for name in COLUMNS}
+
+
+class Table:
+    """The CSV file of a sweep."""
+
+    def __init__(self, path: Path):
+        """Read `path` if it is there.
+
+        Raises:
+          UserError: it is the table of something else.
+        """
+        self.path = path
+        self.rows: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                self.rows = list(reader)
+            fix = "has other columns than a sweep; choose another file"
+            require(tuple(reader.fieldnames or ()) == COLUMNS, "out", str(path), fix)
+
+    def find(self, key: Mapping[str, str]) -> dict[str, str] | None:
+        """The row whose `KEY` is that of `key`, if there is one."""
+        same = (row for row in self.rows if all(row[name] == key[name] for name in KEY))
+        return next(same, None)
+
+    def add(self, row: dict[str, str]) -> None:
+        """Write one more row."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow(row)
+        self.rows.append(row)
