@@ -1,0 +1,332 @@
+"""The figures of `plan/report`: their numbers, the drawings, the page, and what is refused."""
+
+import dataclasses
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from configs import llama3_8b
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.report import draw, files, formulas, page, palette, runs, speeds
+from ultrascale_jax.plan.report.figures import (
+    GIB,
+    Bar,
+    Bars,
+    Cloud,
+    Clouds,
+    Event,
+    Figure,
+    Heat,
+    Lines,
+    Point,
+    Sheet,
+    Streams,
+    Table,
+    number,
+)
+from ultrascale_jax.plan.report.study import Study
+from ultrascale_jax.plan.workload import Shape
+
+RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
+HEAD = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb\n"
+NEGATIVE = json.dumps(
+    {
+        "verb": "memory",
+        "label": "fsdp8",
+        "gpu": "h100",
+        "parts": {"parameters": -GIB},
+        "timeline": [],
+        "usable_bytes": 72 * GIB,
+    }
+)
+STREAMS = Streams(
+    name="timeline",
+    title="One step",
+    caption="of a test",
+    streams={
+        "compute": [Event(name="fusion.1", start=0.0, duration=0.6, kind="matmul")],
+        "communication": [Event(name="gather<1>", start=0.2, duration=0.5, kind="all-gather")],
+    },
+    step_s=1.0,
+)
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(fsdp=8, sp=8))
+    return Study(
+        name="llama3_8b",
+        cfg=cfg,
+        cluster=find_cluster(None, "h100", 64),
+        shape=Shape.of(cfg.model),
+    )
+
+
+@pytest.fixture(scope="module")
+def of_runs() -> dict[str, Figure]:
+    return {figure.name: figure for figure in files.figures([files.read(RUNS)])}
+
+
+def test_a_stack_is_as_high_as_the_breakdown(study):
+    figure = formulas.by_sequence(study)
+    bars = {bar.label: bar for bar in figure.panels["recompute selective"]}
+    assert list(bars) == ["2k", "4k", "8k", "16k", "32k"]
+    run = dataclasses.replace(study.run, remat="selective", seq_len=4096, sequences=1)
+    expected = breakdown(run)
+    assert bars["4k"].total == pytest.approx(expected.peak_bytes / GIB, rel=1e-6)
+    held = {name: size / GIB for name, size in expected.parts.items() if size}
+    assert bars["4k"].parts == pytest.approx(held)
+    assert figure.limit == study.cluster.gpu.usable_bytes / GIB
+    row = next(r for r in figure.table().rows if r[:2] == ("recompute selective", "4k"))
+    assert row[-2] == bars["4k"].total
+
+
+def test_zero_shards_the_state_and_more_gpus_hold_less_of_it(study):
+    panels = formulas.by_zero(study).panels
+    totals = {panel: [bar.total for bar in bars] for panel, bars in panels.items()}
+    assert max(totals["ZeRO 0"]) == pytest.approx(min(totals["ZeRO 0"]), rel=0.01)
+    for stage in ("ZeRO 1", "ZeRO 2", "ZeRO 3"):
+        assert totals[stage] == sorted(totals[stage], reverse=True)
+        assert totals[stage][-1] < 0.9 * totals[stage][0]
+    assert [bar.label for bar in panels["ZeRO 3"]] == ["1", "2", "4", "8"]  # sp 8 takes the rest
+
+
+def test_an_axis_has_only_the_sizes_that_divide_the_model(study):
+    panels = formulas.by_split(study).panels
+    assert [bar.label for bar in panels["tensor (tp)"]] == ["1", "2", "4", "8", "16"]
+    odd = dataclasses.replace(study, shape=Shape.of(study.cfg.model, num_layers=30))
+    assert [bar.label for bar in formulas.by_split(odd).panels["pipeline (pp)"]] == ["1", "2"]
+
+
+def test_scaling_marks_what_does_not_fit(study):
+    lines = speeds.scaling(study).panels["batch split"]
+    assert [p.solid for p in lines["dp"]] == [False] * len(lines["dp"])  # 16 bytes x 8 G parameters
+    assert [p.solid for p in lines["fsdp"]][:1] == [False]
+    assert lines["fsdp"][-1].solid and lines["fsdp"][-1].x == 64
+    assert all(p.y > 0 and f"fsdp{p.x:.0f}" in p.note for p in lines["fsdp"][1:])
+
+
+def test_step_parts_add_up_to_the_estimate(study):
+    from ultrascale_jax.plan.speed import estimate
+
+    bars = {bar.label: bar for bar in speeds.step_parts(study).panels["tensor and sequence (sp)"]}
+    tried = [study.varied({"sp": 4, "fsdp": 16}, sequences=n) for n in (1, 2, 4, 8, 16, 32)]
+    times = [estimate(run, study.cluster).step_s for run in tried if run and study.fits(run)]
+    assert len(times) > 1 and bars["4"].total == pytest.approx(min(times))
+
+
+def test_the_heat_map_of_the_playbooks_runs_is_the_playbooks(of_runs):
+    """The figure's cells as `playbook.md` section 1i lists them; two of 1B rank otherwise by tokens than by MFU."""
+    heat = of_runs["best"]
+    assert isinstance(heat, Heat)
+    assert heat.rows == ("1B", "8B") and heat.columns == ("1", "2", "4", "8", "16", "32", "64")
+    assert heat.cells["8B", "1"].value == 7503
+    assert heat.cells["8B", "1"].text == "dp2 pp4\nmbs1 gas128 z1\n63.1 GiB"
+    assert heat.cells["8B", "32"].text.startswith("dp32 tp8\nmbs8 gas1 z0")
+    assert heat.cells["1B", "1"].text.startswith("dp8\n") and heat.cells["1B", "1"].value == 40150
+    assert heat.cells["1B", "64"].text.startswith("dp128 tp2 pp2\nmbs2 gas1 z1")
+
+
+def test_the_fastest_run_of_each_family_is_the_playbooks(of_runs):
+    lines = of_runs["families"].panels["8B"]
+    by_nodes = {family: {p.x / 8: p.y for p in points} for family, points in lines.items()}
+    pp, tp = by_nodes["dp and pp"], by_nodes["dp and tp"]
+    assert [(pp[n], tp[n]) for n in (1, 8, 16, 32, 64)] == [
+        (7503, 7141),
+        (6555, 6539),
+        (5397, 6028),
+        (3552, 5428),
+        (1224, 3101),
+    ]
+
+
+def test_every_run_with_a_result_is_a_point(of_runs):
+    clouds = of_runs["runs"]
+    count = sum(len(points) for c in clouds.panels.values() for points in c.groups.values())
+    assert count == len(clouds.table().rows) == 1027
+    assert "1,027 runs" in clouds.caption and "616 more" in clouds.caption
+
+
+def test_a_sweep_names_its_axes_and_counts_all_of_them():
+    head = HEAD.strip() + ",mesh,remat"
+    row = 'llama3_8b,2,2,16,256,4,1,2,3,40,7000.0,112000,50.0,"fsdp=4,cp=2,sp=2",full'
+    figures = {f.name: f for f in runs.figures(runs.read("a.csv", f"{head}\n{row}\n"), "a.csv")}
+    cell = figures["best"].cells["llama3_8b", "2"]
+    assert cell.text == "fsdp4 cp2 sp2\nmbs2 gas16 z3 full\n50.0 GiB"
+    (point,) = figures["families"].panels["llama3_8b"]["dp and tp"]
+    assert (point.x, point.y) == (16, 7000.0)
+
+
+def test_a_number_has_three_digits():
+    values = (0.0, 0.00012, 0.123, 7.456, 41.72, 318.4, 40150.0, 12, "dp8", float("nan"))
+    assert [number(v) for v in values] == [
+        *("0", "0.00012", "0.12", "7.46", "41.7", "318", "40,150", "12", "dp8", "-")
+    ]
+
+
+def test_parts_have_different_looks_and_activations_stand_on_top():
+    parts = {f"activations: {n}": 1.0 for n in range(12)} | {f"state {n}": 1.0 for n in range(12)}
+    bars = Bars(
+        name="a", title="", caption="", panels={"": [Bar(label="x", parts=parts)]}, unit="", x=""
+    )
+    assert bars.parts[:12] == [f"state {n}" for n in range(12)]
+    looks = palette.colours([*bars.parts, "parameters", "activations: mlp"])
+    assert len(set(looks.values())) == len(looks) == 26
+
+
+def test_short_operations_of_a_kind_are_drawn_as_one():
+    events = [Event(name=f"op{n}", start=0.01 * n, duration=0.01, kind="a") for n in range(5)]
+    events.append(Event(name="long", start=0.05, duration=0.5, kind="a"))
+    drawn = page.merged(events, 0.1)
+    assert [(e.name, e.start) for e in drawn] == [("5 short operations", 0.0), ("long", 0.05)]
+    assert drawn[0].duration == pytest.approx(0.05)
+    assert page.merged(events, 0.001) == events
+
+
+class Loads(html.parser.HTMLParser):
+    """What a page would fetch, its ids, and whether its elements are closed in order."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.ids, self.open, self.links = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "data", "srcset", "action", "poster"):
+                (self.links if value.startswith("#") else self.fetched).append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Loads:
+    found = Loads()
+    found.feed(text)
+    assert found.open == []
+    assert found.fetched == []
+    assert not re.search(r"@import|url\((?!#)|fetch\(|XMLHttpRequest|https?://", text)
+    assert len(set(found.ids)) == len(found.ids)
+    assert {link[1:] for link in found.links} <= set(found.ids)
+    return found
+
+
+def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
+    points = [Point(x=1, y=2.5, note="a<b"), Point(x=2, y=3.5, solid=False)]
+    text = {"title": "Title: of <a>", "caption": 'says "so"'}
+    bar = Bar(label="one", parts={"parameters": 12.25, "logits": 300.0})
+    kinds = [
+        Bars(name="bars", **text, panels={"p": [bar]}, unit="GiB", x="x", limit=72.0),
+        Lines(name="lines", **text, panels={"p": {"a": points}}, x="x", y="y", hollow="no"),
+        Clouds(
+            name="clouds",
+            **text,
+            panels={"p": Cloud(x="measured", y="predicted", groups={"a": points}, equal=True)},
+        ),
+        STREAMS,
+        Sheet(
+            name="sheet",
+            **text,
+            sheet=Table(head=("axis", "ratio"), rows=(("dp", 0.25),)),
+            ratios={"dp": 0.25, "tp": 2.0},
+            x="ratio",
+        ),
+    ]
+    drawn = []
+    for figure in kinds:
+        png = tmp_path / f"{figure.name}.png"
+        drawn.append((figure, draw.draw(figure, png)))
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert png.stat().st_size < 300_000
+    around = page.Page(
+        title="T", subtitle="s", facts={"peak": "3"}, command="cmd", inputs=["i"], versions="v"
+    )
+    text = page.render(around, drawn)
+    found = parsed(text)
+    assert {"bars", "lines", "clouds", "timeline", "sheet"} <= set(found.ids)
+    assert "prefers-color-scheme: dark" in text
+    assert text.count('role="img"') == len(kinds) and 'aria-label="Title: of &lt;a&gt;' in text
+    for shown in ("12.2", "312", "a&lt;b", "gather&lt;1&gt; (all-gather): 500 ms", "cmd"):
+        assert shown in text
+    again = draw.draw(kinds[0], tmp_path / "again.png")
+    assert again == drawn[0][1]
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "bars.png").read_bytes()
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install 'ultrascale_jax\[report\]'"):
+        draw.draw(STREAMS, tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "x", "give a .json or .csv file"),
+        ("a.json", None, "there is no such file"),
+        ("a.json", " \n", "is empty"),
+        ("a.json", "{", "is not JSON: .* in line 1"),
+        ("a.json", "[1]", "has no field 'verb'"),
+        ("a.json", '{"label": 1}', "has no field 'verb'"),
+        ("a.json", '{"verb": "guess"}', "verb='guess' has no figures"),
+        ("a.json", '{"verb": "memory", "label": "x"}', "lacks the field 'parts'"),
+        ("a.json", '{"verb": "compile", "label": "x"}', "lacks the field"),
+        ("a.json", '{"verb": "search", "rows": 3}', "not what `search` writes"),
+        ("a.json", '{"verb": "validate", "cells": []}', "lacks the field 'rows'"),
+        ("a.json", NEGATIVE, "not what `memory` writes: -1.0 is no size"),
+        ("a.csv", "a,b\n1,2\n", r"lacks the column\(s\) model, nodes"),
+        ("a.csv", HEAD.replace("pp,", ""), r"lacks the column\(s\) pp$"),
+        ("a.csv", HEAD, "has no rows"),
+        (
+            "a.csv",
+            HEAD + "1B,1,2,16,256,eight,1,1,0,1,1,1,1\n",
+            "line 2: dp='eight': must be a whole number",
+        ),
+        ("a.csv", HEAD + "1B,0,2,16,256,8,1,1,0,1,1,1,1\n", "line 2: nodes=0: must be at least 1"),
+        ("a.csv", HEAD + "1B,1,2,16,256,8,1,1,0,1,-1,1,1\n", "tok_s_gpu=-1.0: must be at least 0"),
+        ("a.csv", HEAD + "1B,1,2\n", "line 2: gas=None: must be a whole number"),
+        ("a.csv", HEAD + "1B,1,2,16,256,8,1,1,0,nan,nan,nan,nan\n", "no row has a throughput"),
+        ("a.csv", b"\xff\xfe\x00", "is not text in UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_named_with_the_field(tmp_path, name, text, message):
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message) as caught:
+        files.figures([files.read(str(path))])
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_memory_files_stand_side_by_side(tmp_path):
+    for n in (1, 2):
+        content = {
+            "verb": "memory",
+            "label": f"fsdp{n} zero3",
+            "gpu": "h100",
+            "parts": {"parameters": n * GIB, "nothing": 0},
+            "timeline": [["model init", n * GIB]],
+            "peak_bytes": n * GIB,
+            "usable_bytes": 72 * GIB,
+        }
+        (tmp_path / f"{n}.json").write_text(json.dumps(content))
+    sources = [files.read(str(tmp_path / f"{n}.json")) for n in (1, 2)]
+    peaks, moments = files.figures(sources)
+    assert isinstance(peaks, Bars) and peaks.limit == 72
+    assert [bar.parts for bar in peaks.panels[""]] == [{"parameters": 1.0}, {"parameters": 2.0}]
+    assert set(moments.panels) == {"fsdp1 zero3", "fsdp2 zero3"}
+    (alone,) = files.figures(sources[:1])
+    assert set(alone.panels) == {"at the peak, by part", "through two steps"}

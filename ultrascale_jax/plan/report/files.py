@@ -1,0 +1,335 @@
+"""Figures from what the verbs of `scripts.plan` wrote: JSON of one verb, or CSV of runs."""
+
+import dataclasses
+import hashlib
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.plan.report import runs
+from ultrascale_jax.plan.report.figures import (
+    GIB,
+    WHOLE,
+    Bar,
+    Bars,
+    Cloud,
+    Clouds,
+    Event,
+    Figure,
+    Lines,
+    Point,
+    Streams,
+    Table,
+)
+
+NEAR = 1.5
+"""Candidates of a search are drawn up to so many times the memory that there is."""
+
+CELLS = (
+    ("rank correlation", "spearman", 1),
+    ("first choice / best (%)", "first_choice", 100),
+    ("throughput error (%)", "speed_error", 100),
+    ("memory error (%)", "memory_error", 100),
+)
+"""Of one model and number of nodes in `validate`: title, key, factor."""
+
+WORK = {"gemm": "matrix products", "attention": "attention", "other": "all other work"}
+"""The kinds of work of the verb `compile`, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One input file."""
+
+    path: str
+    verb: str
+    content: Any
+    """The JSON object, or the rows of the CSV."""
+    digest: str
+    """First digits of its SHA-256."""
+
+
+def read(path: str) -> Source:
+    """The JSON of a verb, or a CSV of runs (verb `sweep`).
+
+    Raises:
+      UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    require(suffix in (".json", ".csv"), "file", path, "give a .json or .csv file, or a recipe")
+    require(file.is_file(), "file", path, "there is no such file")
+    data = file.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise UserError(f"file={path!r}: is not text in UTF-8") from None
+    require(text.strip() != "", "file", path, "is empty")
+    if suffix == ".csv":
+        return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"file={path!r}: is not JSON: {error.msg} in line {error.lineno}") from None
+    fix = f"has no field 'verb'; write it by `python -m scripts.plan VERB --json`, VERB {', '.join(READERS)}"
+    require(isinstance(content, dict) and "verb" in content, "file", path, fix)
+    verb = content["verb"]
+    fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"
+    require(verb in READERS, "file", path, fix)
+    return Source(path=path, verb=verb, content=content, digest=digest)
+
+
+def figures(sources: Sequence[Source]) -> list[Figure]:
+    """All figures of `sources`, files of one verb together.
+
+    Raises:
+      UserError: a file lacks a field; names both.
+    """
+    found: list[Figure] = []
+    for verb, make in READERS.items():
+        if mine := [source for source in sources if source.verb == verb]:
+            try:
+                made = make(mine)
+                if not all(figure.table().rows for figure in made):
+                    raise ValueError("there is nothing to show")
+                found += made
+            except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+                if isinstance(error, UserError):
+                    raise
+                paths = ", ".join(source.path for source in mine)
+                what = f"lacks the field {error}" if isinstance(error, KeyError) else str(error)
+                raise UserError(f"file={paths!r}: not what `{verb}` writes: {what}") from None
+    return found
+
+
+def _memory(sources: Sequence[Source]) -> list[Figure]:
+    return memory([source.content for source in sources])
+
+
+def memory(contents: Sequence[dict[str, Any]]) -> list[Figure]:
+    """What one GPU holds, from objects as the verb `memory` prints them; one alone is one figure."""
+    several = len(contents) > 1
+    width = min(18, max(8, 64 // len(contents)))
+    peaks, moments = [], {}
+    for content in contents:
+        parts = {name: size / GIB for name, size in content["parts"].items() if size}
+        peaks.append(Bar(label=wrap(content["label"], width), parts=parts))
+        title = content["label"] if several else "through two steps"
+        moments[title] = [
+            Bar(label=wrap(name, 12), parts={WHOLE: size / GIB})
+            for name, size in content["timeline"]
+        ]
+    usable = min(content["usable_bytes"] for content in contents) / GIB
+    gpus = "/".join(sorted({content["gpu"] for content in contents}))
+    peak = Bars(
+        name="memory",
+        title=f"Memory of one GPU ({gpus})",
+        caption="By formulas: what one GPU holds at the peak of a step, part by part.",
+        panels={"" if several else "at the peak, by part": peaks},
+        unit="GiB",
+        x="",
+        limit=usable,
+        limit_name=f"usable: {usable:.0f} GiB",
+    )
+    through = "By formulas: what one GPU holds through two optimizer steps."
+    if not several:
+        caption = "By formulas: what one GPU holds at the peak of a step, and through two optimizer steps."
+        return [dataclasses.replace(peak, panels={**peak.panels, **moments}, caption=caption)]
+    title = f"Memory of one GPU through two steps ({gpus})"
+    return [
+        peak,
+        dataclasses.replace(
+            peak, name="memory_moments", title=title, caption=through, panels=moments
+        ),
+    ]
+
+
+def _compile(sources: Sequence[Source]) -> list[Figure]:
+    found: list[Figure] = []
+    for n, source in enumerate(sources):
+        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
+        where = f"{content['label']} on {content['gpus']} {content['gpu']}"
+        streams = {
+            stream: [
+                Event(name=str(e[0]), start=e[1], duration=e[2], kind=str(e[3])) for e in events
+            ]
+            for stream, events in content["timeline"]["streams"].items()
+        }
+        step, exposed = content["step_s"], content["exposed_s"]
+        parts = {WORK.get(kind, kind): s for kind, s in content["busy_s"].items()}
+        parts |= {f"waiting for {axes}": s for axes, s in exposed.items() if s}
+        if (copies := content["idle_s"] - sum(exposed.values())) > 0:
+            parts["waiting for copies"] = copies
+        found += [
+            Streams(
+                name=f"timeline{tail}",
+                title=f"One step: {where}",
+                caption="The scheduled program of XLA, timed operation by operation by plan/timeline.py. "
+                f"Step {1e3 * step:.1f} ms, {content['tokens_per_s_gpu']:,.0f} tokens/s/GPU, "
+                f"MFU {100 * content['mfu']:.1f}%.",
+                streams=streams,
+                step_s=max(
+                    [1e-9, step, *(e.start + e.duration for s in streams.values() for e in s)]
+                ),
+            ),
+            Bars(
+                name=f"step_parts{tail}",
+                title=f"Where the step goes: {where}",
+                caption="One step on one GPU: computing by kind of work, and waiting for communication by mesh axes.",
+                panels={"": [Bar(label="step", parts=parts)]},
+                unit="seconds",
+                x="",
+            ),
+            _compiled(content, f"compiled_memory{tail}", where),
+        ]
+        if rows := content["collectives"]:
+            found.append(_collectives(rows, f"collectives{tail}", where))
+    return found
+
+
+def _compiled(content: dict[str, Any], name: str, where: str) -> Figure:
+    arguments, peak = content["argument_bytes"] / GIB, content["peak_bytes"] / GIB
+    parts = {"state and batch": arguments, "everything else": peak - arguments}
+    usable = content["usable_bytes"] / GIB
+    return Bars(
+        name=name,
+        title=f"Memory of the compiled step: {where}",
+        caption="XLA's own buffer assignment for one GPU: the step's arguments, and what it adds at its peak.",
+        panels={"": [Bar(label="peak", parts=parts)]},
+        unit="GiB",
+        x="",
+        limit=usable,
+        limit_name=f"usable: {usable:.0f} GiB",
+    )
+
+
+def _collectives(rows: Sequence[dict[str, Any]], name: str, where: str) -> Figure:
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        bars.setdefault(row["axes"] or "none", {})[row["kind"]] = row["bytes"] / GIB
+    return Bars(
+        name=name,
+        title=f"Communication of one step: {where}",
+        caption="Bytes that one GPU sends or receives (the larger side of each collective), by mesh axes.",
+        panels={"": [Bar(label=axes, parts=parts) for axes, parts in bars.items()]},
+        unit="GiB a step",
+        x="mesh axes",
+    )
+
+
+def _search(sources: Sequence[Source]) -> list[Figure]:
+    found: list[Figure] = []
+    for n, source in enumerate(sources):
+        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
+        usable = content["usable_gib"]
+        groups: dict[str, list[Point]] = {}
+        for row in content["rows"]:
+            if row["peak_gib"] <= NEAR * usable:
+                solid = row["source"] == "compiled"
+                point = Point(x=row["peak_gib"], y=row["tokens_per_s_gpu"], solid=solid)
+                groups.setdefault(f"recompute {row['remat']}", []).append(point)
+        cloud = Cloud(
+            x="peak memory of one GPU (GiB)",
+            y="tokens/s/GPU",
+            groups=groups,
+            limit=usable,
+            limit_name=f"usable: {usable:.0f} GiB",
+        )
+        found.append(
+            Clouds(
+                name=f"search{tail}",
+                title=f"Candidates: {content['label']}",
+                caption=f"{content['answer']}. What needs more than {NEAR} times the memory is in the table only.",
+                hollow="by formulas; filled: compiled",
+                panels={"": cloud},
+                sheet=_ranking(content["rows"]),
+            )
+        )
+    return found
+
+
+def _ranking(rows: Sequence[dict[str, Any]]) -> Table:
+    """The candidates in the order of the search, with the reason why each lost."""
+    columns = ("peak_gib", "step_s", "tokens_per_s_gpu", "mfu", "source", "verdict")
+    body = [(row["label"], *(row[c] for c in columns)) for row in rows]
+    head = ("configuration", "GiB", "step (s)", "tokens/s/GPU", "MFU", "from", "verdict")
+    return Table(head=head, rows=tuple(body))
+
+
+def _runs(sources: Sequence[Source]) -> list[Figure]:
+    paths = ", ".join(Path(source.path).name for source in sources)
+    return runs.figures([row for source in sources for row in source.content], paths)
+
+
+def _validate(sources: Sequence[Source]) -> list[Figure]:
+    found: list[Figure] = []
+    for n, source in enumerate(sources):
+        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
+        panels = {
+            title: {
+                model: [
+                    Point(x=cell["nodes"], y=scale * cell[key], note=f"{cell['rows']} runs")
+                    for cell in content["cells"]
+                    if cell["model"] == model and cell[key] is not None
+                ]
+                for model in dict.fromkeys(cell["model"] for cell in content["cells"])
+            }
+            for title, key, scale in CELLS
+        }
+        rows = f"{content['rows']:,} configurations ({content['half']}), {content['ran']:,} of them ran"
+        found.append(
+            Lines(
+                name=f"validation{tail}",
+                title="Prediction against measurement, by model and number of nodes",
+                caption=f"{rows}. Rank correlation (Spearman) of throughput; measured throughput of the first choice "
+                "over the best measured; median errors.",
+                panels=panels,
+                x="nodes",
+                y="",
+                scale="none",
+            )
+        )
+        if content.get("predictions"):
+            found.append(_predictions(content["predictions"], f"predictions{tail}", rows))
+    return found
+
+
+def _predictions(rows: Sequence[dict[str, Any]], name: str, caption: str) -> Figure:
+    panels: dict[str, Cloud] = {}
+    for title, key, unit in (
+        ("memory", "memory_gib", "GiB"),
+        ("throughput", "tokens_per_s_gpu", "tokens/s/GPU"),
+    ):
+        groups: dict[str, list[Point]] = {}
+        for row in rows:
+            if row[f"measured_{key}"] is not None:
+                point = Point(x=row[f"measured_{key}"], y=row[key], note=row["label"])
+                groups.setdefault(row["model"], []).append(point)
+        x, y = f"measured ({unit})", f"predicted ({unit})"
+        panels[title] = Cloud(x=x, y=y, groups=groups, equal=True)
+    return Clouds(
+        name=name,
+        title="Memory and throughput, predicted and measured",
+        caption=f"One point for each run: {caption}.",
+        panels=panels,
+    )
+
+
+def wrap(text: str, width: int = 16) -> str:
+    """`text` broken into lines for a place under an axis."""
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False))
+
+
+READERS = {
+    "memory": _memory,
+    "compile": _compile,
+    "search": _search,
+    "sweep": _runs,
+    "validate": _validate,
+}
+"""The figures of each verb."""

@@ -1,0 +1,87 @@
+"""Colours of the figures; the same part has the same colour in all of them."""
+
+from collections.abc import Sequence
+
+from ultrascale_jax.plan.report.figures import LOOP, WHOLE, is_variable
+
+# Of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): distinct for colour-blind readers.
+COOL = ("#4477AA", "#66CCEE", "#44AA99", "#228833", "#99DDFF", "#BBCC33", "#BBBBBB", "#77AADD")
+WARM = ("#EE8866", "#AA3377", "#CCBB44", "#EE6677", "#FFAABB", "#999933", "#CC6677", "#DDCC77")
+OWN = {
+    "master parameters": "#4477AA",
+    "compute parameters": "#77AADD",
+    "optimizer state": "#66CCEE",
+    "gradients": "#228833",
+    "accumulation buffer": "#44AA99",
+    "batch": "#999933",
+    "communication buffers": "#BBCC33",
+    "workspace": "#BBBBBB",
+    "activations: layer inputs": "#EE8866",
+    "activations: attention": "#CCBB44",
+    "activations: mlp": "#AA3377",
+    "activations: norms": "#EE6677",
+    "activations: logits": "#FFAABB",
+    WHOLE: "#888888",
+}
+"""Of parts that many figures show; the names are those of plan/memory.py."""
+KINDS = {
+    "gemm": "#4477AA",
+    "attention": "#AA3377",
+    "other": "#DDCC77",
+    "copy": "#999933",
+    "all-gather": "#EE8866",
+    "reduce-scatter": "#228833",
+    "all-reduce": "#EE6677",
+    "all-to-all": "#66CCEE",
+    "collective-permute": "#44AA99",
+    LOOP: "#CCCCCC",
+}
+"""Of operations; the names are those of plan/timeline.py."""
+SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
+MARKERS = "osD^vPX"
+INK, PAPER = "#24292e", "#fefefe"
+"""Of text and background: the page's SVG takes the page's own colours in their place."""
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.alpha": 0.15,
+    "grid.color": INK,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+"""Settings of matplotlib."""
+
+
+def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and hatch of every part: its own, or the next free one of the warm or of the cool tones."""
+    chosen = {part: (OWN[part], "") for part in parts if part in OWN}
+    taken = {colour for colour, _ in chosen.values()}
+    free = {family: [c for c in family if c not in taken] for family in (COOL, WARM)}
+    used = {COOL: 0, WARM: 0}
+    for part in parts:
+        if part not in chosen:
+            family = WARM if is_variable(part) else COOL
+            turn, place = divmod(used[family], len(free[family]))
+            chosen[part] = free[family][place], ("", "///", "...")[turn % 3]
+            used[family] += 1
+    return {part: chosen[part] for part in parts}
+
+
+def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
+    """The colour of every kind of operation of a timeline."""
+    free = [c for c in (*SERIES, *WARM) if c not in KINDS.values()]
+    others = [kind for kind in kinds if kind not in KINDS]
+    named = {kind: free[n % len(free)] for n, kind in enumerate(others)}
+    return {kind: KINDS.get(kind) or named[kind] for kind in kinds}
