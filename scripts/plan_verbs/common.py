@@ -23,8 +23,8 @@ class Options(command_line.Options):
 
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """How many GPUs."""
-    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """Which GPU."""
+    gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
+    """Which GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
     cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
     """The machine's name, or its nodes and the GB/s of one GPU within and between them."""
     global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
@@ -83,7 +83,10 @@ def parse[O: Options](
             cfg = dataclasses.replace(
                 cfg, train=dataclasses.replace(cfg.train, global_batch=sequences)
             )
-        return cfg, chosen, find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
+        cluster = find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
+        if isinstance(chosen, Assumptions) and chosen.fp8:
+            cluster.gpu.peak_flops("fp8")
+        return cfg, chosen, cluster
 
 
 def planned(cfg: Config, options: Assumptions) -> Run:

@@ -64,7 +64,8 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     from ultrascale_jax.plan.timeline import simulate
 
     hosts = cluster.gpus_per_host
-    step = compile_step(cfg, options.gpus, options.gpu, gpus_per_host=hosts, estimates=True)
+    gpu = cluster.gpu.name
+    step = compile_step(cfg, options.gpus, gpu, gpus_per_host=hosts, estimates=True)
     return step, simulate(step.module, step.axes, cluster)
 
 

@@ -128,7 +128,7 @@ def _of_recipe(argv: list[str]) -> None:
         peak = breakdown(run).peak_bytes
         usable = cluster.gpu.usable_bytes
         around = page.Page(
-            title=f"{recipe} on {options.gpus} {options.gpu}",
+            title=f"{recipe} on {options.gpus} {cluster.gpu.name}",
             subtitle=f"By the planner's formulas: {run.label}, sequences of {run.seq_len:,} tokens",
             facts={
                 "parameters": f"{run.shape.num_params / 1e9:.2f} B",

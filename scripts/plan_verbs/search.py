@@ -103,7 +103,8 @@ def run(search: Search, evaluate: Evaluate, most: int) -> bool:
 
 def compiler(recipe: str, options: Options) -> Evaluate:
     """What compiles one configuration: the verb `compile` in a process of its own, which may crash."""
-    machine = ["--gpus", str(options.gpus), "--gpu", options.gpu]
+    machine = ["--gpus", str(options.gpus)]
+    machine += ["--gpu", options.gpu] if options.gpu else []
     machine += ["--cluster", options.cluster] if options.cluster else []
 
     def evaluate(cfg: Config) -> Compiled:

@@ -141,3 +141,10 @@ def test_every_named_cluster_is_found_with_its_gpu(name):
 def test_a_cluster_that_there_is_not(text, gpus, message):
     with pytest.raises(UserError, match=message):
         find_cluster(text, "h100", gpus)
+
+
+def test_a_cluster_says_which_gpu_it_has_and_whether_its_network_is_efa():
+    p5en, eos = find_cluster("p5en", None, 16), find_cluster("eos", None, 16)
+    assert (p5en.gpu.name, p5en.efa) == ("h200", True)
+    assert (eos.gpu.name, eos.efa) == ("h100", False)
+    assert find_cluster(None, None, 8).gpu.name == "h100"

@@ -186,6 +186,8 @@ class Cluster:
     """1e9 bytes a second and direction between GPUs of a node."""
     inter_gbs: float
     """1e9 bytes a second and direction of one GPU to other nodes."""
+    efa: bool = False
+    """Whether nodes are joined by AWS' EFA, whose latencies are others than those of InfiniBand (`costs.py`)."""
     name: str = ""
 
     @property
@@ -222,7 +224,10 @@ CLUSTERS = {
     "grand-teton": ("h100-96gb", 50.0, "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"),
     "playbook": ("h100", 50.0, "Ultra-Scale Playbook: AWS P5, EFA"),
 }
-"""Machine to (GPU, its share of the network in GB/s and one direction, source); nodes are NVLink domains."""
+"""Machine to (GPU, its share of the network in GB/s and one direction, source); nodes are NVLink domains.
+
+The network is EFA where the source says so, and InfiniBand or as quick elsewhere.
+"""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -250,12 +255,15 @@ def find_gpu(name: str) -> Gpu:
     return replace(GPUS[known], name=name, **described | {"kind": GPUS[known].kind})
 
 
-def find_cluster(text: str | None, gpu: str, num_gpus: int) -> Cluster:
+def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
     """`num_gpus` GPUs in the named machine, in `NODESxGPUS,INTRA,INTER` (GB/s of one GPU and direction), or as usual.
+
+    Without a `gpu` they are the machine's, or H100s.
 
     Raises `UserError` if the machine is not known, has another GPU, or not `num_gpus` of them.
     """
-    chosen = find_gpu(gpu)
+    chosen = find_gpu(gpu or (CLUSTERS.get((text or "").lower()) or ("h100",))[0])
+    efa = False
     gpus_per_node, intra, inter = chosen.domain, chosen.nvlink_gbs, chosen.network_gbs
     sizes = re.fullmatch(r"(\d+)x(\d+),(\d+\.?\d*),(\d+\.?\d*)", (text or "").replace(" ", ""))
     if sizes is not None:
@@ -267,7 +275,8 @@ def find_cluster(text: str | None, gpu: str, num_gpus: int) -> Cluster:
     elif text is not None:
         fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER as 64x8,450,50"
         require(text.lower() in CLUSTERS, "cluster", text, _near(text.lower(), CLUSTERS) + fix)
-        built_of, inter, _ = CLUSTERS[text.lower()]
+        built_of, inter, source = CLUSTERS[text.lower()]
+        efa = "EFA" in source
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
         require(GPUS[built_of].kind == chosen.kind, "cluster", text, fix)
     return Cluster(
@@ -276,6 +285,7 @@ def find_cluster(text: str | None, gpu: str, num_gpus: int) -> Cluster:
         gpus_per_node=gpus_per_node,
         intra_gbs=intra,
         inter_gbs=inter,
+        efa=efa,
         name=text or chosen.name,
     )
 
