@@ -288,15 +288,13 @@ def gpu_part(seq_len: int, remat: str, *, tiny: bool) -> Part:
     arguments += ["--train.global-batch", str(batch), "--train.micro-batches", "1"]
     arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
     cfg, _ = command_line.parse(arguments, prog="bench")
-    # JAX by default leaves a quarter of the memory alone.
-    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return Part(
         workload=f"{'tiny' if tiny else 'llama32_1b'}, sequence {seq_len}",
         contestant=f"ultrascale_jax, remat {remat}",
         module=OURS,
         cfg=cfg,
         spec={"arguments": arguments, "needs_gpu": not tiny},
-        environ={**_one_gpu(), "XLA_PYTHON_CLIENT_MEM_FRACTION": share, **_ENVIRON},
+        environ={**_one_gpu(), **_ENVIRON},
     )
 
 

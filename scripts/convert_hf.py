@@ -202,7 +202,7 @@ def _start_jax(devices: int | None) -> None:
     if devices is not None:
         command_line.use_fake_devices(devices)
     else:
-        distributed.set_xla_flags(os.environ)
+        distributed.set_environment(os.environ)
         distributed.initialize()
 
 

@@ -21,8 +21,6 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
 # The processes talk to each other directly; a web proxy in between makes them wait for ever.
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY all_proxy ALL_PROXY
-# JAX takes three quarters of a GPU unless told otherwise.
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
 # --kill-on-bad-exit: when one process fails the others have nothing left to compute.

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.devices is not None:
         command_line.use_fake_devices(options.devices)
     else:
-        distributed.set_xla_flags(os.environ)
+        distributed.set_environment(os.environ)
         distributed.initialize()
     with command_line.user_errors():
         cfg = cfg.check(jax.device_count())

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from ultrascale_jax.distributed import GPU_FLAGS, detect, set_xla_flags
+from ultrascale_jax.config import GPU_MEMORY_SHARE
+from ultrascale_jax.distributed import GPU_FLAGS, detect, set_environment
 
 SLURM = {
     "SLURM_JOB_ID": "70001",
@@ -113,7 +114,8 @@ def test_an_indexed_kubernetes_job_is_left_to_jax_unless_its_size_is_given():
 
 def test_flags_are_added_but_never_override_the_users():
     environ = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}
-    set_xla_flags(environ)
+    set_environment(environ)
+    assert environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == str(GPU_MEMORY_SHARE)
     words = environ["XLA_FLAGS"].split()
     assert words[0] == "--xla_gpu_enable_latency_hiding_scheduler=false"
     assert len(words) == len(GPU_FLAGS) == len({word.partition("=")[0] for word in words})
@@ -121,8 +123,8 @@ def test_flags_are_added_but_never_override_the_users():
 
 def test_flags_are_left_alone_on_the_cpu():
     environ = {"JAX_PLATFORMS": "cpu"}
-    set_xla_flags(environ)
-    assert "XLA_FLAGS" not in environ
+    set_environment(environ)
+    assert environ == {"JAX_PLATFORMS": "cpu"}
 
 
 PAIR = """

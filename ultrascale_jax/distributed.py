@@ -2,7 +2,7 @@
 
 Nothing here decides what is computed. `initialize` finds out from the environment whether this process is one of many
 (a plain environment, SLURM, Open MPI or Kubernetes) and joins them through `jax.distributed`; a process on its own is
-left alone. `set_xla_flags` must run before JAX makes its first array, because XLA reads the variable once.
+left alone. `set_environment` must run before JAX makes its first array, because XLA reads the variables once.
 """
 
 import os
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import multihost_utils
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import GPU_MEMORY_SHARE, require
 
 CRASHED = 70
 """Exit code of a process that an exception ended (EX_SOFTWARE of sysexits.h)."""
@@ -27,6 +27,9 @@ GPU_FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     # With one collective in flight (the default) a gather and a scatter that meet make one of them wait in the open.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+    # The scheduler may fill as much memory as the run takes. It counts in hundredths of 80% of the GPU, by default 95;
+    # above that it makes collectives synchronous: on an H100 from 61 GiB on.
+    "xla_gpu_memory_limit_slop_factor": str(round(100 * GPU_MEMORY_SHARE / 0.8)),
 }
 """XLA flags for training on NVIDIA GPUs; a CPU ignores them.
 
@@ -94,14 +97,20 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100) -> Launch | None
     return launch
 
 
-def set_xla_flags(environ: MutableMapping[str, str], flags: Mapping[str, str] = GPU_FLAGS) -> None:
-    """Add `flags` to `XLA_FLAGS`, keeping what the user set, unless `JAX_PLATFORMS` asks for the CPU."""
+def set_environment(
+    environ: MutableMapping[str, str], flags: Mapping[str, str] = GPU_FLAGS
+) -> None:
+    """Add `flags` to `XLA_FLAGS`, and the memory's share, keeping what the user set; nothing for the CPU.
+
+    The CPU is asked for by `JAX_PLATFORMS`.
+    """
     if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))
     added = [f"--{name}={value}" for name, value in flags.items() if name not in present]
     environ["XLA_FLAGS"] = " ".join([text, *added]).strip()
+    environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 class StopRequest:

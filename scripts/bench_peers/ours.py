@@ -25,7 +25,7 @@ def make(spec: dict) -> Contestant:
     from ultrascale_jax.training.state import init_state
     from ultrascale_jax.training.step import make_train_step
 
-    distributed.set_xla_flags(os.environ)
+    distributed.set_environment(os.environ)
     if spec["needs_gpu"] and jax.default_backend() != "gpu":
         raise Unavailable(f"JAX sees no GPU, only {jax.default_backend()}")
     cfg = cfg.check(jax.device_count())

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import GPU_MEMORY_SHARE, require
 from ultrascale_jax.training.flops import peak_tflops
 
 TARGETS = Path(__file__).parent / "targets"
@@ -65,11 +65,8 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """What `scripts/slurm.sh` lets JAX take, 92%: the CUDA context, NCCL's buffers and fragmentation have the rest.
-
-        NVIDIA runs MaxText with 90% (JAX-Toolbox) or 94% (dgxc-benchmarking).
-        """
-        return int(0.92 * self.memory_gib * 2**30)
+        """What a run may take."""
+        return int(GPU_MEMORY_SHARE * self.memory_gib * 2**30)
 
 
 def _describe(target: str) -> dict:
