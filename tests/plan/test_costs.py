@@ -87,6 +87,13 @@ def test_a_group_with_one_gpu_a_node_has_one_network_card():
     assert one > 3 * costs.collective_seconds(PLAYBOOK, "all-gather", size, over(1))
 
 
+def test_a_small_all_reduce_goes_along_a_tree():
+    scalar = [costs.collective_seconds(PLAYBOOK, "all-reduce", 4, over(n)) for n in (2, 8, 32)]
+    # Each four times as many ranks are two more levels.
+    assert scalar[1] - scalar[0] == pytest.approx(scalar[2] - scalar[1], rel=1e-2)
+    assert scalar[2] < 2e-4
+
+
 def test_a_group_of_one_sends_nothing():
     alone = Group(ranks=1, per_node=1)
     assert costs.collective_seconds(PLAYBOOK, "all-reduce", 1e9, alone) == 0

@@ -6,6 +6,7 @@ the same shares.
 """
 
 import functools
+import math
 
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Group
@@ -45,7 +46,7 @@ HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
 bandwidth figure (256 MB, 2 to 64 nodes of 8, EFA); `tests/plan/test_costs.py` has both side by side."""
 
 SMALL_HOP_S = 7e-6
-"""The same for few bytes: NCCL's low-latency protocol. The playbook's runs show it for gradients in small buckets."""
+"""The same for few bytes, by NCCL's low-latency protocol; a small all-reduce goes up and down a tree of ranks."""
 
 SMALL_BYTES = 0.5e6
 """Bytes from rank to rank from which on a hop takes `HOP_S`: the smallest of the playbook's figure."""
@@ -115,6 +116,7 @@ def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -
         if kind == "all-reduce" and cluster.gpu.capability >= (9, 0):
             link *= SWITCH_SHARE / LINK_SHARE
         return START_S + NODE_HOP_S * ranks + moved / link
+    hops = 2 * math.log2(ranks) if kind == "all-reduce" else ranks
     bulk = min(1.0, size / ranks / SMALL_BYTES)
-    hop = SMALL_HOP_S + bulk * (HOP_S[kind] - SMALL_HOP_S)
-    return START_S + hop * ranks + moved / min(link, network * group.per_node)
+    latency = bulk * HOP_S[kind] * ranks + (1 - bulk) * SMALL_HOP_S * hops
+    return START_S + latency + moved / min(link, network * group.per_node)

@@ -1,0 +1,98 @@
+"""`python -m scripts.plan validate`: tables, JSON, and errors in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import plan
+from ultrascale_jax.plan.validate import FITTED
+
+RUNS = Path(__file__).parents[1] / "data" / "plan" / "playbook_runs.csv"
+HEADER = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb"
+LINES = (
+    "3B,1,4,64,256,1,4,2,0,30,12000,96000,40.0",
+    "3B,1,1,256,256,1,1,8,0,10,4000,32000,15.0",
+    "80B,8,1,256,256,1,8,8,0,nan,nan,nan,nan",
+)
+
+
+@pytest.fixture
+def few(tmp_path) -> str:
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join((HEADER, *LINES)) + "\n")
+    return str(path)
+
+
+def test_json_has_cells_and_totals(capsys):
+    plan.main(["validate", str(RUNS), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verb"], found["half"], found["left_out"]) == ("validate", "test", 20)
+    assert [(c["model"], c["nodes"]) for c in found["cells"]] == [
+        (model, nodes) for model in ("1B", "8B") for nodes in (1, 2, 4, 8, 16, 32, 64)
+    ]
+    assert found["rows"] == len(found["predictions"])
+    assert found["ran"] == sum(cell["rows"] for cell in found["cells"])
+    assert found["first_choice_median"] >= 0.95
+    assert found["memory_median_error"] <= 0.05
+    assert found["fits_share"] >= 0.95
+    assert set(found["constants"]) == set(FITTED)
+
+
+def test_the_halves_are_all(capsys):
+    counts = {}
+    for half in ("test", "train", "all"):
+        plan.main(["validate", str(RUNS), "--half", half, "--json"])
+        counts[half] = json.loads(capsys.readouterr().out)["rows"]
+    assert counts["test"] + counts["train"] == counts["all"] == 1611
+
+
+def test_other_models_and_cells_of_few_rows_are_shown(few, capsys):
+    plan.main(["validate", few, "--half", "all"])
+    text = capsys.readouterr().out
+    assert "3B" in text and "80B" in text
+    assert "3 configurations (all), 2 of them ran" in text
+    plan.main(["validate", few, "--half", "all", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    by_model = {cell["model"]: cell for cell in found["cells"]}
+    assert by_model["3B"]["spearman"] is None and by_model["3B"]["first_choice"] == 1
+    assert by_model["80B"]["first_choice"] is None and by_model["80B"]["rows"] == 0
+
+
+def test_calibrate_prints_its_constants(capsys):
+    plan.main(["validate", str(RUNS), "--calibrate"])
+    text = capsys.readouterr().out
+    assert "host_s" in text and "fitted" in text and "rank" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "RUNS"),
+        (["none.csv"], "there is no such file"),
+        ([str(RUNS), "--half", "both"], "half"),
+    ],
+)
+def test_nonsense_is_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["validate", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_an_unknown_model_is_one_line_that_lists_the_known(few, capsys):
+    Path(few).write_text("\n".join((HEADER, LINES[0].replace("3B", "13B"))) + "\n")
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["validate", few])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "line 2, model='13B': the models are 1B, 3B, 8B, 80B" in error
+
+
+def test_nothing_to_calibrate_on_is_one_line(few, capsys):
+    Path(few).write_text("\n".join((HEADER, LINES[2])) + "\n")
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["validate", few, "--calibrate"])
+    assert stop.value.code == 2
+    assert "no row was measured" in capsys.readouterr().err
