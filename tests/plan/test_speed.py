@@ -133,9 +133,14 @@ def test_more_replicas_and_shards_are_not_faster_per_gpu():
 
     replicas = [per_gpu(dp=n, fsdp=8) for n in (1, 2, 8, 64)]
     assert replicas == sorted(replicas, reverse=True)
-    # The playbook: from 512 on, latency binds ZeRO-3.
-    shards = [per_gpu(fsdp=n) for n in (256, 512, 1024)]
-    assert shards == sorted(shards, reverse=True) and shards[1] < 0.9 * shards[0]
+
+    # The playbook, on its own network: by 512 GPUs latency binds ZeRO-3. InfiniBand's is smaller.
+    def shards(cluster):
+        return [speed(run(fsdp=n), cluster).tokens_per_s_gpu for n in (64, 256, 512, 1024)]
+
+    slow, quick = shards("playbook"), shards("eos")
+    assert slow == sorted(slow, reverse=True)
+    assert slow[2] < 0.6 * slow[0] and quick[2] > 0.95 * quick[0]
 
 
 def test_a_fixed_batch_on_more_gpus_is_less_efficient():

@@ -24,10 +24,6 @@ from ultrascale_jax.plan.hlo import Array, Dot, Instruction, Module, is_heavy
 from ultrascale_jax.plan.traffic import FREE
 from ultrascale_jax.training.flops import mean_keys
 
-PCIE_GBS = {8: 0.85 * 31.5, 9: 0.85 * 63.0, 10: 0.85 * 63.0}
-"""To the host's memory, by compute capability: x16 of PCIe 4.0 or 5.0, of which packets of 256 bytes leave 85%.
-GB200 reaches its host faster than this."""
-
 ELEMENTWISE = ("bitcast", "reshape", "transpose", "copy", "convert", "negate")
 """What a fusion may do to an array before it slices it: it does it to the slice alone."""
 
@@ -78,7 +74,7 @@ class Operations:
         if dots:
             return _products(self.gpu, i, dots, device)
         memory = costs.memory_seconds(self.gpu, device)
-        pcie = host / (PCIE_GBS[self.gpu.capability[0]] * 1e9)
+        pcie = costs.host_seconds(self.gpu, host)
         seconds = costs.LAUNCH_S + max(memory, pcie, arithmetic_seconds(i))
         return Operation(kind="other", seconds=seconds, device_bytes=device, host_bytes=host)
 

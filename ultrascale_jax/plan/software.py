@@ -37,6 +37,8 @@ class Software:
     """Share of the tensor group's communication that is waited for."""
     tensor_passes: int = 8
     """How often a layer gathers or scatters the residual stream, forward and backward."""
+    gathers: int = 1
+    """Collectives in which a layer's parameters are gathered (ZeRO-3)."""
     hide: float
     """Share of the arithmetic beside it that communication of parameters and gradients can hide behind."""
     reduce: float = 1.0
@@ -59,11 +61,12 @@ class Software:
     """How likely a step of the run stalls; none is never."""
 
 
-ULTRASCALE = Software(passes=19, logit_bytes=14, host_s=0.35e-3, hide=0.9, step_s=5e-3)
+ULTRASCALE = Software(passes=19, logit_bytes=14, host_s=0.35e-3, gathers=6, hide=0.9, step_s=5e-3)
 """This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA
 0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.py). A layer is some 90 kernels of 4
-microseconds (XLA's own launch estimate)."""
+microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. What
+hides and what a step adds (`hide`, `step_s`) are estimates."""
 
 
 def benchmark_stalls(run: Run, cluster: Cluster) -> float:

@@ -197,7 +197,7 @@ class Step:
         return seconds / self.software.matmul
 
     def attention(self) -> tuple[float, float]:
-        """Forward and backward pass."""
+        """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
         per_token = attention_flops_per_token(shape, run.seq_len) / shape.num_layers
         flops = run.tokens * per_token / self.tensor.ranks / self.software.attention
@@ -205,7 +205,7 @@ class Step:
         one = {"head_dim": shape.head_dim}
         return (
             costs.attention_seconds(self.gpu, flops / 3, **one),
-            costs.attention_seconds(self.gpu, flops * 2 / 3, backward=True, **one),
+            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one),
         )
 
     def passes(self) -> float:
@@ -253,7 +253,7 @@ class Step:
         names = TrainConfig(remat=self.run.remat).remat_names()[1]
         width = sum(widths.get(name, shape.d_model) for name in names)
         copied = 2 * 2 * self.run.tokens * width / n
-        return max(0.0, copied / costs.HOST_LINK - self.software.hide * layer)
+        return max(0.0, costs.host_seconds(self.gpu, copied) - self.software.hide * layer)
 
     def tensor_group(self) -> float:
         """Gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
@@ -298,12 +298,11 @@ class Step:
         """Parameters gathered twice (ZeRO-3) and gradients scattered (ZeRO-2 and 3), beyond that much arithmetic."""
         if self.run.zero < 2:
             return 0.0
-        gather = scatter = 0.0
+        hide, pieces, gather, scatter = self.software.hide, self.software.gathers, 0.0, 0.0
         for count, ranks in params:
             scatter += self.collective("reduce-scatter", 2 * count, ranks)
             if self.run.zero == 3:
-                gather += self.collective("all-gather", 2 * count, ranks)
-        hide = self.software.hide
+                gather += pieces * self.collective("all-gather", 2 * count / pieces, ranks)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
     def hand_over(self) -> float:
