@@ -2,6 +2,9 @@
 
 Every row is predicted with nanotron's settings (bf16 with fp32 accumulation, no recomputation, 1F1B, TP with sequence
 parallelism, full logits) and compared, by model and number of nodes. Constants were fitted on the half `train`.
+
+Runs that others published, in the columns of docs/planning/published_runs.csv, are compared with the estimate for this
+project's trainer instead.
 """
 
 import dataclasses
@@ -18,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts import command_line
-from ultrascale_jax.plan import validate
+from scripts.plan_verbs import validate_published
+from ultrascale_jax.config import require
+from ultrascale_jax.plan import published, validate
 from ultrascale_jax.plan.software import NANOTRON, Software
 from ultrascale_jax.plan.validate import Cell, Prediction
 
@@ -37,7 +42,7 @@ class Options:
     """Which rows, and what to do with them."""
 
     runs: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUNS.csv")]
-    """Columns model, nodes, mbs, gas, gbs, dp, pp, tp, zero, tok_s_gpu, mem_gb; nan where a run failed."""
+    """Columns model, nodes, mbs, gas, gbs, dp, pp, tp, zero, tok_s_gpu, mem_gb (nan: failed); or published runs."""
     half: Annotated[Literal["test", "train", "all"], tyro.conf.arg(metavar="NAME")] = "test"
     """The half that no constant was fitted on, the other, or all: test, train, all."""
     calibrate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -51,6 +56,12 @@ def main(argv: list[str]) -> None:
         options = command_line.read(
             Options, argv, prog="python -m scripts.plan validate", description=__doc__ or ""
         )
+        if published.is_published(options.runs):
+            fix = "no constant is fitted to published runs; leave it out"
+            require(not options.calibrate, "calibrate", True, fix)
+            require(options.half != "train", "half", options.half, fix)
+            validate_published.show(published.read(options.runs), options.json)
+            return
         rows, contradictory = validate.read(options.runs)
         software = NANOTRON
         if options.calibrate:

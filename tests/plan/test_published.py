@@ -1,66 +1,147 @@
 """Published runs of other trainers as an outside check: no constant of the planner was fitted to them."""
 
 import csv
+import dataclasses
 import math
 import statistics
 from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.config import MeshConfig, parse_mesh
-from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.speed import estimate
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.config import UserError
+from ultrascale_jax.plan.published import (
+    COLUMNS,
+    Prediction,
+    Row,
+    is_published,
+    predict,
+    read,
+    summaries,
+)
 
 FILE = Path(__file__).parents[2] / "docs/planning/published_runs.csv"
-SIZES = (*("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),)
+BENCHMARK = Path(__file__).parents[1] / "data/plan/playbook_runs.csv"
 
 
-def read() -> list[dict[str, str]]:
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return read(FILE)
+
+
+def ratios(rows: list[Row], software: str, precision: str) -> list[float]:
+    return [
+        predict(row).ratio
+        for row in rows
+        if row.software == software and row.run.precision == precision
+    ]
+
+
+def write(path: Path, *lines: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def first_line() -> dict[str, str]:
     with FILE.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return next(csv.DictReader(file))
 
 
-def run_of(row: dict[str, str]) -> Run:
-    return Run(
-        shape=Shape(**{name: int(row[name]) for name in SIZES}, gated=row["gated"] == "1"),
-        mesh=MeshConfig(**({"fsdp": 1} | parse_mesh(row["mesh"]))),
-        seq_len=int(row["seq_len"]),
-        sequences=int(row["mbs"]),
-        micro_batches=int(row["gas"]),
-        zero=int(row["zero"]),
-        remat=row["remat"],
-        precision=row["precision"],
-        schedule=row["schedule"] or "1f1b",
-        virtual_stages=int(row["virtual_stages"]),
-    )
+def test_every_line_is_read_as_it_stands(rows):
+    with FILE.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(rows) == len(lines) == 93
+    for row, line in zip(rows, lines, strict=True):
+        assert row.run.num_gpus == row.cluster.num_gpus == int(line["gpus"])
+        assert row.tokens_per_s_gpu == float(line["tok_s_gpu"])
+        assert row.memory_gib == (float(line["mem_gib"]) if line["mem_gib"] else None)
+    first = rows[0]
+    assert (first.software, first.model, first.assumed) == ("torchtitan", "llama3-8b", "")
+    assert (first.run.mesh.fsdp, first.run.sequences, first.run.zero) == (8, 2, 3)
+    assert first.run.shape.num_params == pytest.approx(8.03e9, rel=1e-3)
+    assert first.cluster.name == "grand-teton"
 
 
-def ratio(row: dict[str, str]) -> float:
-    cluster = find_cluster(row["cluster"] or None, row["gpu"], int(row["gpus"]))
-    return estimate(run_of(row), cluster).tokens_per_s_gpu / float(row["tok_s_gpu"])
-
-
-def test_every_row_is_a_run_on_the_gpus_that_it_names():
-    for row in read():
-        assert run_of(row).num_gpus == int(row["gpus"])
-        find_cluster(row["cluster"] or None, row["gpu"], int(row["gpus"]))
+def test_the_two_kinds_of_file_are_told_apart():
+    assert is_published(FILE) and not is_published(BENCHMARK)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_maxtext_which_is_jax_too_is_predicted_within_a_fifth(precision):
-    ratios = [
-        ratio(row)
-        for row in read()
-        if row["software"] == "MaxText" and row["precision"] == precision
+def test_maxtext_which_is_jax_too_is_predicted_within_a_fifth(rows, precision):
+    found = ratios(rows, "MaxText", precision)
+    assert len(found) >= 10
+    assert statistics.median(abs(math.log(r)) for r in found) < math.log(1.15)
+    assert max(abs(math.log(r)) for r in found) < math.log(1.2)
+
+
+def test_more_nodes_cost_maxtext_what_was_measured(rows):
+    found = [row for row in rows if "a3/llama_2_7b" in row.source]
+    assert (found[0].run.num_gpus, found[-1].run.num_gpus) == (8, 128)
+    assert predict(found[-1]).ratio / predict(found[0]).ratio == pytest.approx(1, abs=0.15)
+
+
+def test_a_summary_of_known_ratios(rows):
+    bf16, fp8 = rows[:2]
+    pipeline = next(row for row in rows if row.run.mesh.pp > 1)
+    measured = [(bf16, 0.5), (bf16, 1.0), (bf16, 1.1), (fp8, 2.0), (pipeline, 3.0)]
+    predictions = [
+        Prediction(
+            row=dataclasses.replace(row, software="x", tokens_per_s_gpu=100.0),
+            tokens_per_s_gpu=100 * ratio,
+            memory_gib=1.0,
+        )
+        for row, ratio in measured
     ]
-    assert len(ratios) >= 10
-    assert statistics.median(abs(math.log(r)) for r in ratios) < math.log(1.15)
-    assert max(abs(math.log(r)) for r in ratios) < math.log(1.2)
+    found = summaries(predictions)
+    assert [(s.pipeline, s.precision, s.rows) for s in found] == [
+        (False, "bf16", 3),
+        (False, "fp8", 1),
+        (True, "fp8", 1),
+    ]
+    assert (found[0].median_ratio, found[0].worst_ratio) == (1.0, 0.5)
+    assert found[0].median_error == pytest.approx(math.log(1.1))
 
 
-def test_more_nodes_cost_maxtext_what_was_measured():
-    rows = [row for row in read() if "a3/llama_2_7b" in row["source"]]
-    one, sixteen = ratio(rows[0]), ratio(rows[-1])
-    assert (rows[0]["gpus"], rows[-1]["gpus"]) == ("8", "128")
-    assert sixteen / one == pytest.approx(1, abs=0.15)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": "wide"}, "d_model='wide': must be a number, 1 or more"),
+        ({"gated": "2"}, "gated='2': must be 0 or 1"),
+        ({"zero": "4"}, "zero='4': must be 0 or 1 or 2 or 3"),
+        ({"num_kv_heads": "5"}, "num_kv_heads=5: must divide"),
+        ({"gpus": "16"}, "mesh='fsdp=8': the sizes multiply to 8, but there are 16"),
+        ({"mesh": "fsdp8"}, "mesh='fsdp8': write axes as fsdp=4,tp=2"),
+        ({"mesh": "cp=8", "seq_len": "100"}, "seq_len=100: cp=8 must divide it"),
+        ({"cluster": "moon"}, "cluster='moon': choose one of"),
+        ({"gpu": "h1000"}, "gpu='h1000': "),
+        ({"remat": "some"}, "remat='some': must be none, full"),
+        ({"precision": "fp4"}, "precision='fp4': choose one of bf16, fp32, fp8"),
+        ({"schedule": "2f2b"}, "schedule='2f2b': choose one of"),
+        ({"tok_s_gpu": "nan"}, "tok_s_gpu='nan': must be a positive number"),
+        ({"mem_gib": "-3"}, "mem_gib='-3': must be a positive number"),
+        ({"software": ""}, "software='': must not be empty"),
+    ],
+)
+def test_what_makes_no_sense_is_named_by_line_and_column(tmp_path, changes, message):
+    line = first_line()
+    path = write(tmp_path / "runs.csv", line, line | changes)
+    with pytest.raises(UserError) as error:
+        read(path)
+    assert f"{path}, line 3, " in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_missing_column_is_named(tmp_path, column):
+    line = first_line()
+    del line[column]
+    with pytest.raises(UserError, match=f"has no column {column}$"):
+        read(write(tmp_path / "runs.csv", line))
+
+
+def test_a_mesh_without_quotes_is_refused(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(FILE.read_text().replace('"fsdp=8,cp=1"', "fsdp=8,cp=1"))
+    with pytest.raises(UserError, match=r"line 6, .*quote those with a comma"):
+        read(path)

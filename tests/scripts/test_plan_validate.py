@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from scripts import plan
+from ultrascale_jax.plan.report import files
 from ultrascale_jax.plan.validate import FITTED
 
 RUNS = Path(__file__).parents[1] / "data" / "plan" / "playbook_runs.csv"
+PUBLISHED = Path(__file__).parents[2] / "docs" / "planning" / "published_runs.csv"
 HEADER = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb"
 LINES = (
     "3B,1,4,64,256,1,4,2,0,30,12000,96000,40.0",
@@ -71,6 +73,8 @@ def test_calibrate_prints_its_constants(capsys):
         ([], "RUNS"),
         (["none.csv"], "there is no such file"),
         ([str(RUNS), "--half", "both"], "half"),
+        ([str(PUBLISHED), "--half", "train"], "half='train': no constant is fitted"),
+        ([str(PUBLISHED), "--calibrate"], "calibrate=True: no constant is fitted"),
     ],
 )
 def test_nonsense_is_one_line(arguments, message, capsys):
@@ -96,3 +100,46 @@ def test_nothing_to_calibrate_on_is_one_line(few, capsys):
         plan.main(["validate", few, "--calibrate"])
     assert stop.value.code == 2
     assert "no row was measured" in capsys.readouterr().err
+
+
+def test_published_runs_are_one_line_for_each_model_and_precision(capsys):
+    plan.main(["validate", str(PUBLISHED)])
+    text = capsys.readouterr().out
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    (line,) = (line for line in lines if "llama3-70b bf16 128-2048" in line)
+    assert line.startswith("7 MaxText llama3-70b bf16 128-2048 fsdp=128 1,031-1,061 ")
+    assert "source 7: dgxc-benchmarking maxtext (25.01)" in lines
+    assert any(line.startswith("MaxText no pipeline bf16 17 ") for line in lines)
+    assert "this project's trainer (software ULTRASCALE)" in lines[-1]
+
+
+def test_published_runs_as_json(capsys):
+    plan.main(["validate", str(PUBLISHED), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["verb", "kind", "rows", "summary"]
+    assert (found["verb"], found["kind"], len(found["rows"])) == ("validate", "published", 93)
+    assert sum(one["rows"] for one in found["summary"]) == 93
+    for row in found["rows"]:
+        ratio = row["tokens_per_s_gpu"] / row["measured_tokens_per_s_gpu"]
+        assert row["ratio"] == pytest.approx(ratio)
+    worst = min(row["ratio"] for row in found["rows"] if row["software"] == "Megatron-LM")
+    assert worst in [one["worst_ratio"] for one in found["summary"]]
+
+
+def test_a_report_draws_published_runs(tmp_path, capsys):
+    plan.main(["validate", str(PUBLISHED), "--json"])
+    path = tmp_path / "published.json"
+    path.write_text(capsys.readouterr().out)
+    (figure,) = files.figures([files.read(str(path))])
+    points = [row for row in figure.table().rows if row[0] == "throughput"]
+    assert len(points) == 93 and {row[1] for row in points} >= {"MaxText", "NeMo Megatron"}
+
+
+def test_a_published_run_that_makes_no_sense_is_one_line(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text(PUBLISHED.read_text().replace("grand-teton,8,", "grand-teton,9,", 1))
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["validate", str(path)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "line 2, mesh='fsdp=8': the sizes multiply to 8" in error

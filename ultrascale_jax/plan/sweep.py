@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.config import AXES, Config, ModelConfig, require
+from ultrascale_jax.config import AXES, Config, ModelConfig, UserError, require
 from ultrascale_jax.plan.candidates import Choices, Space, enumerate_runs
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.memory import breakdown
@@ -123,19 +123,24 @@ class Table:
     """The CSV file of a sweep."""
 
     def __init__(self, path: Path):
-        """Read `path` if it is there.
+        """Read `path`, or make it and its directories.
 
         Raises:
-          UserError: it is the table of something else.
+          UserError: it is the table of something else, or cannot be written.
         """
         self.path = path
-        self.rows: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as file:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+", newline="", encoding="utf-8") as file:
+                file.seek(0)
                 reader = csv.DictReader(file)
-                self.rows = list(reader)
-            fix = "has other columns than a sweep; choose another file"
-            require(tuple(reader.fieldnames or ()) == COLUMNS, "out", str(path), fix)
+                names, self.rows = reader.fieldnames, list(reader)
+        except OSError as error:
+            raise UserError(f"out={str(path)!r}: cannot be written: {error.strerror}") from None
+        except (UnicodeDecodeError, csv.Error):
+            raise UserError(f"out={str(path)!r}: is no CSV; choose another file") from None
+        fix = "has other columns than a sweep; choose another file"
+        require(names is None or tuple(names) == COLUMNS, "out", str(path), fix)
 
     def find(self, key: Mapping[str, str]) -> dict[str, str] | None:
         """The row whose `KEY` is that of `key`, if there is one."""
@@ -144,8 +149,7 @@ class Table:
 
     def add(self, row: dict[str, str]) -> None:
         """Write one more row."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
                 writer.writeheader()

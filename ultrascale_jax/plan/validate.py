@@ -93,23 +93,10 @@ def read(path: Path) -> tuple[list[Row], int]:
     Raises:
       UserError: the file or a column is not there, or a value makes no sense; with the line and the column.
     """
-    require(path.is_file(), "runs", str(path), "there is no such file")
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [
-                n for n in ("model", *COUNTS, *MEASURED) if n not in (reader.fieldnames or [])
-            ]
-            fix = f"the file has no column {', '.join(missing)}"
-            require(not missing, "runs", str(path), fix)
-            lines = [(reader.line_num, line) for line in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"runs={str(path)!r}: is not a CSV file: {error}") from None
-    require(bool(lines), "runs", str(path), "the file has no rows")
     found: dict[Run, Row] = {}
     contradictory = 0
-    for number, line in lines:
-        row = _row(f"{path}, line {number}, ", line)
+    for where, line in lines(path, ("model", *COUNTS, *MEASURED)):
+        row = _row(where, line)
         if row is None:
             contradictory += 1
             continue
@@ -120,17 +107,13 @@ def read(path: Path) -> tuple[list[Row], int]:
 
 
 def _row(where: str, line: dict[str, str]) -> Row | None:
-    counts = {}
-    for name in COUNTS:
-        value = line[name] or ""
-        least, most, fix = (
-            (0, 1, "must be 0 or 1")
-            if name == "zero"
-            else (1, 10**6, "must be a number, 1 or more")
-        )
-        require(value.isdecimal() and least <= int(value) <= most, where + name, value, fix)
-        counts[name] = int(value)
-    speed, memory = (_measured(where + name, line[name] or "nan") for name in MEASURED)
+    counts = {
+        name: count(where + name, line[name], 0, 1)
+        if name == "zero"
+        else count(where + name, line[name])
+        for name in COUNTS
+    }
+    speed, memory = (measured(where + name, line[name]) for name in MEASURED)
     models = ", ".join(nanotron.SHAPES)
     require(
         line["model"] in nanotron.SHAPES, where + "model", line["model"], f"the models are {models}"
@@ -148,13 +131,53 @@ def _row(where: str, line: dict[str, str]) -> Row | None:
     return Row(line["model"], cluster.nodes, run, cluster, speed, memory, calibration)
 
 
-def _measured(field: str, text: str) -> float | None:
+def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV file as text, each after its place as errors name it: `FILE, line N, `.
+
+    Raises:
+      UserError: the file or one of `columns` is not there, there are no rows, or one is longer than the header.
+    """
+    require(path.is_file(), "runs", str(path), "there is no such file")
     try:
-        value = float(text)
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, restval="")
+            missing = [name for name in columns if name not in (reader.fieldnames or [])]
+            fix = f"the file has no column {', '.join(missing)}"
+            require(not missing, "runs", str(path), fix)
+            found = [(f"{path}, line {reader.line_num}, ", line) for line in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"runs={str(path)!r}: is not a CSV file: {error}") from None
+    require(bool(found), "runs", str(path), "the file has no rows")
+    for where, line in found:
+        fix = "more values than columns; quote those with a comma"
+        require(None not in line, where + "values", ",".join(line.get(None, [])), fix)
+    return found
+
+
+def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
+    """A whole number of `least` to `most`.
+
+    Raises:
+      UserError: it is none; names `field`.
+    """
+    few = " or ".join(str(n) for n in range(least, most + 1)) if most < 10 else ""
+    right = text.isdecimal() and least <= int(text) <= most
+    require(right, field, text, f"must be {few or f'a number, {least} or more'}")
+    return int(text)
+
+
+def measured(field: str, text: str) -> float | None:
+    """A positive number; none if `text` is nan or empty.
+
+    Raises:
+      UserError: it is neither; names `field`.
+    """
+    try:
+        value = float(text or "nan")
     except ValueError:
         value = -1.0
     right = math.isnan(value) or 0 < value < math.inf
-    require(right, field, text, "must be a positive number, or nan for a run that failed")
+    require(right, field, text, "must be a positive number, or nan where there is none")
     return None if math.isnan(value) else value
 
 

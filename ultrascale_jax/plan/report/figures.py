@@ -222,13 +222,13 @@ class Streams(Figure):
 
     @property
     def detail(self) -> tuple[float, float] | None:
-        """Start and end of the longest part that is shown operation by operation, without an event of kind `loop`."""
+        """Start and end of the part with the most operations between events of kind `loop`."""
         busiest = max(self.streams.values(), key=len, default=())
         loops = sorted((e.start, e.start + e.duration) for e in busiest if e.kind == LOOP)
         borders = [0.0, *(border for loop in loops for border in loop), self.step_s]
         parts = list(zip(borders[::2], borders[1::2], strict=True))
-        longest = max(parts, key=lambda part: part[1] - part[0])
-        return longest if loops and longest[1] > longest[0] else None
+        chosen = max(parts, key=lambda part: sum(part[0] <= e.start < part[1] for e in busiest))
+        return chosen if loops and chosen[1] > chosen[0] else None
 
     def table(self) -> Table:
         rows: dict[tuple[str, str], tuple[int, float]] = {}

@@ -270,6 +270,10 @@ def _validate(sources: Sequence[Source]) -> list[Figure]:
     found: list[Figure] = []
     for n, source in enumerate(sources):
         content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
+        if content.get("kind") == "published":
+            caption = "published by others, predicted as this project's trainer"
+            found.append(_predictions(content["rows"], f"published{tail}", caption, "software"))
+            continue
         panels = {
             title: {
                 model: [
@@ -299,7 +303,9 @@ def _validate(sources: Sequence[Source]) -> list[Figure]:
     return found
 
 
-def _predictions(rows: Sequence[dict[str, Any]], name: str, caption: str) -> Figure:
+def _predictions(
+    rows: Sequence[dict[str, Any]], name: str, caption: str, group: str = "model"
+) -> Figure:
     panels: dict[str, Cloud] = {}
     for title, key, unit in (
         ("memory", "memory_gib", "GiB"),
@@ -309,7 +315,7 @@ def _predictions(rows: Sequence[dict[str, Any]], name: str, caption: str) -> Fig
         for row in rows:
             if row[f"measured_{key}"] is not None:
                 point = Point(x=row[f"measured_{key}"], y=row[key], note=row["label"])
-                groups.setdefault(row["model"], []).append(point)
+                groups.setdefault(row[group], []).append(point)
         x, y = f"measured ({unit})", f"predicted ({unit})"
         panels[title] = Cloud(x=x, y=y, groups=groups, equal=True)
     return Clouds(
