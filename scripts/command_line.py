@@ -147,6 +147,28 @@ def _fields(name: str, value: object) -> list[str]:
     return [line for f in fields for line in _fields(f"{name}.{f.name}", getattr(value, f.name))]
 
 
+def changes(name: str, before: object, after: object, always: Sequence[str] = ()) -> list[str]:
+    """Words of the command line that turn the section `before`, called `name`, into `after`.
+
+    Fields in `always` are written even if they are the same. A part that only one of them has cannot be written.
+    """
+    found: list[str] = []
+    for field in dataclasses.fields(after):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        option = f"--{name}.{field.name}".replace("_", "-")
+        if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
+            if old is not None and new is not None:
+                found += changes(f"{name}.{field.name}", old, new)
+        elif new == old and field.name not in always:
+            continue
+        elif isinstance(new, bool):
+            section, _, last = option.rpartition(".")
+            found.append(option if new else f"{section}.no-{last}")
+        else:
+            found += [option, *map(str, new if isinstance(new, tuple) else (new,))]
+    return found
+
+
 def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
     if argv and not argv[0].startswith("-"):
         return argv[0], list(argv[1:])

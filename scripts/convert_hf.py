@@ -174,24 +174,11 @@ def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
     `recipe` is what `arguments` make. A rope scaling can be changed on the command line, but not
     added or removed; then the command is followed by a remark that says which recipe is needed.
     """
-    flags, remark = [], ""
-    for section in ("model", "data"):
-        before, after = getattr(recipe, section), getattr(cfg, section)
-        for field in dataclasses.fields(after):
-            old, new = getattr(before, field.name), getattr(after, field.name)
-            option = f"--{section}.{field.name}".replace("_", "-")
-            if old == new:
-                continue
-            if isinstance(new, bool):
-                head, _, name = option.rpartition(".")
-                flags.append(option if new else f"{head}.no-{name}")
-            elif field.name != "rope_scaling":
-                flags += [option, str(new)]
-            elif old is not None and new is not None:
-                for part, value in dataclasses.asdict(new).items():
-                    flags += [f"{option}.{part}".replace("_", "-"), str(value)]
-            else:
-                remark = f"  # with a recipe whose model.rope_scaling is {new}"
+    flags = command_line.changes("model", recipe.model, cfg.model)
+    flags += command_line.changes("data", recipe.data, cfg.data)
+    scaling = cfg.model.rope_scaling
+    other = (scaling is None) != (recipe.model.rope_scaling is None)
+    remark = f"  # with a recipe whose model.rope_scaling is {scaling}" if other else ""
     command = ["python", "-m", "scripts.train", *arguments, *flags]
     return shlex.join(command) + remark
 
