@@ -147,7 +147,7 @@ def _fields(name: str, value: object) -> list[str]:
     return [line for f in fields for line in _fields(f"{name}.{f.name}", getattr(value, f.name))]
 
 
-def changes(name: str, before: object, after: object, always: Sequence[str] = ()) -> list[str]:
+def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
     """Words of the command line that turn the section `before`, called `name`, into `after`.
 
     Fields in `always` are written even if they are the same. A part that only one of them has cannot be written.
