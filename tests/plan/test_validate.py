@@ -157,6 +157,7 @@ def test_constants_fitted_on_one_model_predict_the_other(rows):
         assert statistics.median(cell.first_choice for cell in found) > 0.9
 
 
+@pytest.mark.slow
 def test_the_constants_in_use_are_the_fit_of_the_calibration_half(rows):
     # Begun 30% off; what the rows determine well comes back, the rest is held by the prior.
     start = dataclasses.replace(

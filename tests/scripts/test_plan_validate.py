@@ -61,6 +61,7 @@ def test_other_models_and_cells_of_few_rows_are_shown(few, capsys):
     assert by_model["80B"]["first_choice"] is None and by_model["80B"]["rows"] == 0
 
 
+@pytest.mark.slow
 def test_calibrate_prints_its_constants(capsys):
     plan.main(["validate", str(RUNS), "--calibrate"])
     text = capsys.readouterr().out
