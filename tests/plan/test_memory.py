@@ -90,7 +90,7 @@ def test_the_table_is_kept_in_the_order_of_its_list(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 9])
+@pytest.mark.parametrize("index", [0, 7])
 def test_xla_still_takes_what_the_table_says(index):
     row = memory_table.measure(ROWS[index])
     assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[index]["xla_bytes"]), rel=0.02)
