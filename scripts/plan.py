@@ -9,6 +9,8 @@ report    figures of any of these, as PNG and one HTML file        FILE... or RE
 """
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +28,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = arguments.pop(0) if arguments else ""
     with command_line.user_errors():
         require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
-    importlib.import_module(f"scripts.plan_verbs.{verb}").main(arguments)
+    try:
+        try:
+            importlib.import_module(f"scripts.plan_verbs.{verb}").main(arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # as in `| head`; Python would complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 if __name__ == "__main__":

@@ -10,10 +10,17 @@ import tyro
 
 from scripts import command_line
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.candidates import require_parts
+from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.workload import Run, Shape
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+
+MOST_GPUS = 2**20
+MOST_TOKENS = 2**36
+MOST_SEQ_LEN = 2**27
+"""Far more than anyone has trained with; a number beyond is a slip, on which a search would go on for ever."""
+
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -34,9 +41,14 @@ class Options(command_line.Options):
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 
+    # A plan runs on no devices; `sweep` has them again.
+    devices: tyro.conf.Suppress[int | None] = None
+
     def __post_init__(self):
         super().__post_init__()
         require(self.gpus >= 1, "gpus", self.gpus, "must be at least 1")
+        require(self.gpus <= MOST_GPUS, "gpus", self.gpus, f"must be at most {MOST_GPUS:,}")
+        require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +74,17 @@ class Assumptions(Options):
     dense_layers: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """First layers without experts."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("experts", "shared_experts", "expert_d_ff", "dense_layers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
+        visited, most = self.experts_per_token, self.experts or 2
+        fix = f"must be from 1 to {most}" if self.experts else "means nothing without --experts"
+        require(1 <= visited <= most, "experts_per_token", visited, fix)
+        for name in ("shared_experts", "expert_d_ff", "dense_layers"):
+            value, fix = getattr(self, name), "means nothing without --experts"
+            require(self.experts > 0 or value == 0, name, value, fix)
+
 
 def parse[O: Options](
     argv: Sequence[str], verb: str, options: type[O], description: str | None
@@ -83,6 +106,12 @@ def parse[O: Options](
             cfg = dataclasses.replace(
                 cfg, train=dataclasses.replace(cfg.train, global_batch=sequences)
             )
+        sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
+        require(
+            seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}"
+        )
+        fix = f"so many sequences of {seq_len:,} tokens are more than {MOST_TOKENS:,}, the most of a step"
+        require(sequences * seq_len <= MOST_TOKENS, "train.global_batch", sequences, fix)
         cluster = find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
         if isinstance(chosen, Assumptions) and chosen.fp8:
             cluster.gpu.peak_flops("fp8")
@@ -91,6 +120,9 @@ def parse[O: Options](
 
 def planned(cfg: Config, options: Assumptions) -> Run:
     """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
+    fix = f"must be less than model.num_layers={cfg.model.num_layers}"
+    less = options.dense_layers < cfg.model.num_layers
+    require(less, "dense_layers", options.dense_layers, fix)
     shape = Shape.of(
         cfg.model,
         gated=not options.plain_mlp,
@@ -101,7 +133,7 @@ def planned(cfg: Config, options: Assumptions) -> Run:
         dense_layers=options.dense_layers,
     )
     changes = {"precision": "fp8"} if options.fp8 else {}
-    return Run.of(
+    run = Run.of(
         cfg,
         options.gpus,
         shape,
@@ -109,6 +141,19 @@ def planned(cfg: Config, options: Assumptions) -> Run:
         virtual_stages=options.virtual_stages,
         **changes,
     )
+    require_parts(run)
+    return run
+
+
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    unit, many = unit_of(count)
+    return f"{count / many:.1f} {unit}"
+
+
+def unit_of(largest: float) -> tuple[str, int]:
+    """The unit for sizes up to `largest` bytes, and the bytes of it."""
+    return ("GiB", GIB) if abs(largest) >= GIB else ("MiB", MIB)
 
 
 def tokens(text: str) -> int:

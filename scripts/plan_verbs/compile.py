@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from rich.table import Table
 
 from scripts import command_line
 from scripts.plan_verbs import common
-from scripts.plan_verbs.common import GIB
 from ultrascale_jax.config import require
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run
@@ -145,12 +145,13 @@ def summarize(step: Any, timeline: Any, run: Run, cluster: Cluster) -> dict[str,
 def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
     """Tables for people."""
     console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
-    memory = Table("memory of one GPU", "GiB")
+    unit, count = common.unit_of(summary["peak_bytes"])
+    memory = Table("memory of one GPU", unit)
     for name in MEMORY:
-        memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / GIB:.2f}")
+        memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / count:.2f}")
     fits = summary["peak_bytes"] <= summary["usable_bytes"]
     usable = f"usable: the peak {'fits' if fits else 'does not fit'}"
-    memory.add_row(usable, f"{summary['usable_bytes'] / GIB:.2f}")
+    memory.add_row(usable, f"{summary['usable_bytes'] / count:.2f}")
     console.print(memory)
     if summary["collectives"]:
         console.print(_communication(summary))
@@ -163,14 +164,16 @@ def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    table = Table("collective", "axes", "times", "synchronous", "GiB", "ms", "ms exposed")
+    unit, count = common.unit_of(max(row["bytes"] for row in summary["collectives"]))
+    table = Table("collective", "axes", "times", "synchronous", unit, "ms", "ms exposed")
+    table.columns[0].no_wrap = True
     for row in summary["collectives"]:
         table.add_row(
             row["kind"],
             row["axes"],
             str(row["times"]),
             str(row["synchronous"]),
-            f"{row['bytes'] / GIB:.2f}",
+            f"{row['bytes'] / count:.2f}",
             f"{row['seconds'] * 1e3:.1f}",
             f"{row['exposed_s'] * 1e3:.1f}",
         )
@@ -197,10 +200,13 @@ def _time(summary: dict[str, Any]) -> Table:
 
 
 def _folder(name: str) -> Path:
-    """The directory, made if need be."""
+    """The directory, made if need be; whether it can be written to shows before the compilation."""
+    require(name != "", "dump", name, "name a directory")
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        require(False, "dump", name, f"cannot be made a directory: {error.strerror}")
+        require(False, "dump", name, f"cannot be written: {error.strerror}")
     return folder

@@ -17,7 +17,6 @@ from rich.table import Table
 
 from scripts import command_line
 from scripts.plan_verbs import common
-from scripts.plan_verbs.common import GIB
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.plan import memory, nanotron
 from ultrascale_jax.plan.hardware import Gpu
@@ -147,28 +146,30 @@ def _smaller(cfg: Config, num_gpus: int) -> Iterator[tuple[str, Config]]:
 
 
 def _parts(summary: dict[str, Any]) -> Table:
-    table = Table("part of the peak", "GiB", "share")
+    unit, count = common.unit_of(summary["peak_bytes"])
+    table = Table("part of the peak", unit, "share")
     for name, size in summary["parts"].items():
         if size:
-            table.add_row(name, f"{size / GIB:.2f}", f"{size / summary['peak_bytes']:.0%}")
+            table.add_row(name, f"{size / count:.2f}", f"{size / summary['peak_bytes']:.0%}")
     table.add_section()
-    table.add_row("together", f"{summary['peak_bytes'] / GIB:.2f}", "100%")
-    table.add_row(f"usable of {summary['gpu']}", f"{summary['usable_bytes'] / GIB:.2f}", "")
+    table.add_row("together", f"{summary['peak_bytes'] / count:.2f}", "100%")
+    table.add_row(f"usable of {summary['gpu']}", f"{summary['usable_bytes'] / count:.2f}", "")
     return table
 
 
 def _timeline(summary: dict[str, Any]) -> Table:
-    table = Table("moment", "GiB")
+    unit, count = common.unit_of(summary["peak_bytes"])
+    table = Table("moment", unit)
     for name, size in summary["timeline"]:
-        table.add_row(name, f"{size / GIB:.2f}")
+        table.add_row(name, f"{size / count:.2f}")
     return table
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    space = (summary["usable_bytes"] - summary["peak_bytes"]) / GIB
-    hint = f"{summary['hint']} ({summary['hint_bytes'] / GIB:.1f} GiB)"
+    space = summary["usable_bytes"] - summary["peak_bytes"]
+    hint = f"{summary['hint']} ({common.size(summary['hint_bytes'])})"
     if summary["fits"]:
         more = f"; there is room for {hint}" if summary["hint"] else ""
-        return f"fits, {space:.1f} GiB left{more}"
+        return f"fits, {common.size(space)} left{more}"
     nothing = "no change of micro-batch, ZeRO, recomputation or sp is enough"
-    return f"does not fit, {-space:.1f} GiB lack; {f'try {hint}' if summary['hint'] else nothing}"
+    return f"does not fit, {common.size(-space)} short; {f'try {hint}' if summary['hint'] else nothing}"

@@ -160,6 +160,7 @@ def _write(
     make: Callable[[Tell], Iterable[Figure]], around: page.Page, out: str, as_json: bool
 ) -> None:
     """Draws the figures one after the other; an interrupt keeps those that are done, on a page of their own."""
+    require(out != "", "out", out, "name a directory")
     folder = Path(out)
     drawn: list[tuple[Figure, str]] = []
     stopped = False

@@ -28,6 +28,9 @@ from ultrascale_jax.plan.workload import Shape
 BUSY = {"gemm": "matrix products", "other": "other work"}
 """What the compiled program's kinds of work are called here."""
 
+WIDE = 140
+"""Columns of a terminal from which on the table is shown with all of its own."""
+
 INTERRUPTED = 130
 """What a shell expects of a process that SIGINT ended."""
 
@@ -57,11 +60,13 @@ def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "search", Options, __doc__)
     recipe = recipe_of(argv)
     with command_line.user_errors():
-        choices = parse_choices("fixed", options.fixed) if options.fixed else {}
+        choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
+        _require_free(cfg, command_line.load_recipe(recipe))
         search = Search(cfg, cluster, choices, *model(cfg, options))
         interrupted = run(search, compiler(recipe, options), options.compile)
         some = search.counts["candidates"] > 0 or interrupted
-        require(some, "gpus", options.gpus, illegal(search))
+        named = ("gpus", options.gpus) if options.fixed is None else ("fixed", options.fixed)
+        require(some, *named, illegal(search, options.gpus))
     result = summarize(search, recipe, options)
     if options.json:
         print(json.dumps(result | {"complete": not interrupted}))
@@ -74,6 +79,16 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
+def _require_free(cfg: Config, recipe: Config) -> None:
+    """Raise a `UserError` if the command line sets what the search would set again."""
+    fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,micro_batches=4"
+    axes = ",".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size != 1)
+    require(cfg.mesh == recipe.mesh, "mesh", axes, fix)
+    for name in ("zero", "micro_batches"):
+        value = getattr(cfg.train, name)
+        require(value == getattr(recipe.train, name), f"train.{name}", value, fix)
+
+
 def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
     """The model and the type of compute, as the assumptions have them."""
     alone = told_to(cfg, mesh=MeshConfig(), micro_batches=1)
@@ -84,7 +99,9 @@ def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:
     """Rank by formula, then compile the `most` best; whether it was interrupted."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    stderr = Console(stderr=True)
+    shown = {"console": stderr, "transient": True, "disable": not stderr.is_terminal}
+    with Progress(*columns, TimeElapsedColumn(), **shown) as progress:
         try:
             formulas = progress.add_task("formulas", total=None)
             search.predict(
@@ -122,11 +139,13 @@ def compiler(recipe: str, options: Options) -> Evaluate:
     return evaluate
 
 
-def illegal(search: Search) -> str:
+def illegal(search: Search, num_gpus: int) -> str:
     """Why there is no candidate at all."""
     reasons = {name.removeprefix("illegal: "): n for name, n in search.counts.items() if n}
     most = sorted(reasons, key=reasons.__getitem__, reverse=True)
-    return f"no mesh of so many GPUs is legal; most often refused: {', '.join(most[:3]) or 'all'}"
+    refused = ", ".join(most[:3]) or "the product of the axes"
+    fix = "take another number of GPUs, batch or --fixed"
+    return f"nothing is legal on {num_gpus} GPUs; {fix}; most often refused: {refused}"
 
 
 def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
@@ -199,22 +218,29 @@ def answer(search: Search) -> str:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The table, the counts and the winner's command."""
+    wide = console.width >= WIDE
     columns = ("mbs", "micro", "zero", "remat", "schedule", "GiB", "step s", "tok/s/GPU", "MFU")
-    table = Table("mesh", *columns, "source", "verdict")
-    for column in table.columns[5:9]:
-        column.justify = "right"
+    shown = ("mesh", *columns, "source") if wide else ("configuration", "GiB", "tok/s/GPU")
+    table = Table(*shown, "verdict")
+    for column in table.columns:
+        if column.header in columns[5:]:
+            column.justify, column.no_wrap = "right", True
     section = result["rows"][0]["section"] if result["rows"] else ""
     for r in result["rows"]:
         if r["section"] != section:
             section = r["section"]
             table.add_section()
             table.add_row(f"[bold]{section}[/bold]")
+        gib, rate = f"{r['peak_gib']:.1f}", f"{r['tokens_per_s_gpu']:,.0f}"
+        if not wide:
+            table.add_row(r["label"], gib, rate, r["verdict"])
+            continue
         stages = f" v{r['virtual_stages']}" if r["virtual_stages"] > 1 else ""
         work = map(str, (r["sequences"], r["micro_batches"], r["zero"], r["remat"]))
         axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
-        speed = (f"{r['step_s']:.3g}", f"{r['tokens_per_s_gpu']:,.0f}", f"{r['mfu']:.1%}")
+        speed = (f"{r['step_s']:.3g}", rate, f"{r['mfu']:.1%}")
         source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
-        cells = (axes, *work, r["schedule"] + stages, f"{r['peak_gib']:.1f}", *speed)
+        cells = (axes, *work, r["schedule"] + stages, gib, *speed)
         table.add_row(*cells, source, r["verdict"])
     if result["rows"]:
         console.print(table)

@@ -56,6 +56,8 @@ class Options(common.Assumptions):
     """Where the rows are written, and found if they are there already."""
     predict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Ask the formulas about --gpus GPUs, and run nothing."""
+    devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
+    """Run on so many fake CPU devices, to try a sweep on a laptop."""
     minutes: Annotated[float, tyro.conf.arg(metavar="N")] = 15.0
     """A configuration that takes longer has failed."""
 
@@ -81,8 +83,7 @@ def main(argv: list[str]) -> None:
     data = dataclasses.replace(cfg.data, source="synthetic", tokenizer="bytes")
     cfg = dataclasses.replace(cfg, data=data)
     with command_line.user_errors():
-        table = sweep.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
-        choices = parse_choices("grid", options.grid) if options.grid else {}
+        choices = {} if options.grid is None else parse_choices("grid", options.grid)
         machine = find_machine(options, cluster)
         space = sweep.grid(cfg, machine.cluster, choices, *model(cfg, options))
         wanted = options.predict or bool(choices)
@@ -90,6 +91,7 @@ def main(argv: list[str]) -> None:
         reasons = ", ".join(space.illegal) or "the product of the axes"
         fix = f"nothing is legal on {machine.cluster.num_gpus} devices; refused: {reasons}"
         require(bool(runs), "grid", options.grid or "all meshes", fix)
+        table = sweep.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
     made, complete = [], False
     with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(runs))
@@ -207,6 +209,8 @@ def report(
         return
     shown = ("mesh", "mbs", "gas", "zero", "remat", "tok_s_gpu", "mfu_pct", "mem_gb", "status")
     grid = RichTable(*shown)
+    for column in grid.columns:
+        column.overflow = "fold"
     for row in sorted(made, key=lambda row: -float(row["tok_s_gpu"].replace("nan", "0"))):
         grid.add_row(*(row[name] for name in shown))
     console = Console() if sys.stdout.isatty() else Console(width=150)

@@ -12,9 +12,11 @@ from ultrascale_jax.config import AXES, MeshConfig, UserError
 from ultrascale_jax.plan.candidates import (
     REMAT,
     configured,
+    divisors,
     enumerate_runs,
     meshes,
     parse_choices,
+    require_parts,
     told_to,
 )
 from ultrascale_jax.plan.hardware import find_cluster
@@ -132,6 +134,48 @@ def test_a_recipes_own_recompute_policy_is_a_candidate_too():
     cfg = dataclasses.replace(debug, train=train)
     runs = enumerate_runs(cfg, cluster(), {}, ("fsdp",)).runs
     assert {run.remat for run in runs} == {*REMAT, "save:q,k,v"}
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "stages", "message"),
+    [
+        (3, "1f1b", 1, "model.num_layers=8: must be divisible by mesh.pp=3"),
+        (4, "interleaved", 3, "model.num_layers=8: .* mesh.pp=4 \\* virtual_stages=3"),
+        (4, "interleaved", 1, "virtual_stages=1: schedule interleaved has 2 or more"),
+        (4, "1f1b", 2, "virtual_stages=2: schedule 1f1b has 1"),
+        (4, "zb_v", 1, "virtual_stages=1: schedule zb_v has 2"),
+        (4, "zb_v", 2, ""),
+        (4, "zb_uniform", 1, ""),
+        (1, "1f1b", 2, ""),
+    ],
+)
+def test_a_pipeline_has_equal_stages_and_as_many_as_its_schedule_wants(
+    pp, schedule, stages, message
+):
+    run = Run(
+        shape=Shape.of(debug.model),
+        mesh=MeshConfig(pp=pp, fsdp=1),
+        seq_len=256,
+        sequences=1,
+        schedule=schedule,
+        virtual_stages=stages,
+    )
+    if message:
+        with pytest.raises(UserError, match=message):
+            require_parts(run)
+    else:
+        require_parts(run)
+
+
+def test_what_is_pinned_so_that_nothing_is_left_is_counted():
+    choices = {"pp": (2,), "virtual_stages": (9,)}
+    assert enumerate_runs(debug, cluster(), choices, SPLIT).illegal["virtual_stages"] > 0
+    assert enumerate_runs(debug, cluster(), {"sequences": (77,)}, SPLIT).illegal["sequences"] > 0
+
+
+def test_divisors_of_large_numbers_are_found_at_once():
+    assert divisors(1) == (1,) and divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(2**36) == tuple(2**n for n in range(37))
 
 
 def test_choices_are_read_with_commas_and_spaces():

@@ -101,6 +101,25 @@ def test_the_table_is_found_again(tmp_path):
         assert next(csv.reader(file))[: len(BENCHMARK)] == BENCHMARK
 
 
+def test_an_empty_file_becomes_a_table(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.touch()
+    Table(path).add(sweep.row(run(), CLUSTER, Outcome(status="ok"), **SAID))
+    assert Table(path).find(KEY) is not None
+
+
+def test_what_is_no_table_is_refused_before_anything_runs(tmp_path):
+    binary = tmp_path / "runs.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (tmp_path, "cannot be written: Is a directory"),
+        (binary / "runs.csv", "cannot be written: "),
+        (binary, "is no CSV"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Table(path)
+
+
 def test_the_table_of_something_else_is_not_written_to(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("model,nodes\n1B,1\n")

@@ -1,6 +1,8 @@
 """`python -m scripts.plan compile`: what a step needs on GPUs that are not there."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -46,10 +48,34 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
 
 def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_path, capsys):
     (tmp_path / "file").write_text("")
+    for folder in (str(tmp_path / "file" / "folder"), "/proc", ""):
+        with pytest.raises(SystemExit) as stop:
+            plan.main([*RUN, "--dump", folder])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith(f"error: dump={folder!r}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["memory", "demo"], ["memory", "demo", "--json"]])
+def test_a_reader_that_has_enough_ends_it_quietly(arguments):
+    command = [sys.executable, "-m", "scripts.plan", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # before anything is written, as `| true` may
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() != 0
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan.importlib, "import_module", interrupt)
     with pytest.raises(SystemExit) as stop:
-        plan.main([*RUN, "--dump", str(tmp_path / "file" / "folder")])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: dump=")
+        plan.main(["memory"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +86,16 @@ def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_pat
         (["compile", "debug", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
         (["compile", "debug", "--gpus", "9"], "num_devices=9"),
         (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
+        (["compile", "debug", "--gpu", ""], "gpu=''"),
+        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be at most"),
+        (["compile", "debug", "--devices", "2"], "Unrecognized options: --devices"),
+        (["memory", "debug", "--seq-len", "1000000007"], "data.seq_len=1000000007"),
+        (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
+        (["memory", "debug", "--experts", "-1"], "experts=-1: must not be negative"),
+        (["memory", "--experts", "4", "--experts-per-token", "5"], "experts_per_token=5: must be"),
+        (["memory", "--experts", "4", "--dense-layers", "4"], "dense_layers=4: must be less"),
+        (["memory", "debug", "--shared-experts", "1"], "shared_experts=1: means nothing without"),
+        (["memory", "--experts", "6", "--mesh", "ep=8"], "experts=6: must be divisible"),
     ],
 )
 def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):

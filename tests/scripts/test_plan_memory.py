@@ -76,7 +76,7 @@ def test_the_hint_of_a_run_that_does_not_fit_is_options_with_which_it_does(
     assert not found["fits"]
     lacking = (found["peak_bytes"] - found["usable_bytes"]) / 2**30
     needed = found["hint_bytes"] / 2**30
-    end = f"does not fit, {lacking:.1f} GiB lack; try {found['hint']} ({needed:.1f} GiB)"
+    end = f"does not fit, {lacking:.1f} GiB short; try {found['hint']} ({needed:.1f} GiB)"
     assert end in text(capsys, *arguments)
     assert expected in found["hint"]
     changed = answer(capsys, *arguments, *shlex.split(found["hint"]))
@@ -90,6 +90,13 @@ def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
     assert hint.startswith("--train.remat ")
     assert f"there is room for {hint}" in text(capsys, *arguments)
     assert answer(capsys, *arguments, *shlex.split(hint))["fits"]
+
+
+def test_a_small_run_is_shown_in_mib(capsys):
+    found = answer(capsys, "debug")
+    shown = text(capsys, "debug")
+    assert f" {found['peak_bytes'] / 2**20:.2f} " in shown and "MiB" in shown
+    assert " 0.00 " not in shown.split("moment")[1]
 
 
 def test_a_run_that_nothing_helps_says_so(capsys):

@@ -173,6 +173,7 @@ def test_a_recipe_is_computed_by_formulas(tmp_path, capsys):
         (["debug", "--models", "debug,nonsense"], "recipe='nonsense': "),
         ([str(RUNS), "none.csv"], "file='none.csv': there is no such file"),
         ([str(RUNS), "--out", "/dev/null/x"], "out='/dev/null/x': cannot be written"),
+        ([str(RUNS), "--out", ""], "out='': name a directory"),
         ([str(RUNS), "--gpus", "8"], ""),
     ],
 )

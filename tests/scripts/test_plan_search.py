@@ -5,10 +5,12 @@ import shlex
 import signal
 
 import pytest
+from rich.console import Console
 
 from scripts import command_line, plan
 from scripts.plan_verbs import search
 from scripts.plan_verbs.words import recipe_of, words
+from ultrascale_jax.plan.candidates import parse_choices
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search import Compiled, Search
 
@@ -76,7 +78,11 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
     ("arguments", "message"),
     [
         (["--fixed", "tensor=2"], "fixed='tensor=2'"),
-        (["--fixed", "tp=3"], "gpus=8: no mesh"),
+        (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
+        (["--fixed", ""], "fixed=''"),
+        (["--mesh", "fsdp=8"], "mesh='fsdp=8': the search chooses it"),
+        (["--mesh.tp", "2"], "mesh='fsdp=-1,tp=2': the search chooses it"),
+        (["--train.zero", "1"], "train.zero=1: the search chooses it"),
         (["--top", "0"], "top=0"),
         (["--compile", "-1"], "compile=-1"),
         (["--gpu", "tpu"], "gpu='tpu'"),
@@ -85,9 +91,23 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
 def test_nonsense_is_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         plan.main(["search", "llama3_8b", *arguments])
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    error = capsys.readouterr().err
     assert stop.value.code == 2
-    assert len(error) == 1 and error[0].startswith(f"error: {message}")
+    assert error.count("\n") == 1 and error.startswith(f"error: {message}")
+
+
+def test_a_narrow_terminal_gets_whole_words(capsys):
+    cfg, options, cluster = search.common.parse(ARGUMENTS[1:], "search", search.Options, "")
+    found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))
+    found.predict()
+    for width in (80, 200):
+        search.show(search.summarize(found, "llama3_8b", options), Console(width=width))
+        lines = capsys.readouterr().out.splitlines()
+        row = next(line for line in lines if " best " in line)
+        best = found.rows(1)["the best of each mesh"][0][0]
+        speed = best.estimate.tokens_per_s_gpu
+        assert f"{speed:,.0f}" in row and f"{best.peak_bytes / 2**30:.1f}" in row
+        assert len(row) <= width and "…" not in "".join(lines)
 
 
 def test_an_interrupt_shows_the_ranking_so_far():

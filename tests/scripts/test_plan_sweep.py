@@ -69,6 +69,8 @@ def test_the_benchmarks_models_have_its_names_and_can_be_validated(tmp_path, cap
         (["--grid", "tensor=2"], "grid='tensor=2'"),
         (["--grid", "fsdp=3", "--predict"], "grid='fsdp=3': nothing is legal on 8 devices"),
         (["--minutes", "0"], "minutes=0"),
+        (["--grid", ""], "grid=''"),
+        (["--predict", "--out", "/dev/null/runs.csv"], "out='/dev/null/runs.csv'"),
     ],
 )
 def test_nonsense_is_one_line(arguments, message, tmp_path, capsys):

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ultrascale_jax.config import AXES, Config, MeshConfig, TrainConfig, UserError, require
@@ -68,9 +69,11 @@ def _value(name: str, text: str, field: str, word: str) -> int | str:
     return int(word)
 
 
-def divisors(number: int) -> list[int]:
+@cache
+def divisors(number: int) -> tuple[int, ...]:
     """All numbers that divide `number`, from 1 up."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Iterator[MeshConfig]:
@@ -139,16 +142,21 @@ def enumerate_runs(
                 told = told_to(cfg, mesh=mesh, zero=zero, micro_batches=micro_batches)
                 try:
                     run = Run.of(told, num_gpus, shape, precision=precision)
-                    _require_parts(run)
+                    require_parts(run)
+                    fix = f"must be at least mesh.pp={mesh.pp}"
+                    require(micro_batches >= mesh.pp, "train.micro_batches", micro_batches, fix)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
                     continue
                 if run.sequences not in choices.get("sequences", (run.sequences,)):
+                    illegal["sequences"] += 1
                     continue
                 if refusal := _refusal(told, num_gpus) if trained else UNTRAINED:
                     refusals[_key(run)] = refusal
-                runs += _variants(cfg, run, choices)
-    return Space(runs=runs, refusals=refusals, illegal=illegal)
+                variants = list(_variants(cfg, run, choices))
+                illegal["virtual_stages"] += not variants
+                runs += variants
+    return Space(runs=runs, refusals=refusals, illegal=+illegal)
 
 
 def told_to(cfg: Config, *, mesh: MeshConfig, **train: Any) -> Config:
@@ -180,13 +188,16 @@ def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> Iterator[tuple[int
         yield from ((zero, micro_batches) for zero in zeros)
 
 
-def _require_parts(run: Run) -> None:
-    """Equal pipeline stages and, as in the playbook's benchmark, a micro-batch for each; equal shares of experts."""
-    shape, pp, ep = run.shape, run.mesh.pp, run.mesh.ep
-    fix = f"must be divisible by mesh.pp={pp}"
-    require(shape.num_layers % pp == 0, "model.num_layers", shape.num_layers, fix)
-    fix = f"must be at least mesh.pp={pp}"
-    require(run.micro_batches >= pp, "train.micro_batches", run.micro_batches, fix)
+def require_parts(run: Run) -> None:
+    """Raise a `UserError` if experts or pipeline stages are unequal, or stages not as many as the schedule wants."""
+    shape, pp, ep, stages = run.shape, run.mesh.pp, run.mesh.ep, run.virtual_stages
+    if pp > 1:
+        wanted = STAGES.get(run.schedule, (1,))
+        ok = stages in wanted or (len(wanted) > 1 and stages >= wanted[0])
+        more = " or more" if len(wanted) > 1 else ""
+        require(ok, "virtual_stages", stages, f"schedule {run.schedule} has {wanted[0]}{more}")
+        fix = f"must be divisible by mesh.pp={pp}" + f" * virtual_stages={stages}" * (stages > 1)
+        require(shape.num_layers % (pp * stages) == 0, "model.num_layers", shape.num_layers, fix)
     fix = f"must be divisible by mesh.ep={ep}"
     require(shape.num_experts % ep == 0, "experts", shape.num_experts, fix)
 

@@ -54,7 +54,7 @@ class Source:
 
 
 def read(path: str) -> Source:
-    """The JSON of a verb, or a CSV of runs (verb `sweep`).
+    """The JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
 
     Raises:
       UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
@@ -81,6 +81,8 @@ def read(path: str) -> Source:
     verb = content["verb"]
     fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"
     require(verb in READERS, "file", path, fix)
+    if verb == "sweep":
+        content = runs.of_json(path, content)
     return Source(path=path, verb=verb, content=content, digest=digest)
 
 

@@ -30,11 +30,29 @@ def read(path: str, text: str) -> list[dict[str, Any]]:
         lines = list(csv.DictReader(text.splitlines()))
     except csv.Error as error:
         raise UserError(f"file={path!r}: is not a CSV file: {error}") from None
-    head = lines[0].keys() if lines else text.splitlines()[0].split(",")
-    missing = ", ".join(column for column in COLUMNS if column not in head)
-    require(not missing, "file", path, f"lacks the column(s) {missing}")
+    _require_columns(path, lines[0] if lines else text.splitlines()[0].split(","))
     require(lines != [], "file", path, "has no rows")
     return [_row(f"file={path!r}: line {n}", line) for n, line in enumerate(lines, 2)]
+
+
+def of_json(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of what `sweep --json` printed into the file `path`.
+
+    Raises:
+      UserError: a column is missing, or a value is no number.
+    """
+    found = content.get("rows")
+    ok = isinstance(found, list) and found != [] and all(isinstance(row, dict) for row in found)
+    require(ok, "file", path, "has no rows")
+    lines = [{k: "" if v is None else str(v) for k, v in row.items()} for row in found or ()]
+    for line in lines:
+        _require_columns(path, line)
+    return [_row(f"file={path!r}: row {n}", line) for n, line in enumerate(lines, 1)]
+
+
+def _require_columns(path: str, head: Iterable[str]) -> None:
+    missing = ", ".join(sorted(set(COLUMNS) - set(head), key=COLUMNS.index))
+    require(not missing, "file", path, f"lacks the column(s) {missing}")
 
 
 def _row(where: str, line: dict[str, str]) -> dict[str, Any]:
