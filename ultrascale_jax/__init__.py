@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from ultrascale_jax.models.hf_config import read_config as read_hf_config
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.manual import smap
+    from ultrascale_jax.plan.compile import compile_step
+    from ultrascale_jax.plan.hardware import find_cluster
+    from ultrascale_jax.plan.memory import breakdown as memory_breakdown
+    from ultrascale_jax.plan.speed import estimate as estimate_step
+    from ultrascale_jax.plan.timeline import simulate as simulate_step
+    from ultrascale_jax.plan.workload import Run, Shape
     from ultrascale_jax.sharding import act
     from ultrascale_jax.training.state import abstract_state, init_state
     from ultrascale_jax.training.step import make_train_step
@@ -27,17 +33,24 @@ __all__ = [
     "Loader",
     "MeshConfig",
     "ModelConfig",
+    "Run",
+    "Shape",
     "Transformer",
     "abstract_mesh",
     "abstract_state",
     "act",
+    "compile_step",
+    "estimate_step",
+    "find_cluster",
     "generate",
     "init_state",
     "load_hf",
     "make_mesh",
     "make_train_step",
+    "memory_breakdown",
     "read_hf_config",
     "save_hf",
+    "simulate_step",
     "smap",
 ]
 
@@ -46,17 +59,24 @@ _HOME = {
     "Loader": "data.loader",
     "MeshConfig": "config",
     "ModelConfig": "config",
+    "Run": "plan.workload",
+    "Shape": "plan.workload",
     "Transformer": "models.transformer",
     "abstract_mesh": "mesh",
     "abstract_state": "training.state",
     "act": "sharding",
+    "compile_step": "plan.compile",
+    "estimate_step": "plan.speed:estimate",
+    "find_cluster": "plan.hardware",
     "generate": "models.generate",
     "init_state": "training.state",
     "load_hf": "models.hf:load",
     "make_mesh": "mesh",
     "make_train_step": "training.step",
+    "memory_breakdown": "plan.memory:breakdown",
     "read_hf_config": "models.hf_config:read_config",
     "save_hf": "models.hf:save",
+    "simulate_step": "plan.timeline:simulate",
     "smap": "parallel.manual",
 }
 
