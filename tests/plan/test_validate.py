@@ -31,7 +31,7 @@ def rows():
 
 
 @pytest.fixture(scope="module")
-def test_half(rows):
+def held_out(rows):
     return [predict(row) for row in rows if not row.calibration]
 
 
@@ -128,8 +128,8 @@ def test_a_cell_compares_order_first_choice_memory_and_fit(rows):
     assert (cell.fits_right, cell.fits_of) == (3, 4)
 
 
-def test_the_test_half_is_predicted_as_documented(test_half):
-    found = cells(test_half)
+def test_the_test_half_is_predicted_as_documented(held_out):
+    found = cells(held_out)
     correlations = [cell.spearman for cell in found]
     choices = [cell.first_choice for cell in found]
     assert len(found) == 14
@@ -142,7 +142,7 @@ def test_the_test_half_is_predicted_as_documented(test_half):
     assert min(cell.spearman_either for cell in found) > 0.9
     errors = [
         abs(math.log(p.tokens_per_s_gpu / p.row.tokens_per_s_gpu))
-        for p in test_half
+        for p in held_out
         if p.row.tokens_per_s_gpu
     ]
     assert statistics.median(errors) < 0.11

@@ -1,6 +1,7 @@
 """What a report shows, as numbers: `draw.py` draws them, `page.py` puts them on a page."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +26,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class Figure(ABC):
     """Anything with a picture; a subclass says what kind."""
 
     name: str
@@ -34,9 +35,9 @@ class Figure:
     caption: str
     """What is to be seen, and under which assumptions; also the text for who cannot see it."""
 
+    @abstractmethod
     def table(self) -> Table:
         """The numbers of the picture."""
-        raise NotImplementedError
 
     @property
     def open(self) -> bool:
