@@ -170,10 +170,15 @@ class MeshConfig:
         """Number of parts that heads, feed-forward layer and vocabulary are split into."""
         return self.sp * self.tp
 
+    @property
+    def text(self) -> str:
+        """The axes that are not 1 as `parse_mesh` reads them: `fsdp=4,tp=2`, or `dp=1`."""
+        axes = (f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
+        return ",".join(axes) or "dp=1"
+
     def resolve(self, num_devices: int) -> "MeshConfig":
         """The same mesh with -1 replaced, checked to be exactly `num_devices` large."""
-        text = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
-        text = text or "dp=1"
+        text = self.text
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         free = next((axis for axis, size in self.sizes.items() if size == -1), None)
         if free is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,9 +13,13 @@ from scripts import command_line
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan.candidates import require_parts
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import GIB, Run, Shape
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
+
+INTERRUPTED = 128 + signal.SIGINT
+"""What a shell expects of a process that SIGINT ended."""
+
 
 MOST_GPUS = 2**20
 MOST_TOKENS = 2**36

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -92,7 +91,7 @@ def interruptible[T](work: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(
-            128 + signal.SIGINT
+            common.INTERRUPTED
         )  # XLA compiles on, and would crash if Python went away under it
     for error in errors:
         raise error

@@ -19,6 +19,7 @@ from scripts import command_line
 from scripts.plan_verbs import common
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.plan import memory, nanotron
+from ultrascale_jax.plan.candidates import told_to
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
 
@@ -98,7 +99,7 @@ def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[st
 
     With the bytes that the run then needs; ("", 0) where there are none.
     """
-    for words, changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
+    for changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -106,43 +107,32 @@ def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[st
             except UserError:
                 continue
         if peak <= usable:
-            return words, peak
+            mesh = [] if changed.mesh == cfg.mesh else ["--mesh", changed.mesh.text]
+            return " ".join(mesh + command_line.changes("train", cfg.train, changed.train)), peak
     return "", 0
 
 
-def _train(cfg: Config, **changes: Any) -> tuple[str, Config]:
-    words = " ".join(f"--train.{name.replace('_', '-')} {value}" for name, value in changes.items())
-    return words, dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
-
-
-def _faster(cfg: Config) -> Iterator[tuple[str, Config]]:
+def _faster(cfg: Config) -> Iterator[Config]:
     for remat in HEAVIER.get(cfg.train.remat, ()):
-        yield _train(cfg, remat=remat)
+        yield told_to(cfg, mesh=cfg.mesh, remat=remat)
     if cfg.train.micro_batches % 2 == 0:
-        yield _train(cfg, micro_batches=cfg.train.micro_batches // 2)
+        yield told_to(cfg, mesh=cfg.mesh, micro_batches=cfg.train.micro_batches // 2)
 
 
-def _smaller(cfg: Config, num_gpus: int) -> Iterator[tuple[str, Config]]:
+def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
     """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp`."""
     train, mesh = cfg.train, cfg.mesh.resolve(num_gpus)
     for sp in (1, 2, 4, 8):
         if mesh.fsdp % sp:
             continue
-        sizes = mesh.sizes | {"fsdp": mesh.fsdp // sp, "sp": mesh.sp * sp}
-        spread = dataclasses.replace(mesh, **sizes)
+        spread = dataclasses.replace(mesh, fsdp=mesh.fsdp // sp, sp=mesh.sp * sp)
         counts = [train.micro_batches * sp]
         while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
             counts.append(2 * counts[-1])
         policies = (train.remat, *LIGHTER.get(train.remat, ()))
         for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
-            values = {"micro_batches": count, "zero": zero, "remat": remat}
-            changes = {name: new for name, new in values.items() if new != getattr(train, name)}
-            words, changed = _train(cfg, **changes)
-            if sp > 1:
-                axes = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-                words = f"--mesh {axes} {words}".rstrip()
-                changed = dataclasses.replace(changed, mesh=spread)
-            yield words, changed
+            told = spread if sp > 1 else cfg.mesh
+            yield told_to(cfg, mesh=told, micro_batches=count, zero=zero, remat=remat)
 
 
 def _parts(summary: dict[str, Any]) -> Table:

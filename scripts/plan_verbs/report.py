@@ -23,8 +23,9 @@ from scripts.plan_verbs.words import recipe_of
 from ultrascale_jax import __version__
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.report import draw, files, page
-from ultrascale_jax.plan.report.figures import GIB, Figure
+from ultrascale_jax.plan.report.figures import Figure
 from ultrascale_jax.plan.report.study import Study
+from ultrascale_jax.plan.workload import GIB
 
 type Tell = Callable[[str], None]
 """Shows what is being done."""

@@ -31,9 +31,6 @@ BUSY = {"gemm": "matrix products", "other": "other work"}
 WIDE = 140
 """Columns of a terminal from which on the table is shown with all of its own."""
 
-INTERRUPTED = 130
-"""What a shell expects of a process that SIGINT ended."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
@@ -74,7 +71,7 @@ def main(argv: list[str]) -> None:
         show(result, Console() if sys.stdout.isatty() else Console(width=200))
     if interrupted:
         print("interrupted: this is the ranking so far", file=sys.stderr)
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(common.INTERRUPTED)
     if result["command"] is None:
         raise SystemExit(1)
 
@@ -82,8 +79,7 @@ def main(argv: list[str]) -> None:
 def _require_free(cfg: Config, recipe: Config) -> None:
     """Raise a `UserError` if the command line sets what the search would set again."""
     fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,micro_batches=4"
-    axes = ",".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size != 1)
-    require(cfg.mesh == recipe.mesh, "mesh", axes, fix)
+    require(cfg.mesh == recipe.mesh, "mesh", cfg.mesh.text, fix)
     for name in ("zero", "micro_batches"):
         value = getattr(cfg.train, name)
         require(value == getattr(recipe.train, name), f"train.{name}", value, fix)

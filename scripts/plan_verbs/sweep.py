@@ -26,7 +26,7 @@ from scripts import command_line
 from scripts.bench_peers.contestant import Unavailable
 from scripts.bench_peers.runner import Failed, OutOfTime, Process
 from scripts.plan_verbs import common
-from scripts.plan_verbs.search import INTERRUPTED, model
+from scripts.plan_verbs.search import model
 from scripts.plan_verbs.words import recipe_of, words
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan import sweep
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
             pass
     report(made, complete, table, recipe, machine, options)
     if not complete:
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(common.INTERRUPTED)
 
 
 def one(

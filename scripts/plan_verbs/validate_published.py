@@ -80,11 +80,11 @@ def _runs(predictions: Iterable[Prediction], sources: Sequence[str]) -> Table:
     for column in (table.columns[4], *table.columns[6:]):
         column.justify = "right"
     for key, group in groups.items():
-        sizes = group[0].row.run.mesh.sizes
+        first = group[0].row.run
         table.add_row(
             *map(escape, key),
             _span([one.row.run.num_gpus for one in group], "{}"),
-            ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1 GPU",
+            first.mesh.text if first.num_gpus > 1 else "1 GPU",
             _span([one.row.tokens_per_s_gpu for one in group], "{:,.0f}"),
             _span([one.tokens_per_s_gpu for one in group], "{:,.0f}"),
             _span([one.ratio for one in group], "{:.2f}"),

@@ -16,8 +16,7 @@ def recipe_of(argv: list[str]) -> str:
 
 def words(recipe: str, cfg: Config) -> list[str]:
     """The recipe, the mesh, and every field in which `cfg` differs from the recipe."""
-    axes = [f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size != 1]
-    found = [recipe, "--mesh", ",".join(axes) or "dp=1"]
+    found = [recipe, "--mesh", cfg.mesh.text]
     default = command_line.load_recipe(recipe)
     for section in dataclasses.fields(cfg):
         if section.name != "mesh":

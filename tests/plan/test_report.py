@@ -14,7 +14,6 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.report import draw, files, formulas, page, palette, runs, speeds
 from ultrascale_jax.plan.report.figures import (
-    GIB,
     Bar,
     Bars,
     Cloud,
@@ -30,7 +29,7 @@ from ultrascale_jax.plan.report.figures import (
     number,
 )
 from ultrascale_jax.plan.report.study import Study
-from ultrascale_jax.plan.workload import Shape
+from ultrascale_jax.plan.workload import GIB, Shape
 
 RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
 HEAD = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb\n"

@@ -223,8 +223,11 @@ CLUSTERS = {
 }
 """Machine to (GPU, its share of the network in GB/s and one direction, source); nodes are NVLink domains.
 
-The network is EFA where the source says so, and InfiniBand or as quick elsewhere.
+The network is InfiniBand or as quick, but for `EFA`.
 """
+
+EFA = ("p4d", "p4de", "p5", "p5en", "p6-b200", "playbook")
+"""Machines whose nodes AWS' Elastic Fabric Adapter joins."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -272,8 +275,8 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
     elif text is not None:
         fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER as 64x8,450,50"
         require(text.lower() in CLUSTERS, "cluster", text, _near(text.lower(), CLUSTERS) + fix)
-        built_of, inter, source = CLUSTERS[text.lower()]
-        efa = "EFA" in source
+        built_of, inter, _ = CLUSTERS[text.lower()]
+        efa = text.lower() in EFA
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
         require(GPUS[built_of].kind == chosen.kind, "cluster", text, fix)
     return Cluster(

@@ -15,8 +15,8 @@ from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, parse_mesh
 from ultrascale_jax.plan import memory
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.speed import estimate
-from ultrascale_jax.plan.validate import GIB, count, lines, measured
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.validate import count, lines, measured
+from ultrascale_jax.plan.workload import GIB, Run, Shape
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 NAMES = ("source", "software", "model")

@@ -25,9 +25,7 @@ from ultrascale_jax.plan.candidates import (
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.speed import Estimate, estimate
-from ultrascale_jax.plan.workload import Run, Shape
-
-GIB = 2**30
+from ultrascale_jax.plan.workload import GIB, Run, Shape
 
 MARGIN = 0.85
 """Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""

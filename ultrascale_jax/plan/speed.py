@@ -14,10 +14,6 @@ from ultrascale_jax.plan.software import KEPT, RESULTS, ULTRASCALE, Software
 from ultrascale_jax.plan.workload import Group, Run, group
 from ultrascale_jax.training.flops import attention_flops_per_token
 
-BUBBLE = {"zb_uniform": 2 / 3, "zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}
-"""Bubble of a schedule over that of 1F1B, which is p - 1 micro-batches; 1 for those not named, and `interleaved` and
-`zb_uniform` divide it by their virtual stages (playbook, chapter Pipeline Parallelism; arXiv 2401.10241)."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -31,6 +27,13 @@ class Estimate:
     """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted."""
     parts: dict[str, float]
     """What takes how many seconds; together `step_s`."""
+
+
+def bubble_share(schedule: str, virtual_stages: int) -> float:
+    """Bubble over that of 1F1B, p - 1 micro-batches (playbook, chapter Pipeline Parallelism; arXiv 2401.10241)."""
+    shares = {"zb_uniform": 2 / 3, "zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}
+    share = shares.get(schedule, 1.0)
+    return share / virtual_stages if schedule in ("interleaved", "zb_uniform") else share
 
 
 def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Estimate:
@@ -79,9 +82,7 @@ class Step:
             parts[name] = parts.get(name, 0.0) + m * heads * seconds
         parts["loss"] = m * losses * loss
         if pp > 1:
-            share = BUBBLE.get(self.run.schedule, 1.0)
-            if self.run.schedule in ("interleaved", "zb_uniform"):
-                share /= self.run.virtual_stages
+            share = bubble_share(self.run.schedule, self.run.virtual_stages)
             parts["bubble"] = share * (sum(times) - busiest)
             transfers = 2 * (m + pp - 1) * self.run.virtual_stages * self.hand_over()
             parts["exposed pp"] = transfers + m * (slowest - busiest)

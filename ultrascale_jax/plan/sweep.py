@@ -96,7 +96,6 @@ def row(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, 
     """One row of the table; `said` gives `model`, `device`, `source` and `command`."""
     mesh = run.mesh
     speed = run.step_tokens / outcome.step_s
-    axes = ",".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
     values = {
         "nodes": cluster.nodes,
         "mbs": run.sequences,
@@ -110,7 +109,7 @@ def row(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, 
         "tok_s_gpu": f"{speed / run.num_gpus:.1f}",
         "tok_s": f"{speed:.1f}",
         "mem_gb": f"{outcome.peak_bytes / 2**30:.1f}",
-        "mesh": axes or "dp=1",
+        "mesh": mesh.text,
         "schedule": schedule(run),
         "remat": run.remat,
         "seq_len": run.seq_len,

@@ -19,11 +19,10 @@ from ultrascale_jax.plan import nanotron
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.software import NANOTRON, Software
 from ultrascale_jax.plan.speed import Step, estimate
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import GIB, Run
 
 COUNTS = ("nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero")
 MEASURED = ("tok_s_gpu", "mem_gb")
-GIB = 2**30
 
 FITTED = (
     *("matmul", "logit_bytes", "host_s", "host_rank_s", "tensor", "hide"),

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from ultrascale_jax.config import AXES, Config, MeshConfig, ModelConfig, require
 from ultrascale_jax.training.flops import attention_flops_per_token
 
+GIB = 2**30
+
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
 """Pipeline schedules by the names of the playbook, chapter Pipeline Parallelism."""
 

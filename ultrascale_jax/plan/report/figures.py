@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-GIB = 2**30
 WHOLE = "all parts"
 """Name of the part of a bar that is not divided."""
 

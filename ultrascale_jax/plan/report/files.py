@@ -12,7 +12,6 @@ from typing import Any
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.report import runs
 from ultrascale_jax.plan.report.figures import (
-    GIB,
     WHOLE,
     Bar,
     Bars,
@@ -25,6 +24,7 @@ from ultrascale_jax.plan.report.figures import (
     Streams,
     Table,
 )
+from ultrascale_jax.plan.workload import GIB
 
 NEAR = 1.5
 """Candidates of a search are drawn up to so many times the memory that there is."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from ultrascale_jax.plan.candidates import REMAT
 from ultrascale_jax.plan.memory import breakdown, timeline
 from ultrascale_jax.plan.report import files, speeds
-from ultrascale_jax.plan.report.figures import GIB, Bar, Bars, Figure
+from ultrascale_jax.plan.report.figures import Bar, Bars, Figure
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import GIB, Run
 
 
 def figures(

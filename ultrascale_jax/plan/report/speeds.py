@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from ultrascale_jax.plan.cheatsheet import cheat_sheet as rows_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.figures import (
-    GIB,
     Bar,
     Bars,
     Cell,
@@ -19,8 +18,8 @@ from ultrascale_jax.plan.report.figures import (
 )
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
 from ultrascale_jax.plan.search import Candidate, Search
-from ultrascale_jax.plan.speed import BUBBLE, Estimate, estimate
-from ultrascale_jax.plan.workload import SCHEDULES, Run, Shape
+from ultrascale_jax.plan.speed import Estimate, bubble_share, estimate
+from ultrascale_jax.plan.workload import GIB, SCHEDULES, Run
 
 BUBBLE_NAMES = {
     "1f1b": "1f1b, afab",
@@ -123,15 +122,8 @@ def best(
 
 def _search(study: Study, cluster: Cluster) -> Candidate | None:
     """The fastest that the trainer can run, or else the fastest."""
-    cfg = study.cfg
-    shape = None if study.shape == Shape.of(cfg.model) else study.shape
-    precision = study.changes.get("precision", cfg.train.precision)
-    search = Search(
-        cfg,
-        cluster,
-        shape=shape,
-        precision=None if precision == cfg.train.precision else precision,
-    )
+    precision = study.changes.get("precision")
+    search = Search(study.cfg, cluster, shape=study.shape, precision=precision)
     search.predict()
     return search.winner or next((c for c in search.ranking if search.fits(c)), None)
 
@@ -189,7 +181,7 @@ def bubble(study: Study) -> Figure:
             if schedule in ("afab", "dualpipe_v"):
                 continue  # as 1f1b, and as zb_v
             virtual = 2 if schedule == "interleaved" else 1
-            share = BUBBLE.get(schedule, 1.0) * (stages - 1) / virtual
+            share = (stages - 1) * bubble_share(schedule, virtual)
             name = BUBBLE_NAMES.get(schedule, schedule)
             lines[name] = [Point(x=m, y=100 * share / m) for m in (4, 8, 16, 32, 64) if m >= stages]
     return Lines(

@@ -10,8 +10,7 @@ from ultrascale_jax.config import Config, MeshConfig, UserError
 from ultrascale_jax.plan.candidates import told_to
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.memory import breakdown
-from ultrascale_jax.plan.report.figures import GIB
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import GIB, Run, Shape
 
 SPLITS = {
     "sp": "tensor and sequence (sp)",
