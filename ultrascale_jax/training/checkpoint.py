@@ -3,7 +3,8 @@
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters) and, as
 JSON in `_CHECKPOINT_METADATA`, what the run was: its config, where it stood in the data, and the library versions. It
 is written in the background, becomes visible by one rename when it is complete, and is restored straight into the
-shardings of any mesh. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
+shardings of any mesh: its layers lie as the model runs them, whatever the pipeline. Array names are attribute paths
+(`params/blocks/attn/w_q`), so they outlive a change of library.
 """
 
 import contextlib
@@ -22,9 +23,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, UserError, require
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.training.state import TrainState, abstract_state
+from ultrascale_jax.training.state import (
+    TrainState,
+    abstract_state,
+    arranged,
+    canonical,
+    canonical_shapes,
+)
 
 PARAMS, TRAIN = "params", "train"
 """Names of the two groups of arrays in a checkpoint."""
@@ -38,7 +45,7 @@ SAME = ("model.", "data.", "optim.name", "optim.moment_dtype", "train.seed", "tr
 Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
 """
 
-FREE = ("model.attention", "mesh.", "log.", "checkpoint.")
+FREE = ("model.attention", "mesh.", "pp.", "log.", "checkpoint.")
 """Fields that a resumed run may change without a word."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -93,8 +100,9 @@ class Checkpoints:
         if self.latest == step:
             return
         with self._counting_failures(raise_error=wait):
+            arrays = split(canonical(state, state.params.layer_order))
             self._saving = self._orbax.save_checkpointables_async(
-                step, split(state), force=True, custom_metadata=meta
+                step, arrays, force=True, custom_metadata=meta
             )
         if wait:
             self.finish()
@@ -136,8 +144,9 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`."""
-        loaded = self._orbax.load_checkpointables(step, split(abstract))
-        return join(loaded, abstract)
+        order = abstract.params.layer_order
+        loaded = self._orbax.load_checkpointables(step, split(canonical_shapes(abstract, order)))
+        return arranged(join(loaded, abstract), abstract, order)
 
 
 def checkpoint_folder(cfg: Config) -> Path:
@@ -187,7 +196,8 @@ def load_params(
 ) -> tuple[Config, Transformer]:
     """Config and model of a run's checkpoint (default: the newest), on `mesh`; the optimizer state is not read.
 
-    The config's mesh is replaced by `mesh`. Raises `UserError` when there is no such checkpoint.
+    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Raises `UserError`
+    when there is no such checkpoint.
     """
     folder = _find_folder(Path(run_dir).resolve())
     _refuse_links(folder)
@@ -197,12 +207,14 @@ def load_params(
         require(step in steps, "step", step, f"{folder} holds the steps {steps}")
         meta = typing.cast(dict, orbax.checkpointables_metadata(step).custom_metadata)
         cfg = dataclasses.replace(
-            config_from_dict(meta["config"]), mesh=MeshConfig(**dict(mesh.shape))
+            config_from_dict(meta["config"]),
+            mesh=MeshConfig(**dict(mesh.shape)),
+            pp=PipelineConfig(),
         )
-        with jax.set_mesh(mesh):
-            abstract = abstract_state(cfg, mesh)
-            loaded = orbax.load_checkpointables(step, {PARAMS: split(abstract)[PARAMS]})
-            return cfg, _unflatten(loaded[PARAMS], abstract.params)
+        like = abstract_state(cfg, mesh).params
+        shapes = _flatten(canonical_shapes(like, like.layer_order))
+        loaded = orbax.load_checkpointables(step, {PARAMS: shapes})
+        return cfg, arranged(_unflatten(loaded[PARAMS], like), like, like.layer_order)
 
 
 def config_from_dict(values: dict) -> Config:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
+from ultrascale_jax.parallel import schedules
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.flops import flops_per_token, peak_tflops
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
@@ -48,11 +49,11 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         the call to the end of the first step) and `hbm_gb`. What did not happen or is not known is none.
 
     Raises:
-        UserError: the checkpoint is of another run, or the data cannot be used.
+        UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.
         Diverged: too many steps in a row were not finite.
     """
     started = time.monotonic()
-    run_dir = Path(cfg.log.run_dir)
+    run_dir, pipeline = Path(cfg.log.run_dir), _describe_pipeline(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         loader = Loader(
@@ -66,7 +67,7 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         log = stack.enter_context(RunLog(run_dir, first_step=first_step, num_steps=cfg.train.steps))
         if jax.process_index() == 0:
             _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
-        for note in notes:
+        for note in pipeline + notes:
             log.note(note)
         tracer = stack.enter_context(_Tracer(run_dir / "profile", profile))
         stop = stack.enter_context(StopRequest())
@@ -291,6 +292,24 @@ def _start(
         step,
         [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
     )
+
+
+def _describe_pipeline(cfg: Config) -> list[str]:
+    """A line on the schedule and its bubbles, where there is a pipeline; a table that cannot be run is refused."""
+    if cfg.mesh.pp == 1:
+        return []
+    table = schedules.of_config(cfg)
+    bubbles = {
+        "in lock step": table.bubble(),
+        "with true dependencies": table.bubble(runtime="dependencies"),
+    }
+    if cfg.pp.divergent:
+        bubbles = {"as it runs": table.bubble(runtime="divergent"), **bubbles}
+    if table.formula is not None:
+        bubbles = {"by formula": table.formula, **bubbles}
+    stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
+    known = ", ".join(f"{bubble:.3f} {how}" for how, bubble in bubbles.items())
+    return [f"pipeline {table.name}: {stages}, {table.microbatches} micro-batches; bubble {known}"]
 
 
 def _write_json(path: Path, value: object) -> None:

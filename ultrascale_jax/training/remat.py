@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import jax
 
-from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.config import REMAT_NAMES, TrainConfig
+from ultrascale_jax.sharding import PRODUCT, manual
 
 
 def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
@@ -26,7 +27,7 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
     elif cfg.remat == "full":
         policy = policies.nothing_saveable
     elif cfg.remat == "dots":
-        policy = _keep_matmuls
+        policy = policies.save_only_these_names(PRODUCT)
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),
@@ -38,27 +39,25 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
-    """Keep a value unless it is a parameter whole over the ZeRO axes, known by its type: `reduced` over fsdp."""
-    if primitive.name == "reshard":
-        return "fsdp" not in params["dst_sharding"].spec.reduced
+    """Keep a value unless it is a parameter whole over the ZeRO axes, known by its type: `reduced` over fsdp.
+
+    On pieces it is known by what is done with parameters: gathered, and handed on by operations that cost nothing.
+    """
     if primitive.name == "dot_general":
         return True
+    if manual():
+        if primitive.name == "all_gather":
+            return "fsdp" not in params["axis_name"]
+        return primitive.name not in ("pvary", "broadcast_in_dim", "dynamic_slice")
+    if primitive.name == "reshard":
+        return "fsdp" not in params["dst_sharding"].spec.reduced
     return not any(
         "fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding")
     )
 
 
-def _keep_named(primitive, *_, **__) -> bool:
-    """Keep what `checkpoint_name` names, and cuDNN attention's own residuals."""
-    return primitive.name == "name" or primitive.name.startswith("dot_product_attention_fwd")
-
-
-def _keep_matmuls(primitive, *inputs, **params) -> bool:
-    """Keep what a matmul with parameters makes: its result, or, where that is a partial sum, the sum."""
-    if primitive.name == "reshard":
-        return bool(inputs[0].sharding.spec.unreduced)
-    if primitive.name != "dot_general":
-        return False
-    _, batch_dims = params["dimension_numbers"]
-    partial = params["out_sharding"] is not None and params["out_sharding"].spec.unreduced
-    return not any(batch_dims) and not partial
+def _keep_named(primitive, *_, **params) -> bool:
+    """Keep what a block names, and cuDNN attention's own residuals."""
+    if primitive.name == "name":
+        return params["name"] in REMAT_NAMES
+    return primitive.name.startswith("dot_product_attention_fwd")

@@ -1,17 +1,26 @@
-"""What a run carries from step to step, and the sharding in which it rests."""
+"""What a run carries from step to step, the sharding in which it rests, and the form in which checkpoints hold it.
+
+In a pipeline the stacked layers rest in the order of its stages: rank after rank, on each its stages one after the
+other, each as long as the longest, which for shorter ones means layers of zeros. A checkpoint knows nothing of this:
+it holds `[L, ...]`, the layers as the model runs them.
+"""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel import schedules
 from ultrascale_jax.sharding import stored
 from ultrascale_jax.training.optim import optimizer
 
@@ -33,13 +42,26 @@ class TrainState:
     """Those since the last good step; int32."""
 
 
+type LayerOrder = tuple[int | None, ...]
+"""The layer at each position of the stacked blocks; None is one of zeros, which no stage runs."""
+
+
+def layer_order(cfg: Config) -> LayerOrder:
+    """How the layers of a run rest: as the model runs them, or by the stages of the run's schedule."""
+    if cfg.mesh.pp == 1:
+        return tuple(range(cfg.model.num_layers))
+    table = schedules.of_config(cfg)
+    return schedules.layer_order(table.ranks, table.virtual, table.placement, cfg.model.num_layers)
+
+
 def initial_state(cfg: Config) -> TrainState:
     """A fresh state inside the current mesh; call it under `jax.jit`."""
 
     def rest(value, dims, on):
         return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
 
-    params = map_params(rest, Transformer(cfg.model, jax.random.key(cfg.train.seed)))
+    model = Transformer(cfg.model, jax.random.key(cfg.train.seed), layer_order(cfg))
+    params = map_params(rest, model)
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init
     return TrainState(params, init(params), zero, zero, zero)
@@ -53,9 +75,9 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
         return jax.jit(initial_state, static_argnums=0, compiler_options=options)(cfg)
 
 
-def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
+def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Shapes, types and shardings of the state, without allocating anything."""
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(lambda: initial_state(cfg))
 
     def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -64,3 +86,82 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, state)
+
+
+def canonical[Tree](tree: Tree, order: LayerOrder) -> Tree:
+    """Arrays whose layers lie in `order` as a checkpoint holds them; what must move is copied, the rest is the same.
+
+    Between two steps there is memory for it: where the activations and gradients of a step were.
+    """
+    rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return _take(x, rows, _travelling(x), _travelling(x)) if _moves(x, order) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def canonical_shapes[Tree](tree: Tree, order: LayerOrder) -> Tree:
+    """What `canonical` makes of arrays with these shapes and shardings."""
+
+    def leaf(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not _moves(s, order):
+            return s
+        shape = (_num_layers(order), *s.shape[1:])
+        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
+
+    return jax.tree.map(leaf, tree)
+
+
+def arranged[Tree](tree: Tree, like: Tree, order: LayerOrder) -> Tree:
+    """The inverse of `canonical`, in the shardings of `like`. What it copies of `tree` it frees."""
+
+    def leaf(x: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+        if not _moves(s, order):
+            return x
+        moved = _take(x, order, x.sharding, s.sharding)
+        x.delete()  # one by one, or the device would hold all of them twice
+        return moved
+
+    return jax.tree.map(leaf, tree, like)
+
+
+def _num_layers(order: LayerOrder) -> int:
+    return len(order) - order.count(None)
+
+
+def _moves(leaf: jax.Array | jax.ShapeDtypeStruct, order: LayerOrder) -> bool:
+    """Whether a checkpoint holds this array in another form: stacked layers of a pipeline, not in the model's order.
+
+    The alphabet splits nothing but a leading dim of layers over pp alone.
+    """
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    stacked = len(spec) > 0 and spec[0] in ("pp", ("pp",))
+    return stacked and order != tuple(range(len(order)))
+
+
+def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """Every layer on each rank, and the ranks of the pipeline splitting another dim instead, if they divide one.
+
+    From the sharding at rest to this one is an all-to-all inside each pipeline.
+    """
+    rest = cast(NamedSharding, leaf.sharding)
+    spec = [None, *rest.spec[1:], *(None,) * (leaf.ndim - len(rest.spec))]
+    for dim in range(1, leaf.ndim):
+        axes = spec[dim] or ()
+        axes = (*((axes,) if isinstance(axes, str) else axes), "pp")
+        if leaf.shape[dim] % math.prod(rest.mesh.shape[axis] for axis in axes) == 0:
+            spec[dim] = axes
+            break
+    return NamedSharding(rest.mesh, P(*spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _take(
+    stack: jax.Array, rows: LayerOrder, between: NamedSharding, rest: NamedSharding
+) -> jax.Array:
+    """Layers `rows` of the stack, zeros for None, picked where every device has all of them."""
+    index = np.array([len(stack) if row is None else row for row in rows])
+    whole = jax.reshard(stack, between)
+    taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
+    return jax.reshard(taken, rest)

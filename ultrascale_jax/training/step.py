@@ -1,29 +1,24 @@
 """One optimizer step: micro-batches, gradients, one reduction, clip, optimizer. Reading it is reading the parallelism.
 
-    zero   parameters rest   gathered            gradients
-    0      whole             -                   accumulate locally; one all-reduce a step
-    1      sharded           once a step         accumulate locally; one reduce-scatter a step
-    2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
-    3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
-
-Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
+What ZeRO's stages gather and reduce, and when, stands in `zero.py`; with pp > 1 the micro-batches go through
+`pipelined.py`.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import gather_param, gather_sequence, gradient_axes, map_params
-from ultrascale_jax.models.loss import cross_entropy
+from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding import SHARD, act, gathered, is_matrix, stored
+from ultrascale_jax.sharding import act, mesh_size
+from ultrascale_jax.training import pipelined
 from ultrascale_jax.training.optim import global_norm, optimizer, schedule
 from ultrascale_jax.training.precision import COMPUTE
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.state import TrainState
+from ultrascale_jax.training.zero import accumulable, accumulator, reduce_gradients, use
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -38,12 +33,14 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
     """The jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
 
     def eval_step(params, batch):
+        parts = split(batch, cfg.train.microbatches)
+        if mesh_size("pp") > 1:
+            return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
         used = use(cfg, params)
 
         def step(total, micro_batch):
             return total + objective(cfg, used, micro_batch, jnp.float32(1.0))[1], None
 
-        parts = split(batch, cfg.train.micro_batches)
         return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
 
     return jax.jit(eval_step)
@@ -90,13 +87,16 @@ def loss_and_gradients(
     cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
 ) -> tuple[jax.Array, Transformer]:
     """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+    if mesh_size("pp") > 1:
+        parts = split(batch, cfg.train.microbatches)
+        return pipelined.loss_and_gradients(cfg, params, parts, weight)
     used = use(cfg, params)
 
     def loss(used, micro_batch):
         return objective(cfg, used, micro_batch, weight)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
-    if cfg.train.micro_batches == 1:
+    if cfg.train.microbatches == 1:
         (_, total), grads = value_and_grad(used, batch)
         return total, reduce_gradients(cfg, accumulable(cfg, grads))
 
@@ -109,16 +109,16 @@ def loss_and_gradients(
         return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
 
     start = (jnp.float32(0.0), map_params(zeros, params))
-    (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.micro_batches))
+    (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
     return total, reduce_gradients(cfg, grads)
 
 
-def split(batch: Batch, micro_batches: int) -> Batch:
+def split(batch: Batch, microbatches: int) -> Batch:
     """`[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
 
     def rows(x):
         parts = jax.lax.reshape(
-            x, (x.shape[0] // micro_batches, micro_batches, x.shape[1]), out_sharding=act("BMT")
+            x, (x.shape[0] // microbatches, microbatches, x.shape[1]), out_sharding=act("BMT")
         )
         return jnp.moveaxis(parts, 1, 0)
 
@@ -138,56 +138,4 @@ def objective(
         remat=remat(cfg.train),
         recompute=cfg.train.remat == "selective",
     )
-    with jax.named_scope("loss"):
-        return cross_entropy(
-            gather_sequence(x_BRD),
-            used.head_weight(dtype),
-            batch["targets"],
-            weight,
-            cfg.train.z_loss,
-        )
-
-
-def use(cfg: Config, params: Transformer) -> Transformer:
-    """Parameters as the micro-batches use them: with `zero < 3` cast and gathered here, once a step.
-
-    Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
-    not shard the parameters), so that gradients accumulate without communication.
-    """
-
-    def leaf(value, dims, on):
-        if keeps_shards(cfg, dims):
-            spec = stored(dims, value.shape, reduced=gradient_axes(dims, on) - set(SHARD))
-            return jax.reshard(value, spec)
-        return gather_param(value, dims, on, COMPUTE[cfg.train.precision])
-
-    return map_params(leaf, params)
-
-
-def keeps_shards(cfg: Config, dims: str) -> bool:
-    """Whether this parameter is still sharded when the layers see it."""
-    return cfg.train.zero == 3 and is_matrix(dims)
-
-
-def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
-    """Sharding of a gradient accumulator."""
-    axes = gradient_axes(dims, on)
-    if cfg.train.zero >= 2 and is_matrix(dims):
-        return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
-    return P(*gathered(dims, value.shape).partitions, unreduced=axes)
-
-
-def accumulable(cfg: Config, grads: Transformer) -> Transformer:
-    """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
-
-    def leaf(g, dims, on):
-        return jax.reshard(g, accumulator(cfg, g, dims, on)).astype(jnp.float32)
-
-    return map_params(leaf, grads)
-
-
-def reduce_gradients(cfg: Config, grads: Transformer) -> Transformer:
-    """The one reduction of a step: to the sharding in which parameters and moments rest."""
-    return map_params(
-        lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads
-    )
+    return used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)

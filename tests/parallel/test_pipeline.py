@@ -1,0 +1,233 @@
+"""The executor against one device: every schedule, on toy layers with an auxiliary loss and a split vocabulary."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import SCHEDULES, MeshConfig
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.parallel.pipeline import Stages, pipeline
+from ultrascale_jax.parallel.schedules import build, forward_only, layer_order
+from ultrascale_jax.sharding import vary
+
+D, V, T = 8, 32, 4
+AUX = 0.1
+
+
+def layer(p, x, context):
+    h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["scale"][None, None] * context
+    y = x + jax.nn.silu(h @ p["w_in"]) @ p["w_out"]
+    return y, AUX * jnp.mean(y * y)
+
+
+def make_params(num_layers):
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = jax.random.normal
+    blocks = {
+        "scale": jnp.ones((num_layers, D)),
+        "w_in": normal(keys[0], (num_layers, D, 16)) / 3,
+        "w_out": normal(keys[1], (num_layers, 16, D)) / 4,
+    }
+    shared = {"table": normal(keys[2], (V, D)), "head": normal(keys[3], (D, V)) / 3}
+    return blocks, shared
+
+
+def micro_batches(count, rows):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, V, (count, rows, T), dtype=np.int32)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 2),
+        "angle": rng.random((count, rows, T, 1), np.float32) + 0.5,
+    }
+
+
+def reference(blocks, shared, batches):
+    """Loss and gradients on one device, micro-batch by micro-batch."""
+
+    def loss(params):
+        blocks, shared = params
+        total = 0.0
+        for i in range(batches["tokens"].shape[0]):
+            x = shared["table"][batches["tokens"][i]]
+            for j in range(blocks["scale"].shape[0]):
+                x, aux = layer(jax.tree.map(lambda a, j=j: a[j], blocks), x, batches["angle"][i])
+                total += aux
+            logp = jax.nn.log_softmax(x @ shared["head"])
+            total -= jnp.take_along_axis(logp, batches["targets"][i][..., None], -1).mean()
+        return total
+
+    return jax.value_and_grad(loss)((blocks, shared))
+
+
+def embed(shared, batch):
+    table = shared["table"]
+    row = batch["tokens"] - lax.axis_index("pp") * table.shape[0]
+    inside = (row >= 0) & (row < table.shape[0])
+    return jnp.where(inside[..., None], table[jnp.clip(row, 0, table.shape[0] - 1)], 0)
+
+
+def head(shared, y, batch):
+    logits = y @ shared["head"]
+    top = lax.pmax(lax.stop_gradient(logits.max(-1)), "pp")
+    lse = jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "pp")) + top
+    column = jnp.arange(logits.shape[-1]) + lax.axis_index("pp") * logits.shape[-1]
+    gold = jnp.where(column[None, None] == batch["targets"][..., None], logits, 0).sum(-1)
+    loss = jnp.mean(lse - lax.psum(gold, "pp"))
+    return loss, {"loss": loss}
+
+
+def run(schedule, mesh, blocks, shared, batches, *, stages=None, **options):
+    """Loss and gradients by `pipeline`, in canonical layer order and summed over dp."""
+    count = blocks["scale"].shape[0]
+    order = layer_order(schedule.ranks, schedule.virtual, schedule.placement, count)
+    depth = len(order) // schedule.num_stages
+    lengths = [
+        sum(
+            o is not None
+            for o in order[
+                (schedule.rank_of(s) * schedule.virtual + schedule.chunk_of(s)) * depth :
+            ][:depth]
+        )
+        for s in range(schedule.num_stages)
+    ]
+    stacked = jax.tree.map(
+        lambda a: jnp.stack([jnp.zeros_like(a[0]) if o is None else a[o] for o in order]), blocks
+    )
+    stages = stages or Stages(
+        layer=layer, embed=embed, head=head, context=lambda batch: batch["angle"]
+    )
+    spec = {"table": P("pp"), "head": P(None, "pp")}
+
+    def region(blocks, shared, batches):
+        dp = lax.axis_size("dp")
+        mine = jax.tree.map(lambda a: vary(a, ("pp", "dp")), (blocks, shared))
+        out = pipeline(schedule, stages, *mine, batches, lengths=lengths, **options)
+        total = lax.psum(out.objective, "dp") + lax.psum(vary(out.auxiliary, ("dp",)), ("dp", "pp"))
+        if out.blocks is None:
+            return total / dp, lax.psum(out.metrics["loss"], "dp") / dp
+        return total / dp, jax.tree.map(lambda g: lax.psum(g, "dp") / dp, (out.blocks, out.shared))
+
+    trains = any("B" in cell for row in schedule.ticks for cell in row)
+    with jax.set_mesh(mesh):
+        fn = smap(
+            region,
+            in_specs=(P("pp"), spec, P(None, "dp")),
+            out_specs=(P(), (P("pp"), spec) if trains else P()),
+        )
+        specs = (
+            jax.tree.map(lambda _: P("pp"), stacked),
+            spec,
+            jax.tree.map(lambda _: P(None, "dp"), batches),
+        )
+        inputs = jax.tree.map(
+            lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)),
+            (stacked, shared, batches),
+            specs,
+        )
+        loss, rest = jax.jit(fn)(*inputs)
+    if not trains:
+        return loss, rest
+    blocks_grads, shared_grads = jax.device_get(rest)
+    where = [order.index(i) for i in range(count)]
+    return loss, (jax.tree.map(lambda a: a[where], blocks_grads), shared_grads)
+
+
+def assert_equal(got, want):
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
+
+
+@functools.cache
+def expected(num_layers, count, rows):
+    return jax.jit(reference)(*make_params(num_layers), micro_batches(count, rows))
+
+
+@pytest.mark.parametrize("stash", ["residuals", "input"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_equals_one_device(name, stash):
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), stash=stash)
+    assert_equal(got, expected(8, 8, 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+def test_ranks_may_run_different_operations(name):
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), divergent=True)
+    assert_equal(got, expected(8, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "ranks"),
+    [("1f1b", 5, 4), ("interleaved", 7, 2), ("zb_v", 5, 2), ("zb_uniform", 9, 8)],
+)
+@pytest.mark.parametrize("stash", ["residuals", "input"])
+def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash):
+    mesh = make_mesh(MeshConfig(pp=ranks, dp=8 // ranks, fsdp=1))
+    got = run(build(name, ranks, 8), mesh, *make_params(layers), micro_batches(8, 4), stash=stash)
+    assert_equal(got, expected(layers, 8, 4))
+
+
+@pytest.mark.parametrize(("virtual", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])
+def test_a_table_of_forward_operations_gives_the_loss(virtual, placement):
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    schedule = forward_only(4, virtual, placement, 8)
+    loss, metric = run(schedule, mesh, *make_params(8), micro_batches(8, 4))
+    np.testing.assert_allclose(loss, expected(8, 8, 4)[0], rtol=1e-5)
+    assert 0 < metric < loss
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", ["afab", "1f1b", "zb_uniform"])
+def test_fewer_micro_batches_than_ranks(name, count):
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    got = run(build(name, 4, count), mesh, *make_params(8), micro_batches(count, 4))
+    assert_equal(got, expected(8, count, 4))
+
+
+def test_gradients_do_not_grow_with_the_number_of_micro_batches():
+    """The same rows cut into 2 or 8 micro-batches: twice the micro-batches, half the weight of each."""
+    mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
+    params, batches = make_params(4), micro_batches(8, 4)
+    fine = run(build("1f1b", 2, 8), mesh, *params, batches)
+    coarse_batches = jax.tree.map(lambda a: a.reshape(2, 16, *a.shape[2:]), batches)
+    coarse = run(build("1f1b", 2, 2), mesh, *params, coarse_batches)
+    assert_equal(jax.tree.map(lambda a: a / 8, fine), jax.tree.map(lambda a: a / 2, coarse))
+
+
+def test_stages_may_permute_and_exchange():
+    """Lock step: a `ppermute` and an `all_to_all` over another axis inside the stages are legal."""
+
+    def talking(p, x, context):
+        y, aux = layer(p, x, context)
+        n = lax.axis_size("dp")
+        there = lax.ppermute(y, "dp", [(i, (i + 1) % n) for i in range(n)])
+        back = lax.ppermute(there, "dp", [((i + 1) % n, i) for i in range(n)])
+        parts = lax.all_to_all(back, "dp", split_axis=1, concat_axis=1, tiled=True)
+        return lax.all_to_all(parts, "dp", split_axis=1, concat_axis=1, tiled=True), aux
+
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    stages = Stages(layer=talking, embed=embed, head=head, context=lambda batch: batch["angle"])
+    for name in ("1f1b", "zb_uniform"):
+        got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), stages=stages)
+        assert_equal(got, expected(8, 8, 4))
+
+
+def test_a_pipeline_says_what_does_not_fit():
+    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
+    with pytest.raises(ValueError, match="schedule of 2 ranks on 4 devices of axis 'pp'"):
+        run(build("1f1b", 2, 8), mesh, *make_params(8), micro_batches(8, 4))
+    stages = Stages(
+        layer=layer, embed=embed, context=lambda batch: batch["angle"],
+        head=lambda shared, y, batch: (jnp.mean(y @ shared["head"]), {"loss": jnp.mean(y)}),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="objective must be summed over the axis 'pp'"):
+        run(build("1f1b", 4, 8), mesh, *make_params(8), micro_batches(8, 4), stages=stages)

@@ -1,0 +1,298 @@
+"""A pipeline schedule as a table: what each rank does in each tick; it checks itself and knows its costs.
+
+A stage is a run of layers; with v virtual stages a rank holds v of them, its chunks. The placement says
+which: `loop` sends stage s to rank s % p, `v` folds the chain, so that odd chunks run backwards:
+
+    loop, p=3, v=2:  rank 0: 0 3   rank 1: 1 4   rank 2: 2 5
+    v,    p=3, v=2:  rank 0: 0 5   rank 1: 1 4   rank 2: 2 3
+
+One cell holds at most one operation of each kind, run in the order F, B, W. What a tick produces can be used
+from the next tick on, also on the same rank and also the gradient of the loss; only a W may share the tick of
+its B.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Literal, NamedTuple
+
+from ultrascale_jax.config import UserError
+
+KINDS = ("F", "B", "W")
+"""Forward, backward (the input gradient alone where the schedule splits it), weight gradient."""
+
+type Cell = Mapping[str, tuple[int, int]]
+"""Kind to (microbatch, stage): what one rank does in one tick."""
+
+type Placement = Literal["loop", "v"]
+type Runtime = Literal["lockstep", "divergent", "dependencies"]
+
+
+class ScheduleError(UserError):
+    """A table that cannot be run; `rank`, `tick` and `entry` say where, None where it is no single entry."""
+
+    def __init__(
+        self, why: str, rank: int | None = None, tick: int | None = None, entry: str | None = None
+    ):
+        self.why, self.rank, self.tick, self.entry = why, rank, tick, entry
+        place = [f"tick {tick}"] if tick is not None else []
+        place += [f"rank {rank}"] if rank is not None else []
+        place += [entry] if entry is not None else []
+        super().__init__(f"schedule: {', '.join(place)}{': ' if place else ''}{why}")
+
+
+class Op(NamedTuple):
+    """One operation of a table and when it runs, in units of the costs it was timed with."""
+
+    rank: int
+    tick: int
+    kind: str
+    microbatch: int
+    stage: int
+    start: float
+    end: float
+
+
+def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
+    """The stage that `rank` holds as its `chunk`."""
+    return chunk * ranks + _turned(rank, chunk, ranks, placement)
+
+
+def _turned(index: int, chunk: int, ranks: int, placement: Placement) -> int:
+    """Rank to position along its chunk of the chain, or back."""
+    return ranks - 1 - index if placement == "v" and chunk % 2 else index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A table tick x rank -> operations; `check` says whether it can be run."""
+
+    name: str
+    ranks: int
+    """Pipeline ranks (p)."""
+    virtual: int = 1
+    """Stages of one rank (v)."""
+    microbatches: int
+    """Microbatches of one step (m)."""
+    placement: Placement = "loop"
+    split: bool = False
+    """Whether B is the input gradient alone and W follows; else B is the full backward."""
+    ticks: tuple[tuple[Cell, ...], ...] = field(default=(), repr=False)
+    """`ticks[tick][rank]`."""
+    forward: bool = False
+    """Whether there is no backward at all (evaluation)."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.ranks * self.virtual
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of operation that every (microbatch, stage) needs."""
+        return KINDS[: 1 if self.forward else 3 if self.split else 2]
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`."""
+        return _turned(stage % self.ranks, self.chunk_of(stage), self.ranks, self.placement)
+
+    def chunk_of(self, stage: int) -> int:
+        """Which of its rank's stages `stage` is, from 0."""
+        return stage // self.ranks
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage that `rank` holds as its `chunk`."""
+        return stage_of(rank, chunk, self.ranks, self.placement)
+
+    def with_ticks(self, ticks: Iterable[Iterable[Cell]]) -> "Schedule":
+        """This schedule with another table."""
+        return dataclasses.replace(self, ticks=tuple(map(tuple, ticks)))
+
+    def ops(self) -> Iterator[tuple[int, int, str, int, int]]:
+        """(tick, rank, kind, microbatch, stage) of every operation, in the order in which they run."""
+        for tick, row in enumerate(self.ticks):
+            for rank, cell in enumerate(row):
+                for kind in KINDS:
+                    if kind in cell:
+                        yield tick, rank, kind, *cell[kind]
+
+    def check(self) -> "Schedule":
+        """This schedule; `ScheduleError` names the entry that makes it illegal."""
+        self._check_shape()
+        when: dict[tuple[str, int, int], int] = {}
+        for tick, rank, kind, microbatch, stage in self.ops():
+            why = self._misplaced(rank, microbatch, stage)
+            if (kind, microbatch, stage) in when:
+                why = f"it has run in tick {when[kind, microbatch, stage]} already"
+            if why:
+                raise ScheduleError(why, rank, tick, self.entry(kind, microbatch, stage))
+            when[kind, microbatch, stage] = tick
+        for tick, rank, kind, microbatch, stage in self.ops():
+            for need, at in self._needs(kind, stage):
+                made = when.get((need, microbatch, at))
+                if made is None or made + (kind != "W") > tick:
+                    use = "" if kind == "W" else ", for use from the next tick on"
+                    where = "is missing" if made is None else f"runs in tick {made}{use}"
+                    why = f"it needs {self.entry(need, microbatch, at)}, which {where}"
+                    raise ScheduleError(why, rank, tick, self.entry(kind, microbatch, stage))
+        wanted = product(self.kinds, range(self.microbatches), range(self.num_stages))
+        missing = next((op for op in wanted if op not in when), None)
+        if missing:
+            raise ScheduleError(f"{self.entry(*missing)} is missing", self.rank_of(missing[2]))
+        return self
+
+    def entry(self, kind: str, microbatch: int, stage: int) -> str:
+        """An operation in PyTorch's words: `2F5` is the forward of microbatch 5 through stage 2."""
+        return f"{stage}{'I' if kind == 'B' and self.split else kind}{microbatch}"
+
+    def _check_shape(self) -> None:
+        for name in ("ranks", "virtual", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ScheduleError(f"{name}={getattr(self, name)}: must be at least 1")
+        for tick, row in enumerate(self.ticks):
+            if len(row) != self.ranks:
+                raise ScheduleError(f"{len(row)} cells for {self.ranks} ranks", tick=tick)
+            for rank, cell in enumerate(row):
+                unknown = set(cell) - set(self.kinds)
+                if unknown:
+                    why = f"{min(unknown)!r} is none of its kinds {', '.join(self.kinds)}"
+                    raise ScheduleError(why, rank, tick)
+
+    def _misplaced(self, rank: int, microbatch: int, stage: int) -> str | None:
+        if not 0 <= microbatch < self.microbatches:
+            return f"there are microbatches 0 to {self.microbatches - 1} only"
+        if not 0 <= stage < self.num_stages:
+            return f"there are stages 0 to {self.num_stages - 1} only"
+        own = self.rank_of(stage)
+        return f"stage {stage} is on rank {own}" if rank != own else None
+
+    def _needs(self, kind: str, stage: int) -> Iterator[tuple[str, int]]:
+        """The (kind, stage) whose results an operation of the same microbatch uses."""
+        last = stage == self.num_stages - 1
+        if kind == "F" and stage > 0:
+            yield "F", stage - 1
+        elif kind == "B":
+            yield "F", stage
+            if not last:
+                yield "B", stage + 1
+        elif kind == "W":
+            yield "B", stage
+
+    def ready(self, cell: Cell, done: Mapping[tuple[str, int, int], int], tick: int) -> bool:
+        """Whether what `cell` needs was made before `tick`; `done` has the tick of each (kind, microbatch, stage)."""
+        return all(
+            (kind == "W" and cell.get("B") == (microbatch, stage))
+            or all(done.get((k, microbatch, s), tick) < tick for k, s in self._needs(kind, stage))
+            for kind, (microbatch, stage) in cell.items()
+        )
+
+    def bubble(
+        self, f: float = 1.0, b: float = 1.0, w: float = 1.0, runtime: Runtime = "lockstep"
+    ) -> float:
+        """Idle time over ideal time, `step / ideal - 1`.
+
+        `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient of one microbatch
+        through all stages of a rank; a backward that is not split takes `b + w`. The runtime is
+        `lockstep`: every rank pays for a kind as soon as one rank runs it in the tick;
+        `divergent`: each rank runs its own operations, but waits for its neighbours in every tick;
+        `dependencies`: each rank waits for its data alone, as separate programs would.
+        """
+        cost = self._cost(f, b, w)
+        if runtime == "lockstep":
+            step = sum(cost[kind] for row in self.ticks for kind in set().union(*row))
+        elif runtime == "divergent":
+            step = self._divergent_time(cost)
+        else:
+            step = max((op.end for op in self.timeline(f, b, w)), default=0.0)
+        return step / (self.microbatches * sum(self._work(f, b, w))) - 1
+
+    def timeline(self, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> list[Op]:
+        """Start and end of every operation where ranks wait for their data alone; costs as in `bubble`."""
+        cost = self._cost(f, b, w)
+        free = [0.0] * self.ranks
+        end: dict[tuple[str, int, int], float] = {}
+        ops = []
+        for tick, rank, kind, microbatch, stage in self.ops():
+            needs = [end[need, microbatch, at] for need, at in self._needs(kind, stage)]
+            start = max(free[rank], *needs) if needs else free[rank]
+            free[rank] = end[kind, microbatch, stage] = start + cost[kind]
+            ops.append(Op(rank, tick, kind, microbatch, stage, start, free[rank]))
+        return ops
+
+    def _work(self, f: float, b: float, w: float) -> tuple[float, float]:
+        return f, 0.0 if self.forward else b + w
+
+    def _cost(self, f: float, b: float, w: float) -> dict[str, float]:
+        full = b if self.split else b + w
+        return {"F": f / self.virtual, "B": full / self.virtual, "W": w / self.virtual}
+
+    def _divergent_time(self, cost: Mapping[str, float]) -> float:
+        end = [0.0] * self.ranks
+        for row in self.ticks:
+            start = [max(end[r - 1], end[r], end[(r + 1) % self.ranks]) for r in range(self.ranks)]
+            end = [t + sum(cost[k] for k in cell) for t, cell in zip(start, row, strict=True)]
+        return max(end)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Peak number of (microbatch, chunk) of each rank that have run F and wait for B."""
+        return self._peak("F", "B")
+
+    @cached_property
+    def w_queue(self) -> tuple[int, ...]:
+        """Peak number of (microbatch, chunk) of each rank that have run B and wait for W."""
+        return self._peak("B", "W")
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Peak number of (microbatch, chunk) of each rank between F and the last operation on them."""
+        return self._peak("F", self.kinds[-1])
+
+    def _peak(self, begin: str, end: str) -> tuple[int, ...]:
+        now, peak = [0] * self.ranks, [0] * self.ranks
+        ops = self.ops() if end in self.kinds else ()
+        for _, rank, kind, _, _ in ops:
+            now[rank] += (kind == begin) - (kind == end)
+            peak[rank] = max(peak[rank], now[rank])
+        return tuple(peak)
+
+    @property
+    def formula(self) -> float | None:
+        """The bubble of this schedule's paper at f = b = w, in `dependencies`; None where there is none.
+
+        `zb_uniform` is ours and counts lock step. `zb_h1` reaches it from m = p on and `zb_v` from m = 2 p - 1 on: its
+        paper counts from each rank's first operation, and the last rank's comes late. `dualpipe_v` counts an F and a B
+        that share a tick as one operation of both lengths; a B that need not wait for its F halves it.
+        """
+        p, m, v = self.ranks, self.microbatches, self.virtual
+        return {
+            "afab": (p - 1) / m,
+            "1f1b": (p - 1) / m,
+            "interleaved": (p - 1) / (v * m),
+            "zb_uniform": 2 * (p - 1) / (3 * v * m),
+            "zb_h1": (p - 1) / (3 * m),
+            "zb_v": (p - 1) / (6 * m),
+            "dualpipe_v": (p - 1) / (3 * m),
+        }.get(self.name)
+
+    def text(self) -> str:
+        """Ranks down, ticks across, microbatches in the cells (`3.1`: microbatch 3, chunk 1)."""
+        fused = any(len(cell) > 1 for row in self.ticks for cell in row)
+        width = 1 + max(len(self._label("", m, s)) for _, _, _, m, s in self.ops()) + (not fused)
+        lines = []
+        for rank in range(self.ranks):
+            row = [ticks[rank] for ticks in self.ticks]
+            for kinds in self.kinds if fused else (self.kinds,):
+                cells = (
+                    next((self._label("" if fused else k, *c[k]) for k in kinds if k in c), ".")
+                    for c in row
+                )
+                head = f"{f'rank {rank}' if kinds[0] == 'F' else '':8}{kinds if fused else ''}"
+                lines.append(head + "".join(cell.rjust(width) for cell in cells))
+        return "\n".join(lines)
+
+    def _label(self, kind: str, microbatch: int, stage: int) -> str:
+        chunk = f".{self.chunk_of(stage)}" if self.virtual > 1 else ""
+        return f"{kind}{microbatch}{chunk}"

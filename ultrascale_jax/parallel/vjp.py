@@ -1,0 +1,221 @@
+"""One layer's forward pass, input gradient and weight gradient as functions that need not run one after the other.
+
+`jax.vjp` gives a backward pass as one closure. A pipeline wants its parts: what the forward pass must keep (and only
+that: no parameters, nothing that follows from parameters and context alone), the gradient of the input, which the
+stage before waits for, and the gradient of the weights, which nobody waits for (zero bubble, arXiv 2401.10241). They
+are cut out of the traced program equation by equation, so any layer works, and an equation that both gradients need
+runs once, with the first of them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+    "remat2",
+)
+"""Primitives that are written out, so that the two gradients in them can be told apart."""
+
+
+class LayerVJP:
+    """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss)`.
+
+    Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
+    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` is not differentiated.
+    """
+
+    def __init__(self, layer: Callable, params: Any, x: jax.Array, context: Any):
+        self._layer = layer
+        leaves, self._params_tree = jax.tree.flatten(params)
+        around, self._context_tree = jax.tree.flatten(context)
+        y, aux, residuals = self._run(leaves, x, around)
+        self._classify(leaves, x, around)
+        self.kept = [residuals[i] for i in self._keep]
+        """Examples of what `forward` keeps, for their types."""
+        cotangents = (jnp.zeros_like(y), jnp.zeros_like(aux))
+        self._divide(leaves, around, cotangents)
+
+    def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """y, the auxiliary loss, and what the backward pass needs of them."""
+        y, aux, residuals = self._run(jax.tree.leaves(params), x, jax.tree.leaves(context))
+        return y, aux, [residuals[i] for i in self._keep]
+
+    def backward(self, params, context, kept, cotangents) -> tuple[list, jax.Array]:
+        """Gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
+        *dparams, dx = self._pull_back(
+            jax.tree.leaves(params), jax.tree.leaves(context), kept, *cotangents
+        )
+        return dparams, dx
+
+    def input_gradient(self, params, context, kept, cotangents) -> tuple[list, jax.Array, list]:
+        """Gradients of the vectors among the leaves of `params` (none for the others) and of x, and what
+        `weight_gradient` needs."""
+        inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *kept, *cotangents)
+        values = self._input_part(*inputs)
+        dx, vectors, waiting = (
+            values[0],
+            values[1 : 1 + len(self._vectors)],
+            values[1 + len(self._vectors) :],
+        )
+        return self._only(self._vectors, vectors), dx, waiting
+
+    def weight_gradient(self, params, context, waiting) -> list:
+        """Gradients of the matrices among the leaves of `params` (none for the others)."""
+        inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *waiting)
+        return self._only(self._matrices, self._weight_part(*inputs))
+
+    def _only(self, indices: Sequence[int], values: Sequence[jax.Array]) -> list:
+        found = dict(zip(indices, values, strict=True))
+        return [found.get(i) for i in range(self._params_tree.num_leaves)]
+
+    def _run(self, leaves, x, around) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        context = jax.tree.unflatten(self._context_tree, around)
+
+        def call(leaves, x):
+            return self._layer(jax.tree.unflatten(self._params_tree, leaves), x, context)
+
+        (y, aux), pull_back = jax.vjp(call, leaves, x)
+        residuals, self._pull_back_tree = jax.tree.flatten(pull_back)
+        return y, aux, residuals
+
+    def _classify(self, leaves, x, around) -> None:
+        """Which residuals follow from x and must be kept; the others are made again from parameters and context."""
+
+        def residuals(*inputs):
+            return self._run(inputs[: len(leaves)], inputs[len(leaves)], inputs[len(leaves) + 1 :])[
+                2
+            ]
+
+        traced = _Traced(residuals, *leaves, x, *around)
+        moved = traced.reached(traced.inputs[len(leaves) : len(leaves) + 1])
+        outputs = traced.outputs
+        first = {v: i for i, v in reversed(list(enumerate(outputs))) if _is_var(v) and v in moved}
+        self._keep = sorted(first.values())
+        places = {i: n for n, i in enumerate(self._keep)}
+        again = [i for i, v in enumerate(outputs) if not (_is_var(v) and v in moved)]
+        self._sources = [
+            (False, again.index(i)) if i in set(again) else (True, places[first[v]])
+            for i, v in enumerate(outputs)
+        ]
+        own = [*traced.inputs[: len(leaves)], *traced.inputs[len(leaves) + 1 :]]
+        self._derive = traced.part(own, [outputs[i] for i in again])
+
+    def _pull_back(self, leaves, around, kept, *cotangents) -> list[jax.Array]:
+        derived = self._derive(*leaves, *around)
+        residuals = [(kept if is_kept else derived)[i] for is_kept, i in self._sources]
+        dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))
+        return [*dparams, dx]
+
+    def _divide(self, leaves, around, cotangents) -> None:
+        """Cut the backward pass in two: what the input's gradient needs, and the rest."""
+        n, c, k = len(leaves), len(around), len(self.kept)
+
+        def pull_back(*inputs):
+            return self._pull_back(
+                inputs[:n], inputs[n : n + c], inputs[n + c : n + c + k], *inputs[n + c + k :]
+            )
+
+        traced = _Traced(pull_back, *leaves, *around, *self.kept, *cotangents, barriers=False)
+        *dparams, dx = traced.outputs
+        self._vectors = [i for i, v in enumerate(dparams) if v.aval.ndim <= 1]
+        self._matrices = [i for i in range(n) if i not in self._vectors]
+        needed = [dx, *(dparams[i] for i in self._vectors)]
+        weights = [dparams[i] for i in self._matrices]
+        early = set(map(id, traced.needed(needed)))
+        moved = traced.reached(traced.inputs[n + c :])
+        made = {v for eqn in traced.eqns if id(eqn) in early for v in eqn.outvars} | set(
+            traced.inputs[n + c :]
+        )
+        waiting = list(
+            dict.fromkeys(
+                v for v in traced.read(weights, stop=made & moved) if v in made and v in moved
+            )
+        )
+        self._input_part = traced.part(traced.inputs, [*needed, *waiting])
+        self._weight_part = traced.part([*traced.inputs[: n + c], *waiting], weights)
+
+
+def _is_var(atom) -> bool:
+    return not isinstance(atom, core.Literal)
+
+
+class _Traced:
+    """A function as equations with every call written out."""
+
+    def __init__(self, fn: Callable, *inputs: jax.Array, barriers: bool = True):
+        closed = jax.make_jaxpr(fn)(*inputs)
+        closed = jax.make_jaxpr(lambda *xs: _write_out(closed.jaxpr, closed.consts, xs, barriers))(
+            *inputs
+        )
+        self._closed = closed
+        self.eqns: list = list(closed.jaxpr.eqns)
+        self.inputs: list = list(closed.jaxpr.invars)
+        self.outputs: list = list(closed.jaxpr.outvars)
+
+    def reached(self, sources: Iterable) -> set:
+        """The variables that depend on `sources`, these included."""
+        found = set(sources)
+        for eqn in self.eqns:
+            if any(_is_var(v) and v in found for v in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def needed(self, outputs: Iterable, stop: Collection = ()) -> list:
+        """The equations that `outputs` depend on, without going behind the variables in `stop`."""
+        live = {v for v in outputs if _is_var(v)} - set(stop)
+        found = []
+        for eqn in reversed(self.eqns):
+            if any(v in live for v in eqn.outvars):
+                found.append(eqn)
+                live.update(v for v in eqn.invars if _is_var(v) and v not in stop)
+        return found[::-1]
+
+    def read(self, outputs: Sequence, stop: Collection = ()) -> list:
+        """The variables that those equations read, and `outputs`."""
+        eqns = self.needed(outputs, stop)
+        return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
+
+    def part(self, inputs: Sequence, outputs: Sequence) -> Callable[..., list[jax.Array]]:
+        """The function of `inputs` that makes `outputs`."""
+        jaxpr = self._closed.jaxpr
+        jaxpr = jaxpr.replace(
+            invars=list(inputs),
+            outvars=list(outputs),
+            eqns=self.needed(outputs, stop=set(inputs)),
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self._closed.consts))
+
+
+def _write_out(jaxpr, consts, inputs, barriers: bool) -> list:
+    """Run `jaxpr`, calls inlined; without `barriers`, optimization barriers are left out."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, inputs, strict=True)
+    )
+    for eqn in jaxpr.eqns:
+        arguments = [values[v] if _is_var(v) else v.val for v in eqn.invars]
+        name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if name == "optimization_barrier" and not barriers:
+            results = arguments
+        elif name in _CALLS and inner is not None:
+            results = _write_out(
+                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments, barriers
+            )
+        else:
+            with eqn.ctx.manager:
+                results = eqn.primitive.bind(
+                    *arguments, **eqn.primitive.get_bind_params(eqn.params)
+                )
+            results = results if eqn.primitive.multiple_results else [results]
+        values |= zip(eqn.outvars, results, strict=True)
+    return [values[v] if _is_var(v) else v.val for v in jaxpr.outvars]
