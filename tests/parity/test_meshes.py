@@ -30,7 +30,7 @@ BASE = Config(
     ),
     data=DataConfig(source="synthetic", seq_len=32),
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
-    train=TrainConfig(steps=STEPS, global_batch=16, micro_batches=2, precision="fp32", z_loss=1e-3),
+    train=TrainConfig(steps=STEPS, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )
 FAMILIES = {
     "llama": {},
@@ -54,7 +54,7 @@ TABLE = {
     "fsdp8_zero1": ({"fsdp": 8}, {"zero": 1}, "llama"),
     "fsdp8_zero2": ({"fsdp": 8}, {"zero": 2}, "llama"),
     "fsdp8_zero3": ({"fsdp": 8}, {"zero": 3}, "llama"),
-    "fsdp8_one_micro_batch": ({"fsdp": 8}, {"micro_batches": 1}, "llama"),
+    "fsdp8_one_micro_batch": ({"fsdp": 8}, {"microbatches": 1}, "llama"),
     "tp2": ({"tp": 2}, {}, "llama"),
     "sp4": ({"sp": 4}, {}, "llama"),
     "dp2_fsdp2_sp2": ({"dp": 2, "fsdp": 2, "sp": 2}, {}, "llama"),
@@ -112,7 +112,7 @@ def one_device():
 
     def get(family):
         if family not in known:
-            known[family] = run({}, family, micro_batches=1, zero=0)
+            known[family] = run({}, family, microbatches=1, zero=0)
         return known[family]
 
     return get

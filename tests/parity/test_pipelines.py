@@ -52,8 +52,8 @@ TABLE = {
     "1f1b_pp8": ({"pp": 8}, {}, {"remat": "full"}, LLAMA),
     "interleaved_fsdp_sp_dots": (FSDP_SP, {"schedule": "interleaved"}, {"remat": "dots"}, QWEN3),
     "interleaved_cp_v2": ({"pp": 4, "cp": 2}, {"schedule": "interleaved"}, {"remat": "full"}, OLMO2),
-    "interleaved_fsdp_v4": (
-        {"pp": 2, "fsdp": 4}, {"schedule": "interleaved", "virtual": 4, "group": 4}, {}, LLAMA,
+    "interleaved_fsdp_tp_v4": (
+        {"pp": 2, "fsdp": 2, "tp": 2}, {"schedule": "interleaved", "virtual": 4, "group": 4}, {}, LLAMA,
     ),
     "zb_uniform_fsdp_sp": (FSDP_SP, {"schedule": "zb_uniform", "virtual": 2}, {"zero": 2}, UNEVEN),
     "zb_uniform_cp_full": ({"pp": 4, "cp": 2}, {"schedule": "zb_uniform"}, {"remat": "full"}, QWEN3),

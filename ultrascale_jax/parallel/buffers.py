@@ -5,7 +5,6 @@ colouring, so a buffer is exactly as large as the peak on the fullest rank. One 
 rank writes. Every number of the program is known before anything is compiled.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,9 @@ MOST_SEGMENTS = 8
 
 PORTS = ("from_previous", "from_next", "from_self")
 """Where what arrives comes from: the rank before, the rank after, or this one (the turn of a V)."""
+
+READ_AHEAD = ("f_x", "f_first", "b_x", "b_g", "e", "e_mb")
+"""What a tick must know of the one after it, whose inputs it reads at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Ticks from `start` up to `stop` in which the ranks together run the same kinds of operation."""
+    """Ticks from `start` up to `stop`: one scan, whose every tick runs `kinds` on all ranks."""
 
     start: int
     stop: int
@@ -57,6 +59,15 @@ class Program:
     segments: tuple[Segment, ...]
     ports: dict[str, tuple[tuple[int, int], ...]]
     """The ports that any tick uses, as `f_from_previous`, and the pairs (from, to) of ranks that use it."""
+
+    def columns(self, tables: dict[str, np.ndarray]) -> tuple[dict, dict]:
+        """`tables` with a column next_* for what a tick reads ahead; and that column before the first tick."""
+        ahead = {f"next_{name}": tables[name] for name in READ_AHEAD if name in tables}
+        after = {
+            name: np.concatenate([table[1:], np.zeros_like(table[:1])])
+            for name, table in ahead.items()
+        }
+        return tables | after, {name: table[0] for name, table in ahead.items()}
 
 
 def _ports() -> list[str]:
@@ -198,26 +209,28 @@ def _finish(work: _Assembler) -> Program:
     for kind, names in homes.items():
         for name in names:
             ranks[name] = np.where(ranks[name] == _IDLE, sizes[kind], ranks[name]).astype(np.int32)
-    for name in ("f_x", "b_x", "b_g"):
-        ranks[f"next_{name}"] = np.concatenate([ranks[name][1:], ranks[name][-1:]])
     slots = Slots(inputs=sizes["X"], gradients=sizes["G"], residuals=sizes["R"], weights=sizes["W"])
     return Program(
         schedule=work.schedule,
         slots=slots,
         ranks=ranks,
         every=work.every,
-        segments=_segments(work.schedule),
+        segments=_segments(work.schedule, work.every["h"]),
         ports={name: tuple(sorted(pairs)) for name, pairs in work.pairs.items() if pairs},
     )
 
 
-def _segments(schedule: Schedule) -> tuple[Segment, ...]:
+def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
+    """Runs of ticks alike in kinds and in whether the head runs; of too many, in kinds; of still too many, one."""
     kinds = [frozenset(kind for cell in row for kind in cell) for row in schedule.ticks]
-    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
-    if len(runs) > MOST_SEGMENTS:
-        runs = [(frozenset().union(*kinds), len(kinds))]
-    stops = itertools.accumulate(length for _, length in runs)
+    for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
+        stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]
+        if len(stops) <= MOST_SEGMENTS:
+            break
+    else:
+        stops, kinds = [len(kinds)], [frozenset().union(*kinds)] * len(kinds)
+    starts = [0, *stops[:-1]]
     return tuple(
-        Segment(start=stop - length, stop=stop, kinds=kind)
-        for (kind, length), stop in zip(runs, stops, strict=True)
+        Segment(start=start, stop=stop, kinds=kinds[start])
+        for start, stop in zip(starts, stops, strict=True)
     )

@@ -4,12 +4,13 @@
 function for one layer, one for the embedding and one for the head, and returns loss and gradients itself, so that an
 activation lives exactly as long as its slot in the table (`buffers.py`). A tick:
 
-    embed     the first stage's input, each rank with its part of the vocabulary, summed over the ranks
     layers    one loop over the layers of a stage. An iteration does layer l of this tick's forward stage, and layer
               L-1-l of its backward stage and of its weight-gradient stage: they do not depend on each other, so that
               the communication of one runs beside the matmuls of another
     send      what was computed, to the next rank and to the one before: in flight during what follows
     head      loss and its gradient for the micro-batch that left the last stage; its backward pass begins a tick later
+    embed     the first stage's input of the next tick, and the gradient of this tick's last: each rank looks up its part
+              of the vocabulary, and the ranks add up
     write     ring buffers, and then the read of the next tick's inputs (a read before a write would copy the buffer)
 
 Lock step, the default: in a tick every rank runs the same operations, the idle ones on zeros. No control flow differs
@@ -32,8 +33,8 @@ from ultrascale_jax.parallel.pipeline_layers import LayerLoop, Row, Tree, at, em
 from ultrascale_jax.parallel.schedules import Schedule
 from ultrascale_jax.sharding import vary, varying
 
-ENOUGH = {"e": 0.0, "h": 0.9, "d": 0.5}
-"""Share of a segment's ticks from which on embedding, head and the embedding's gradient run in all of them."""
+ENOUGH = {"h": 0.9, "d": 0.5}
+"""Share of a segment's ticks from which on the head, and the embedding's gradient, run in all of them."""
 
 
 def float32(grads: Tree) -> Tree:
@@ -148,8 +149,13 @@ class _Executor:
     def run(self) -> dict:
         """The state after the last tick."""
         state, rank = self._start(), lax.axis_index(self.axis)
-        rows = {k: jnp.asarray(table)[:, rank] for k, table in self.program.ranks.items()}
-        rows |= {k: jnp.asarray(table) for k, table in self.program.every.items()}
+        ranks, ranks_before = self.program.columns(self.program.ranks)
+        self.every, every_before = self.program.columns(self.program.every)
+        before = {name: jnp.asarray(table)[rank] for name, table in ranks_before.items()}
+        before |= {name: jnp.asarray(value) for name, value in every_before.items()}
+        rows = {name: jnp.asarray(table)[:, rank] for name, table in ranks.items()}
+        rows |= {name: jnp.asarray(table) for name, table in self.every.items()}
+        state = self._read_next(state, self._embed(before), before)
         for segment in self.program.segments:
             part = jax.tree.map(lambda row, s=segment: row[s.start : s.stop], rows)
             state, _ = lax.scan(partial(self._tick, segment), state, part)
@@ -187,56 +193,54 @@ class _Executor:
 
     def _tick(self, segment: Segment, state: dict, row: Row) -> tuple[dict, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
-        state = dict(state)
-        if forward:
-            state = self._embed(segment, state, row)
-        mine, read = (
-            {name: state[name] for name in names if name in state}
-            for names in (
-                ("auxiliary", "blocks", "residuals", "weights"),
-                ("x_forward", "g", "x_backward"),
-            )
+        writes, reads = (
+            ("auxiliary", "blocks", "residuals", "weights"),
+            ("x_forward", "g", "x_backward"),
         )
+        mine = {name: state[name] for name in writes if name in state}
+        read = {name: state[name] for name in reads if name in state}
         mine, y, dx = self.loop.run(segment, mine, read, row)
-        state |= mine
-        arrived = []
-        for kind, value, runs in (("f", y, forward), ("b", dx, backward)):
-            if runs:
-                arrived += self._send(kind, value)
+        state = state | mine
+        arrived = self._send("f", y) if forward else []
+        arrived += self._send("b", dx) if backward else []
+        soon = self.every["next_e"][segment.start : segment.stop].any()
+        x = self._embed(row) if soon else state["x_forward"]
         dy = y
         if forward:
             state, dy = self._head(segment, state, row, y)
         if backward:
             state = self._embed_gradient(segment, state, row, dx)
-        for name, column, value in arrived:
+        # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
+        together = (dy, x, {name: state[name] for name in ("shared",) if name in state})
+        values = [value for _, _, value in arrived]
+        values, (dy, x, sums) = lax.optimization_barrier((values, together))
+        state |= sums
+        for (name, column, _), value in zip(arrived, values, strict=True):
             state[name] = put(state[name], value, row[column])
         if forward and self.trains:
             state["gradients"] = put(state["gradients"], dy, row["h_g"])
-        state["x_forward"] = at(state["inputs"], row["next_f_x"])
+        return self._read_next(state, x, row), None
+
+    def _read_next(self, state: dict, x: jax.Array, row: Row) -> dict:
+        """The inputs of the next tick; x is the first stage's."""
+        takes = row["next_f_first"] > 0
+        if self.trains and not self.stashes:
+            slot = jnp.where(takes, row["next_f_x"], self.program.slots.inputs)
+            state["inputs"] = put(state["inputs"], x, slot)
+            state["x_backward"] = at(state["inputs"], row["next_b_x"])
+        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], row["next_f_x"]))
         if self.trains:
             state["g"] = at(state["gradients"], row["next_b_g"])
-            if not self.stashes:
-                state["x_backward"] = at(state["inputs"], row["next_b_x"])
-        return state, None
+        return state
 
-    def _embed(self, segment: Segment, state: dict, row: Row) -> dict:
-        """The first stage's input; with `stash="input"` it also goes where its backward pass will look for it."""
-
-        def embed(_):
-            x = self.stages.embed(self.shared, at(self.micro_batches, row["e_mb"]))
-            return self._vary(lax.psum(self._vary(x), self.axis))
-
-        x = self._if(segment, "e", row, embed, lambda x: x, state["x_forward"])
-        takes = (row["f_on"] * row["f_first"]) > 0
-        x = jnp.where(takes, x, jnp.where(row["f_on"] > 0, state["x_forward"], 0))
-        if self.trains and not self.stashes:
-            slot = jnp.where(takes, row["f_x"], self.program.slots.inputs)
-            state = state | {"inputs": put(state["inputs"], x, slot)}
-        return state | {"x_forward": x}
+    def _embed(self, row: Row) -> jax.Array:
+        """The first stage's input of the next tick."""
+        x = self.stages.embed(self.shared, at(self.micro_batches, row["next_e_mb"]))
+        return self._vary(lax.psum(self._vary(x), self.axis))
 
     def _if(self, segment: Segment, name: str, row: Row, run, skip, operand):
         """`run` in the ticks that need it, masked in all where enough do: a branch makes a GPU wait for the host."""
-        needed = self.program.every[name][segment.start : segment.stop]
+        needed = self.every[name][segment.start : segment.stop]
         if not needed.any():
             return skip(operand)
         if needed.mean() >= ENOUGH[name]:

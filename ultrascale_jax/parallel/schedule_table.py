@@ -264,7 +264,7 @@ class Schedule:
 
         `zb_uniform` is ours and counts lock step. `zb_h1` reaches it from m = p on and `zb_v` from m = 2 p - 1 on: its
         paper counts from each rank's first operation, and the last rank's comes late. `dualpipe_v` counts an F and a B
-        that share a tick as one operation of both lengths; a B that need not wait for its F halves it.
+        that share a tick as one operation; one after the other, as `dependencies` times them, they idle half as long.
         """
         p, m, v = self.ranks, self.microbatches, self.virtual
         return {

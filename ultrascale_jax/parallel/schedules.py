@@ -11,6 +11,7 @@ from ultrascale_jax.parallel.schedule_csv import read_csv, write_csv
 from ultrascale_jax.parallel.schedule_table import (
     KINDS,
     Cell,
+    Op,
     Placement,
     Runtime,
     Schedule,
@@ -21,6 +22,7 @@ from ultrascale_jax.parallel.schedule_table import (
 __all__ = [
     "KINDS",
     "Cell",
+    "Op",
     "Placement",
     "Runtime",
     "Schedule",
