@@ -9,8 +9,8 @@ activation lives exactly as long as its slot in the table (`buffers.py`). A tick
               the communication of one runs beside the matmuls of another
     send      what was computed, to the next rank and to the one before: in flight during what follows
     head      loss and its gradient for the micro-batch that left the last stage; its backward pass begins a tick later
-    embed     the first stage's input of the next tick, and the gradient of this tick's last: each rank looks up its part
-              of the vocabulary, and the ranks add up
+    embed     the first stage's input of the next tick, and the gradient of the embedding, each rank with its part of
+              the vocabulary
     write     ring buffers, and then the read of the next tick's inputs (a read before a write would copy the buffer)
 
 Lock step, the default: in a tick every rank runs the same operations, the idle ones on zeros. No control flow differs

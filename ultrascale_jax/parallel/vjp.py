@@ -27,6 +27,19 @@ _CALLS = (
 """Primitives that are written out, so that the two gradients in them can be told apart."""
 
 
+_AGAIN = (
+    "all_gather",
+    "convert_element_type",
+    "reshape",
+    "squeeze",
+    "transpose",
+    "broadcast_in_dim",
+    "pvary",
+    "name",
+)
+"""Primitives that may run again for the weight gradients, if what they are made of is smaller."""
+
+
 class LayerVJP:
     """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss)`.
 
@@ -133,16 +146,15 @@ class LayerVJP:
         weights = [dparams[i] for i in self._matrices]
         early = set(map(id, traced.needed(needed)))
         moved = traced.reached(traced.inputs[n + c :])
-        made = {v for eqn in traced.eqns if id(eqn) in early for v in eqn.outvars} | set(
-            traced.inputs[n + c :]
-        )
-        waiting = list(
-            dict.fromkeys(
-                v for v in traced.read(weights, stop=made & moved) if v in made and v in moved
-            )
-        )
+        made = {v for eqn in traced.eqns if id(eqn) in early for v in eqn.outvars}
+        stop = (made | set(traced.inputs[n + c :])) & moved
+        waiting = traced.lighter([v for v in traced.read(weights, stop) if v in stop], moved)
         self._input_part = traced.part(traced.inputs, [*needed, *waiting])
         self._weight_part = traced.part([*traced.inputs[: n + c], *waiting], weights)
+
+
+def _bytes(variable) -> int:
+    return variable.aval.size * variable.aval.dtype.itemsize
 
 
 def _is_var(atom) -> bool:
@@ -184,6 +196,26 @@ class _Traced:
         """The variables that those equations read, and `outputs`."""
         eqns = self.needed(outputs, stop)
         return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
+
+    def lighter(self, variables: Iterable, moved: set) -> list:
+        """`variables`, those that a collective or an elementwise operation makes of fewer bytes replaced by these.
+
+        What waits for the weight gradients fills a queue; gathering a sequence again is cheaper than keeping it whole.
+        """
+        makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        found = dict.fromkeys(variables)
+        for variable in list(found):
+            while (eqn := makers.get(variable)) is not None and len(eqn.outvars) == 1:
+                sources = {v for v in eqn.invars if _is_var(v) and v in moved and v not in found}
+                again = eqn.primitive.name in _AGAIN and len(sources) <= 1
+                if not again or sum(map(_bytes, sources)) > _bytes(variable):
+                    break
+                del found[variable]
+                if not sources:
+                    break
+                (variable,) = sources
+                found[variable] = None
+        return list(found)
 
     def part(self, inputs: Sequence, outputs: Sequence) -> Callable[..., list[jax.Array]]:
         """The function of `inputs` that makes `outputs`."""

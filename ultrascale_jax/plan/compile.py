@@ -26,7 +26,7 @@ from ultrascale_jax.plan import hlo, traffic
 from ultrascale_jax.plan.hardware import Gpu, find_gpu
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state
-from ultrascale_jax.training.step import make_train_step
+from ultrascale_jax.training.step import make_train_step, xla_options
 
 # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, which crashes where there are none.
 DEVICELESS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -131,7 +131,7 @@ def compile_step(
     cfg, target = cfg.check(num_devices), find_gpu(gpu)
     with jax.set_mesh(mesh), target_checks(target):
         lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-        flags = {**GPU_FLAGS, **DEVICELESS_OPTIONS}
+        flags = {**GPU_FLAGS, **xla_options(cfg), **DEVICELESS_OPTIONS}
         if estimates and target.kind.startswith(ESTIMATED):
             flags |= ESTIMATES
         flags |= options or {}

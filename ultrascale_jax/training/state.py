@@ -91,7 +91,7 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
 def canonical[Tree](tree: Tree, order: LayerOrder) -> Tree:
     """Arrays whose layers lie in `order` as a checkpoint holds them; what must move is copied, the rest is the same.
 
-    Between two steps there is memory for it: where the activations and gradients of a step were.
+    On the devices: between two steps the room of the step's gradients and activations is free.
     """
     rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
 
