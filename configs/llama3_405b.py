@@ -1,7 +1,7 @@
 """Llama 3.1 405B, meant for 512 to 8,192 GPUs of 80 GB: tensor and sequence parallel inside a node, sharded across.
 
 16 M tokens a step; learning rate, warm-up and final rate are those of arXiv 2407.21783, section 3.4.
-512 GPUs (fsdp 64 x sp 8) want `--train.micro-batches 32`.
+512 GPUs (fsdp 64 x sp 8) want `--train.microbatches 32`.
 """
 
 from configs import shapes

@@ -1,6 +1,6 @@
 """Llama 3 70B, meant for 64 to 2,048 GPUs of 80 GB: tensor and sequence parallel inside a node, sharded across.
 
-64 GPUs (fsdp 8 x sp 8) want `--train.micro-batches 64`, 512 want 8; 4 M tokens a step.
+64 GPUs (fsdp 8 x sp 8) want `--train.microbatches 64`, 512 want 8; 4 M tokens a step.
 """
 
 from configs import shapes

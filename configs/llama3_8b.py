@@ -1,7 +1,7 @@
 """Llama 3 8B, meant for 8 to 512 GPUs of 80 GB: fully sharded, recomputing each block.
 
 The batch of 512 sequences (4 M tokens) divides over 8, 16, ... 512 GPUs. Two sequences at a time are
-what 80 GB hold with room to spare: 8 GPUs want `--train.micro-batches 32`, 64 want 4, 256 want 1.
+what 80 GB hold with room to spare: 8 GPUs want `--train.microbatches 32`, 64 want 4, 256 want 1.
 """
 
 from configs import shapes

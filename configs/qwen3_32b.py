@@ -1,6 +1,6 @@
 """Qwen3 32B, meant for 32 to 1,024 GPUs of 80 GB: fully sharded, with a tensor and sequence group of 4.
 
-32 GPUs (fsdp 8 x sp 4) want `--train.micro-batches 32`, 256 want 4; 4 M tokens a step.
+32 GPUs (fsdp 8 x sp 4) want `--train.microbatches 32`, 256 want 4; 4 M tokens a step.
 """
 
 from configs import shapes

@@ -1,6 +1,6 @@
 """Qwen3 8B, meant for 8 to 512 GPUs of 80 GB: fully sharded, recomputing each block.
 
-As for `llama3_8b`: 8 GPUs want `--train.micro-batches 32`, 64 want 4, 256 want 1.
+As for `llama3_8b`: 8 GPUs want `--train.microbatches 32`, 64 want 4, 256 want 1.
 """
 
 from configs import shapes

@@ -285,7 +285,7 @@ def gpu_part(seq_len: int, remat: str, *, tiny: bool) -> Part:
     batch = (128 if tiny else GPU_TOKENS) // seq_len
     arguments = "llama32_1b --mesh fsdp=1 --data.source synthetic --data.tokenizer bytes".split()
     arguments += ["--data.seq-len", str(seq_len), "--data.no-document-mask", "--train.remat", remat]
-    arguments += ["--train.global-batch", str(batch), "--train.micro-batches", "1"]
+    arguments += ["--train.global-batch", str(batch), "--train.microbatches", "1"]
     arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
     cfg, _ = command_line.parse(arguments, prog="bench")
     return Part(

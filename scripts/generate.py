@@ -34,7 +34,7 @@ class Options:
     step: int | None = None
     """Step of the checkpoint; none is the newest."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh over all devices, as fsdp=2,tp=4, for a model that one device does not hold; none is one device."""
+    """Mesh over all devices, as pp=2,tp=4, for a model that one device does not hold; none is one device."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Run on so many fake CPU devices."""
 

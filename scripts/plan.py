@@ -3,6 +3,7 @@
 memory    what one GPU holds, part by part, from formulas          [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 compile   what XLA makes of the step: memory, collectives, time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    which mesh, micro-batch and recomputation are fastest    [RECIPE] --gpus 64 --global-batch-tokens 4M
+schedule  pipeline schedules: tables, bubbles, figures             [NAME] --ranks 4 --microbatches 8
 sweep     a grid of runs, measured here or predicted, as CSV       [RECIPE] --gpus 8
 validate  the formulas beside measured runs                        RUNS.csv
 report    figures of any of these, as PNG and one HTML file        FILE... or RECIPE --gpus 64
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from scripts import command_line
 from ultrascale_jax.config import require
 
-VERBS = ("memory", "compile", "search", "sweep", "validate", "report")
+VERBS = ("memory", "compile", "search", "schedule", "sweep", "validate", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from configs.debug import config as debug
 from configs.demo import config as demo
 from scripts import command_line, train
-from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.config import MeshConfig, PipelineConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,6 +83,16 @@ def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh
     assert parse("llama3_70b", *words)[0].mesh == mesh
 
 
+def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
+    words = ["--mesh", "pp=4,fsdp=2", "--pp.schedule", "interleaved", "--pp.virtual", "2"]
+    words += ["--train.microbatches", "16", "--train.global-batch", "32", "--pp.stash", "input"]
+    cfg, _ = parse("debug", *words, "--pp.divergent")
+    assert cfg.mesh == MeshConfig(pp=4, fsdp=2)
+    expected = PipelineConfig(schedule="interleaved", virtual=2, stash="input", divergent=True)
+    assert cfg.pp == expected
+    assert cfg.check(8) == cfg
+
+
 def test_run_dir_devices_and_profile_are_options_of_the_run():
     cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
     assert cfg.log.run_dir == "out/x"
@@ -107,6 +118,13 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
             "error: recipe='ultrascale_jax.config': the module must expose",
         ),
         (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
+        (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
+        (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
+        (["--pp.group", "4"], "error: pp.group=4: only interleaved and zb_uniform have groups"),
+        (
+            ["--print-config", "--devices", "16", "--mesh", "pp=16"],
+            "error: model.num_layers=4: 16 stages (mesh.pp times pp.virtual) want a layer each",
+        ),
     ],
 )
 def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
@@ -167,11 +185,24 @@ def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
         assert words in done.stdout
 
 
-def test_a_run_on_fake_devices_refuses_a_mesh_of_another_size_before_it_starts(tmp_path):
-    words = ["debug", "--devices", "4", "--mesh", "fsdp=8", "--run-dir", str(tmp_path / "run")]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "fsdp=8"], "mesh='fsdp=8': the sizes multiply to 8, but there are 4"),
+        (["--pp.schedule", "no.csv"], "pp.schedule='no.csv': cannot be read: No such file"),
+        (["--pp.schedule", "bad.csv"], "pp.schedule='bad.csv': row 2 (rank 1), column 1 (tick 0)"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_one_line_before_it_starts(tmp_path, words, message):
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    words = ["debug", "--devices", "4", "--mesh", "pp=2,fsdp=2", "--run-dir", "run", *words]
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.train", *words], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "scripts.train", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: mesh='fsdp=8': the sizes multiply to 8, but there are 4")
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    PipelineConfig,
     RopeScaling,
     TrainConfig,
     UserError,
@@ -34,6 +35,7 @@ SECTIONS = (
     DataConfig,
     OptimConfig,
     TrainConfig,
+    PipelineConfig,
     CheckpointConfig,
     LogConfig,
     RopeScaling,
@@ -49,10 +51,10 @@ def replaced(cfg: Config, **changes: object) -> Config:
     return cfg
 
 
-def test_there_are_fewer_than_60_fields():
+def test_there_are_fewer_than_65_fields():
     fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
     # `model.rope_scaling` is set through its own fields, which are counted.
-    assert len([field for field in fields if field.name != "rope_scaling"]) < 60
+    assert len([field for field in fields if field.name != "rope_scaling"]) < 65
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -91,10 +93,17 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas=(0.9, 1.0)"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: TrainConfig(steps=0), "train.steps=0"),
-        (lambda: TrainConfig(micro_batches=0), "train.micro_batches=0"),
+        (lambda: TrainConfig(microbatches=0), "train.microbatches=0"),
         (lambda: TrainConfig(seed=-1), "train.seed=-1"),
         (lambda: TrainConfig(remat="some"), "train.remat='some'"),
         (lambda: TrainConfig(remat="save:q,nothing"), "train.remat='save:q,nothing'"),
+        (lambda: PipelineConfig(schedule="gpipe"), "pp.schedule='gpipe'"),
+        (lambda: PipelineConfig(virtual=-1), "pp.virtual=-1"),
+        (lambda: PipelineConfig(virtual=2), "pp.virtual=2"),
+        (lambda: PipelineConfig(schedule="interleaved", virtual=1), "pp.virtual=1"),
+        (lambda: PipelineConfig(schedule="zb_v", virtual=3), "pp.virtual=3"),
+        (lambda: PipelineConfig(schedule="mine.csv", virtual=2), "pp.virtual=2"),
+        (lambda: PipelineConfig(schedule="zb_h1", group=4), "pp.group=4"),
         (lambda: CheckpointConfig(dir="../elsewhere"), "checkpoint.dir='../elsewhere'"),
         (lambda: CheckpointConfig(dir="/elsewhere"), "checkpoint.dir='/elsewhere'"),
         (lambda: CheckpointConfig(dir="a/../../b"), "checkpoint.dir='a/../../b'"),
@@ -112,6 +121,10 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
     assert len(fix) > 8
 
 
+PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
+MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "num_devices", "named", "fix"),
     [
@@ -121,12 +134,20 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
         ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
         ({"mesh__sp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
         ({"train__global_batch": 12}, 8, "train.global_batch=12", "=8"),
-        ({"train__micro_batches": 4}, 8, "train.global_batch=16", "micro_batches=32"),
+        ({"train__microbatches": 4}, 8, "train.global_batch=16", "microbatches=32"),
         ({"mesh__ep": 2, "train__global_batch": 4}, 8, "train.global_batch=4", "mesh.ep"),
         ({"mesh__tp": 2, "model__d_ff": 129}, 8, "model.d_ff=129", "mesh.sp*mesh.tp=2"),
         ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
         ({"model__d_model": 60}, 8, "model.d_model=60", "mesh.dp"),
-        ({"mesh__pp": 2}, 8, "mesh.pp=2", "no pipeline"),
+        ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
+        ({**PP4, "pp__virtual": 3}, 8, "model.num_layers=8", "12 stages"),
+        ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
+        ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "multiple of 4"),
+        ({**PP4, "pp__group": 6}, 8, "pp.group=6", "mesh.pp=4"),
+        ({**PP4, "pp__group": 8}, 8, "train.microbatches=4", "multiple of 8"),
+        ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),
+        ({**PP4, **MIXED_WINDOWS}, 8, "model.first_window_layer=2", "mesh.pp=1"),
+        ({**PP4, "train__remat": "offload:gate"}, 8, "train.remat='offload:gate'", "mesh.pp=1"),
     ],
 )
 def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
@@ -158,7 +179,22 @@ def test_a_tensor_group_larger_than_a_node_is_a_warning():
         cfg.check(16)
 
 
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis != "pp"])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("afab", 1), ("1f1b", 3), ("interleaved", 4), ("zb_v", 2), ("dualpipe_v", 8), ("my.csv", 1)],
+)
+def test_a_pipeline_of_4_passes_its_check(schedule, microbatches):
+    cfg = replaced(load_recipe("debug"), mesh__pp=4, mesh__fsdp=1, pp__schedule=schedule)
+    cfg = replaced(cfg, train__microbatches=microbatches, train__global_batch=24)
+    assert cfg.check(4) == cfg
+
+
+def test_without_a_pipeline_its_section_has_no_effect():
+    cfg = replaced(load_recipe("debug"), mesh__fsdp=1, pp__schedule="interleaved", pp__virtual=9)
+    assert cfg.check(1) == cfg
+
+
+@pytest.mark.parametrize("axis", AXES)
 def test_every_axis_can_divide_debug_by_8(axis):
     sizes = dict.fromkeys(AXES, 1) | {axis: 8}
     cfg = dataclasses.replace(load_recipe("debug"), mesh=MeshConfig(**sizes))

@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md` run as they stand there."""
+"""The examples of `docs/library.md` and `docs/pipelines.md` run as they stand there."""
 
 import re
 import subprocess
@@ -6,14 +6,19 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DOCS, PIPELINES = ROOT / "docs/library.md", ROOT / "docs/pipelines.md"
 
 
-DOCS = ROOT / "docs/library.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+def examples(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+EXAMPLES = examples(DOCS)
 
 
 @pytest.mark.slow
@@ -32,3 +37,22 @@ def test_the_second_example_plans_a_13b_model_without_jax():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("13.0 B: ")
     assert done.stdout.splitlines()[1] == "activations: attention matrix products"
+
+
+def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
+    names: dict = {}
+    (source,) = examples(PIPELINES)
+    exec(compile(source, str(PIPELINES), "exec"), names)
+
+    def loss(blocks, shared, batches):
+        x = batches["x"].reshape(-1, blocks.shape[-1])
+        for w in blocks:
+            x, _ = names["layer"](w, x, None)
+        return jnp.sum((x @ shared - batches["y"].reshape(-1, shared.shape[1])) ** 2)
+
+    arrays = (names["blocks"], names["shared"], names["batches"])
+    want, (blocks, shared) = jax.value_and_grad(loss, (0, 1))(*arrays)
+    np.testing.assert_allclose(names["loss"], want, rtol=1e-5)
+    for name, expected in (("blocks", blocks[names["order"]]), ("shared", shared)):
+        got = names[f"{name}_gradient"]
+        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)

@@ -7,14 +7,24 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.mesh import abstract_mesh, make_mesh
-from ultrascale_jax.sharding import act, axes_of, einsum, gathered, is_matrix, mesh_size, stored
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import (
+    act,
+    axes_of,
+    einsum,
+    gathered,
+    is_matrix,
+    manual,
+    mesh_size,
+    stored,
+)
 
 MESH = MeshConfig(dp=4, fsdp=32, cp=2, sp=8, tp=2)
 
 
 @pytest.fixture(autouse=True)
-def mesh():
-    with jax.sharding.use_abstract_mesh(abstract_mesh(MESH)):
+def mesh(request):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(getattr(request, "param", MESH))):
         yield
 
 
@@ -34,6 +44,29 @@ def test_zero_splits_the_model_dim_of_matrices_only():
 def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
     assert gathered("DKH", (64, 8, 16)) == P(None, None, None)
     assert gathered("DKH", (64, 16, 16)) == P(None, ("sp", "tp"), None)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(pp=2, fsdp=2, sp=2)], indirect=True)
+def test_a_pipeline_splits_layers_and_vocabulary_too(mesh):
+    assert stored("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "cp", "ep"), ("sp", "tp"))
+    assert stored("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "cp", "ep"))
+    assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("pp", "sp", "tp"))
+
+
+def test_without_a_pipeline_its_axis_is_in_no_spec():
+    assert stored("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "cp", "ep"))
+    assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
+
+
+def test_in_a_region_manual_over_all_axes_nothing_is_left_to_split():
+    def region(x):
+        assert manual()
+        assert act("BF", unreduced=frozenset(["tp"])) == stored("DF", (8, 8)) == P(None, None)
+        return x
+
+    assert not manual()
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    jax.eval_shape(smap(region, in_specs=P(), out_specs=P()), x)
 
 
 def test_norms_and_biases_are_no_matrices():

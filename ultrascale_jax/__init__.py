@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ultrascale_jax.models.hf_config import read_config as read_hf_config
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.manual import smap
+    from ultrascale_jax.parallel.pipeline import Stages, pipeline
+    from ultrascale_jax.parallel.schedules import build as build_schedule
+    from ultrascale_jax.parallel.schedules import layer_order
     from ultrascale_jax.plan.compile import compile_step
     from ultrascale_jax.plan.hardware import find_cluster
     from ultrascale_jax.plan.memory import breakdown as memory_breakdown
@@ -35,19 +38,23 @@ __all__ = [
     "ModelConfig",
     "Run",
     "Shape",
+    "Stages",
     "Transformer",
     "abstract_mesh",
     "abstract_state",
     "act",
+    "build_schedule",
     "compile_step",
     "estimate_step",
     "find_cluster",
     "generate",
     "init_state",
+    "layer_order",
     "load_hf",
     "make_mesh",
     "make_train_step",
     "memory_breakdown",
+    "pipeline",
     "read_hf_config",
     "save_hf",
     "simulate_step",
@@ -61,19 +68,23 @@ _HOME = {
     "ModelConfig": "config",
     "Run": "plan.workload",
     "Shape": "plan.workload",
+    "Stages": "parallel.pipeline",
     "Transformer": "models.transformer",
     "abstract_mesh": "mesh",
     "abstract_state": "training.state",
     "act": "sharding",
+    "build_schedule": "parallel.schedules:build",
     "compile_step": "plan.compile",
     "estimate_step": "plan.speed:estimate",
     "find_cluster": "plan.hardware",
     "generate": "models.generate",
     "init_state": "training.state",
+    "layer_order": "parallel.schedules",
     "load_hf": "models.hf:load",
     "make_mesh": "mesh",
     "make_train_step": "training.step",
     "memory_breakdown": "plan.memory:breakdown",
+    "pipeline": "parallel.pipeline",
     "read_hf_config": "models.hf_config:read_config",
     "save_hf": "models.hf:save",
     "simulate_step": "plan.timeline:simulate",

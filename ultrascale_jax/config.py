@@ -126,6 +126,10 @@ class ModelConfig:
         fix = "must be at least 1, or none"
         require(window is None or window >= 1, "model.sliding_window", window, fix)
 
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer."""
+        return self.sliding_window if layer >= self.first_window_layer else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -267,7 +271,7 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     global_batch: int = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
-    micro_batches: int = 1
+    microbatches: int = 1
     """Gradient-accumulation steps inside one optimizer step."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
@@ -287,7 +291,7 @@ class TrainConfig:
     """Stop after so many steps in a row whose loss or gradient norm is not finite."""
 
     def __post_init__(self):
-        names = ("steps", "global_batch", "micro_batches", "eval_batches", "max_skipped")
+        names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")
         _require_at_least(1, "train", self, names)
         _require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
         self.remat_names()
@@ -310,6 +314,67 @@ class TrainConfig:
             else:
                 offloaded += tuple(names.split(","))
         return saved, offloaded
+
+
+SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
+"""Pipeline schedules that have a name; `parallel/schedules.py` makes them."""
+
+GROUPED = ("interleaved", "zb_uniform")
+"""Those that send micro-batches through their stages in groups; the only ones whose `virtual` is free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the micro-batches (`train.microbatches`) travel through the stages; without effect if mesh.pp is 1."""
+
+    schedule: str = "1f1b"
+    """`afab`, `1f1b`, `interleaved`, `zb_uniform`, `zb_h1`, `zb_v`, `dualpipe_v`, or your own table `FILE.csv`."""
+    virtual: int = 0
+    """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
+    group: int = 0
+    """Micro-batches that a rank runs in a row before its next stage (interleaved); 0 is mesh.pp, depth first."""
+    stash: Literal["residuals", "input"] = "residuals"
+    """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
+    divergent: bool = False
+    """Experimental: ranks run different operations in a tick, as zb_h1, zb_v and dualpipe_v are drawn."""
+
+    def __post_init__(self):
+        name, from_file = self.schedule, self.from_file
+        fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
+        require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
+        _require_at_least(0, "pp", self, ("virtual", "group"))
+        wanted = {"interleaved": (2, math.inf), "zb_uniform": (1, math.inf)}
+        wanted |= {"zb_v": (2, 2), "dualpipe_v": (2, 2)}
+        least, most = wanted.get(name, (1, 1))
+        fix = f"{name} has {least}{'' if least == most else ' or more'}; or 0"
+        if from_file:
+            least, most, fix = 0, 0, f"the table {name} says it itself; use 0"
+        require(not self.virtual or least <= self.virtual <= most, "pp.virtual", self.virtual, fix)
+        fix = f"only {' and '.join(GROUPED)} have groups; use 0"
+        require(not self.group or name in GROUPED, "pp.group", self.group, fix)
+
+    @property
+    def from_file(self) -> bool:
+        """Whether the schedule is a table of the user's."""
+        return self.schedule.endswith(".csv")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """`virtual`, or the schedule's own number; a table brings its own."""
+        own = 2 if self.schedule in ("interleaved", "zb_v", "dualpipe_v") else 1
+        return self.virtual or own
+
+    def check(self, ranks: int, microbatches: int) -> None:
+        """Refuse the numbers of ranks and micro-batches for which the schedule does not exist."""
+        name, row = self.schedule, self.group or ranks
+        if name in GROUPED and self.stages_per_rank > 1:
+            fix = f"must be a multiple of mesh.pp={ranks} for {name}; or 0"
+            require(row % ranks == 0, "pp.group", row, fix)
+            fix = f"must be a multiple of {row} (pp.group or mesh.pp) for {name}"
+            require(microbatches % row == 0, "train.microbatches", microbatches, fix)
+        fix = f"dualpipe_v wants at least 2*mesh.pp={2 * ranks}"
+        enough = name != "dualpipe_v" or microbatches >= 2 * ranks
+        require(enough, "train.microbatches", microbatches, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +421,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    pp: PipelineConfig = field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -363,8 +429,8 @@ class Config:
         """This run on `num_devices` devices: mesh resolved, and what cannot work refused."""
         mesh = self.mesh.resolve(num_devices)
         model, data, train = self.model, self.data, self.train
-        fix = "this release has no pipeline; set mesh.pp=1 and use fsdp, sp or tp"
-        require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
+        if mesh.pp > 1:
+            self._check_pipeline(mesh)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
         for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
             size = getattr(model, name)
@@ -383,16 +449,31 @@ class Config:
         parts = mesh.cp * mesh.sp
         fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
         require(data.seq_len % parts == 0, "data.seq_len", data.seq_len, fix)
-        parts = mesh.batch * train.micro_batches
+        parts = mesh.batch * train.microbatches
         fix = (
-            f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.micro_batches={parts}; "
-            "change the batch, an axis or train.micro_batches"
+            f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; "
+            "change the batch, an axis or train.microbatches"
         )
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
+
+    def _check_pipeline(self, mesh: MeshConfig) -> None:
+        model, train, pp = self.model, self.train, self.pp
+        pp.check(mesh.pp, train.microbatches)
+        stages = mesh.pp * pp.stages_per_rank
+        fix = f"{stages} stages (mesh.pp times pp.virtual) want a layer each; use fewer"
+        require(model.num_layers >= stages, "model.num_layers", model.num_layers, fix)
+        parts = mesh.pp * mesh.tensor
+        fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
+        require(model.vocab_size % parts == 0, "model.vocab_size", model.vocab_size, fix)
+        mixed = model.sliding_window is not None and model.first_window_layer > 0
+        fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
+        require(not mixed, "model.first_window_layer", model.first_window_layer, fix)
+        fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
+        require("offload" not in train.remat, "train.remat", train.remat, fix)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

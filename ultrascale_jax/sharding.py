@@ -3,49 +3,84 @@
     B batch   T positions   R positions of the residual stream   S key/value positions   D model   F ffn
     N query heads   K kv heads   G queries per kv head   H head dim   V vocab   E experts   L layers
 
-    activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K,V:(sp,tp)  E:ep
-    parameters:   D:(fsdp,cp,ep)  F,N,K,V:(sp,tp)  E:ep  L:pp
+    activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
+    parameters:   D:(fsdp,cp,ep)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
 
 Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
 `unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
 there and has an unreduced cotangent. So a parameter gathered as `reduced` over the batch axes collects its gradient
 locally, and the reduction happens once, where the gradient is resharded.
+
+Inside a region that is manual over all axes (`parallel/manual.py`) the same text works on this device's pieces: specs
+come out empty, and the words that communicate do it by `jax.lax` collectives. Both kinds of value, `reduced` and
+`unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where the text says so.
 """
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 BATCH = ("dp", "fsdp", "ep")
 TENSOR = ("sp", "tp")
+VOCABULARY = ("pp", "sp", "tp")
 SHARD = ("fsdp", "cp", "ep")
 """Axes over which ZeRO shards parameters, gradients and optimizer state."""
 
-ACTIVATION = {
+ACTIVATION: dict[str, tuple[str, ...]] = {
     "B": BATCH,
     "T": ("cp",),
     "R": ("cp", "sp"),
     "F": TENSOR,
     "N": TENSOR,
     "K": TENSOR,
-    "V": TENSOR,
+    "V": VOCABULARY,
     "E": ("ep",),
 }
-PARAMETER = {"F": TENSOR, "N": TENSOR, "K": TENSOR, "V": TENSOR, "E": ("ep",), "L": ("pp",)}
+PARAMETER: dict[str, tuple[str, ...]] = {
+    "F": TENSOR,
+    "N": TENSOR,
+    "K": TENSOR,
+    "V": VOCABULARY,
+    "E": ("ep",),
+    "L": ("pp",),
+}
+
+PRODUCT = "product"
+"""The name for `jax.checkpoint` of every product with parameters, summed over the devices that share it."""
+
+
+def manual() -> bool:
+    """Whether values are this device's pieces: the call stands in a region that is manual over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def axes_of(dims: str) -> frozenset[str]:
     """The mesh axes over which an activation with these dims is split."""
-    return frozenset(axis for dim in dims for axis in ACTIVATION.get(dim, ()))
+    return frozenset(axis for dim in dims for axis in _axes(ACTIVATION, dim))
+
+
+def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
+    """The axes that split `dim`. pp counts only where there is a pipeline: a scan over layers wants its dim whole."""
+    return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+
+
+def _spec(parts, reduced=frozenset(), unreduced=frozenset()) -> P:
+    """A spec without the axes that are manual already."""
+    done = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    parts = (tuple(axis for axis in part if axis not in done) or None for part in parts)
+    return P(*parts, reduced=reduced - done, unreduced=unreduced - done)
 
 
 def act(
     dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
 ) -> P:
     """Sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
-    return P(*(ACTIVATION.get(dim) for dim in dims), reduced=reduced, unreduced=unreduced)
+    return _spec((_axes(ACTIVATION, dim) for dim in dims), reduced, unreduced)
 
 
 def is_matrix(dims: str) -> bool:
@@ -58,7 +93,7 @@ def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = fro
 
     A dim that the tensor group does not divide (few kv heads) is replicated.
     """
-    return P(*(_split(dim, size) for dim, size in zip(dims, shape, strict=True)), reduced=reduced)
+    return _spec(_partitions(dims, shape), reduced)
 
 
 def stored(
@@ -69,25 +104,87 @@ def stored(
     With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), if they divide it (`Config.check` asks for it).
     Vectors stay whole: gathering them would cost a collective each and save nothing.
     """
-    spec = list(gathered(dims, shape).partitions)
+    parts = _partitions(dims, shape)
     if zero and is_matrix(dims) and shape[dims.index("D")] % mesh_size(*SHARD) == 0:
-        spec[dims.index("D")] = SHARD
-    return P(*spec, reduced=reduced)
+        parts[dims.index("D")] = SHARD
+    return _spec(parts, reduced)
 
 
-def _split(dim: str, size: int) -> tuple[str, ...] | None:
-    axes = PARAMETER.get(dim)
-    if axes is None or size % mesh_size(*axes):
-        return None
-    if dim == "L" and mesh_size(*axes) == 1:
-        return None  # a scan over layers wants its leading dim whole, even over an axis of size 1
-    return axes
+def _partitions(dims: str, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    axes = [_axes(PARAMETER, dim) for dim in dims]
+    return [a if size % mesh_size(*a) == 0 else () for a, size in zip(axes, shape, strict=True)]
 
 
 def mesh_size(*axes: str) -> int:
     """Product of the sizes of these axes in the current mesh; 1 outside any mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def piece(dim: str, size: int) -> int:
+    """Size of this device's piece of an activation's dim, of which `size` is what the text sees."""
+    return size if manual() else size // mesh_size(*_axes(ACTIVATION, dim))
+
+
+def offset(dim: str, size: int) -> jax.Array | int:
+    """Global index of the first of `size` elements of an activation's dim: not 0 only where values are pieces."""
+    axes = _axes(ACTIVATION, dim)
+    return jax.lax.axis_index(axes) * size if manual() and axes else 0
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The manual axes over which `x` may differ, as its type says."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` typed as differing over those of these axes that are manual: its cotangent stays a partial sum over them."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def reshard(
+    subscripts: str,
+    x: jax.Array,
+    *,
+    summed: frozenset[str] = frozenset(),
+    reduced: frozenset[str] = frozenset(),
+) -> jax.Array:
+    """`reshard("BRD->BTD", x)`: the activation split as other letters say, and with it the partial sums added.
+
+    Args:
+      subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
+        one that is split more scatters the sum.
+      x: an activation, `unreduced` over `summed`.
+      summed: axes over which `x` is a partial sum.
+      reduced: axes over which the cotangent of the result stays a partial sum.
+    """
+    dims, to = subscripts.split("->")
+    if not manual():
+        y = jax.reshard(x, act(to, reduced=reduced))
+        return checkpoint_name(y, PRODUCT) if summed else y
+    x, rest = vary(x, reduced), summed
+    for i, (old, new) in enumerate(zip(dims, to, strict=True)):
+        before, after = _axes(ACTIVATION, old), _axes(ACTIVATION, new)
+        lost = tuple(axis for axis in before if axis not in after)
+        won = tuple(axis for axis in after if axis not in before)
+        assert summed.issuperset(won), f"{subscripts}: only a sum is scattered"
+        if mesh_size(*lost) > 1:
+            x = jax.lax.all_gather(x, lost, axis=i, tiled=True)
+        if mesh_size(*won) > 1:
+            x = jax.lax.psum_scatter(x, won, scatter_dimension=i, tiled=True)
+        rest -= set(won)
+    if rest:
+        x = jax.lax.psum(x, tuple(sorted(rest)))
+    return checkpoint_name(x, PRODUCT) if summed else x
+
+
+def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
+    """Mean over the dims `over` of an activation with these `dims`, which keep the size 1."""
+    y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
+    axes = tuple(sorted(axes_of(over)))
+    return jax.lax.pmean(y, axes) if manual() and axes else y
 
 
 def einsum(
@@ -108,4 +205,8 @@ def einsum(
     y = jnp.einsum(
         subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
     )
-    return jax.reshard(y, act(to or out)) if (summed or to) and not partial else y
+    if partial:
+        return y
+    if summed or to:
+        return reshard(f"{out}->{to or out}", y, summed=summed)
+    return checkpoint_name(y, PRODUCT)

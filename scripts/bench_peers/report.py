@@ -29,6 +29,11 @@ COLUMNS = {
     "compile_s": ("compile s", ".1f"),
     "first_step_s": ("first step s", ".1f"),
     "first_step_cpu_s": ("CPU-s to it", ".1f"),
+    "seconds": ("step s", ".2f"),
+    "bubble": ("bubble", ".1%"),
+    "table_bubble": ("by its table", ".1%"),
+    "formula": ("as published", ".1%"),
+    "tick_ms": ("empty tick ms", ".2f"),
 }
 """Figures of a row that the table shows: heading and format."""
 

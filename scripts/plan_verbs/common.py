@@ -11,7 +11,7 @@ import tyro
 
 from scripts import command_line
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.plan.candidates import require_parts
+from ultrascale_jax.plan.candidates import require_experts
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.workload import GIB, Run, Shape
 
@@ -60,10 +60,6 @@ class Options(command_line.Options):
 class Assumptions(Options):
     """What the formulas can plan and the trainer's configuration does not say yet."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="NAME")] = "1f1b"
-    """Pipeline schedule, where mesh.pp > 1."""
-    virtual_stages: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Stages that one pipeline rank holds."""
     fp8: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """fp8 matrix products in the blocks."""
     plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -138,15 +134,8 @@ def planned(cfg: Config, options: Assumptions) -> Run:
         dense_layers=options.dense_layers,
     )
     changes = {"precision": "fp8"} if options.fp8 else {}
-    run = Run.of(
-        cfg,
-        options.gpus,
-        shape,
-        schedule=options.schedule,
-        virtual_stages=options.virtual_stages,
-        **changes,
-    )
-    require_parts(run)
+    run = Run.of(cfg, options.gpus, shape, **changes)
+    require_experts(run)
     return run
 
 

@@ -59,13 +59,15 @@ def main(argv: list[str]) -> None:
 
 def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     """The `CompiledStep` and its `Timeline`."""
+    from ultrascale_jax.plan import pipeline
     from ultrascale_jax.plan.compile import compile_step
     from ultrascale_jax.plan.timeline import simulate
 
     hosts = cluster.gpus_per_host
     gpu = cluster.gpu.name
     step = compile_step(cfg, options.gpus, gpu, gpus_per_host=hosts, estimates=True)
-    return step, simulate(step.module, step.axes, cluster)
+    share = pipeline.shares(Run.of(cfg, options.gpus), step.module)
+    return step, simulate(step.module, step.axes, cluster, share=share)
 
 
 def interruptible[T](work: Callable[[], T]) -> T:

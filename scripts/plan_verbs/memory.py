@@ -18,7 +18,7 @@ from rich.table import Table
 from scripts import command_line
 from scripts.plan_verbs import common
 from ultrascale_jax.config import Config, UserError
-from ultrascale_jax.plan import memory, nanotron
+from ultrascale_jax.plan import memory, nanotron, pipeline
 from ultrascale_jax.plan.candidates import told_to
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     console.print(about, _parts(summary), _timeline(summary), sep="\n", soft_wrap=True)
     if summary["in_flight"] > 1:
         count = f"{summary['in_flight']:g} micro-batches"
-        console.print(f"the pipeline's first stage keeps the activations of {count}")
+        console.print(f"the fullest rank of the pipeline keeps the activations of {count}")
     console.print(_verdict(summary), soft_wrap=True)
 
 
@@ -77,13 +77,20 @@ def summarize(cfg: Config, options: Options, gpu: Gpu) -> dict[str, Any]:
         "gpu": gpu.name,
         "parts": held.parts,
         "timeline": moments,
-        "in_flight": memory.in_flight(run),
+        "in_flight": _in_flight(run, theirs=theirs),
         "peak_bytes": held.peak_bytes,
         "usable_bytes": usable,
         "fits": fits,
         "hint": hint,
         "hint_bytes": hint_bytes,
     }
+
+
+def _in_flight(run: Run, *, theirs: bool) -> float:
+    """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
+    if theirs or run.mesh.pp == 1:
+        return min(run.microbatches, run.mesh.pp)
+    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
 
 
 def _breakdown(run: Run, options: Options) -> memory.Breakdown:
@@ -115,8 +122,8 @@ def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[st
 def _faster(cfg: Config) -> Iterator[Config]:
     for remat in HEAVIER.get(cfg.train.remat, ()):
         yield told_to(cfg, mesh=cfg.mesh, remat=remat)
-    if cfg.train.micro_batches % 2 == 0:
-        yield told_to(cfg, mesh=cfg.mesh, micro_batches=cfg.train.micro_batches // 2)
+    if cfg.train.microbatches % 2 == 0:
+        yield told_to(cfg, mesh=cfg.mesh, microbatches=cfg.train.microbatches // 2)
 
 
 def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
@@ -126,13 +133,13 @@ def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
         if mesh.fsdp % sp:
             continue
         spread = dataclasses.replace(mesh, fsdp=mesh.fsdp // sp, sp=mesh.sp * sp)
-        counts = [train.micro_batches * sp]
+        counts = [train.microbatches * sp]
         while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
             counts.append(2 * counts[-1])
         policies = (train.remat, *LIGHTER.get(train.remat, ()))
         for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
             told = spread if sp > 1 else cfg.mesh
-            yield told_to(cfg, mesh=told, micro_batches=count, zero=zero, remat=remat)
+            yield told_to(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
 
 
 def _parts(summary: dict[str, Any]) -> Table:

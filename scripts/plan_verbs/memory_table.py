@@ -16,7 +16,7 @@ from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig, p
 from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.workload import Run
 
-# held model mesh seq_len sequences micro_batches zero remat document_mask. The formulas were derived from the rows
+# held model mesh seq_len sequences microbatches zero remat document_mask. The formulas were derived from the rows
 # without `held`; the others were looked at only for their error, and the last eleven are drawn at random.
 RUNS = """
 -    SMOLLM2_135M dp=8                   4096  8 1 0 none                       off
@@ -102,7 +102,7 @@ held QWEN3_32B    dp=2,fsdp=8,sp=2,tp=2 16384  2 1 3 save:q,k,v,attn_core       
 """.strip().splitlines()
 
 NAMES = (
-    *("held", "model", "mesh", "seq_len", "sequences", "micro_batches", "zero", "remat"),
+    *("held", "model", "mesh", "seq_len", "sequences", "microbatches", "zero", "remat"),
     "document_mask",
 )
 BYTES = ("argument_bytes", "temporary_bytes", "xla_bytes", "formula_bytes")
@@ -112,10 +112,10 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
     """The run of a row, and its number of GPUs."""
     mesh = MeshConfig(**{"fsdp": 1, **parse_mesh(row["mesh"])})
     num_gpus = mesh.batch * mesh.cp * mesh.tensor
-    micro_batches = int(row["micro_batches"])
+    microbatches = int(row["microbatches"])
     train = TrainConfig(
-        global_batch=int(row["sequences"]) * micro_batches * mesh.batch,
-        micro_batches=micro_batches,
+        global_batch=int(row["sequences"]) * microbatches * mesh.batch,
+        microbatches=microbatches,
         zero=int(row["zero"]),  # pyrefly: ignore
         remat=row["remat"],
     )

@@ -115,11 +115,7 @@ def _of_recipe(argv: list[str]) -> None:
             cfg=cfg,
             cluster=cluster,
             shape=run.shape,
-            changes={
-                "precision": run.precision,
-                "schedule": run.schedule,
-                "virtual_stages": run.virtual_stages,
-            },
+            changes={"precision": run.precision},
         )
         models = [study]
         if options.models is not None:

@@ -36,12 +36,8 @@ WIDE = 140
 class Options(common.Assumptions):
     """What to search."""
 
-    # Both are searched, and pinned by --fixed.
-    schedule: tyro.conf.Suppress[str] = "1f1b"
-    virtual_stages: tyro.conf.Suppress[int] = 1
-
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
-    """Keep to these, as tp=8,pp=1: axes, zero, remat, micro_batches, sequences, schedule, virtual_stages."""
+    """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash."""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """How many meshes to list."""
     compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
@@ -78,16 +74,16 @@ def main(argv: list[str]) -> None:
 
 def _require_free(cfg: Config, recipe: Config) -> None:
     """Raise a `UserError` if the command line sets what the search would set again."""
-    fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,micro_batches=4"
+    fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,microbatches=4"
     require(cfg.mesh == recipe.mesh, "mesh", cfg.mesh.text, fix)
-    for name in ("zero", "micro_batches"):
+    for name in ("zero", "microbatches"):
         value = getattr(cfg.train, name)
         require(value == getattr(recipe.train, name), f"train.{name}", value, fix)
 
 
 def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
     """The model and the type of compute, as the assumptions have them."""
-    alone = told_to(cfg, mesh=MeshConfig(), micro_batches=1)
+    alone = told_to(cfg, mesh=MeshConfig(), microbatches=1)
     run = common.planned(alone, dataclasses.replace(options, gpus=1))
     return run.shape, run.precision
 
@@ -174,11 +170,10 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
         "label": run.label,
         "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
         "sequences": run.sequences,
-        "micro_batches": run.micro_batches,
+        "microbatches": run.microbatches,
         "zero": run.zero,
         "remat": run.remat,
-        "schedule": run.schedule if run.mesh.pp > 1 else "",
-        "virtual_stages": run.virtual_stages,
+        "schedule": " ".join(run.pipeline),
         "peak_gib": candidate.peak_bytes / GIB,
         "step_s": step_s,
         "tokens_per_s_gpu": estimate.tokens_per_s_gpu * faster,
@@ -202,7 +197,7 @@ def answer(search: Search) -> str:
         return f"best: {winner.run.label}{unsure if winner.failure else ''}"
     if ranking := search.ranking:
         why = ranking[0].refusal or "none that was compiled fits"
-        return f"this release can run none of those that fit by formula: {why}"
+        return f"none of those that fit by formula can be recommended: {why}"
     if search.closest is None:
         return "no candidate was tried"
     need, run = search.closest
@@ -231,12 +226,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         if not wide:
             table.add_row(r["label"], gib, rate, r["verdict"])
             continue
-        stages = f" v{r['virtual_stages']}" if r["virtual_stages"] > 1 else ""
-        work = map(str, (r["sequences"], r["micro_batches"], r["zero"], r["remat"]))
+        work = map(str, (r["sequences"], r["microbatches"], r["zero"], r["remat"]))
         axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
         speed = (f"{r['step_s']:.3g}", rate, f"{r['mfu']:.1%}")
         source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
-        cells = (axes, *work, r["schedule"] + stages, gib, *speed)
+        cells = (axes, *work, r["schedule"], gib, *speed)
         table.add_row(*cells, source, r["verdict"])
     if result["rows"]:
         console.print(table)

@@ -47,11 +47,9 @@ COUNT = "import jax, json; print(json.dumps([jax.device_count(), jax.devices()[0
 class Options(common.Assumptions):
     """What to run."""
 
-    # Both are part of the grid.
-    schedule: tyro.conf.Suppress[str] = "1f1b"
-    virtual_stages: tyro.conf.Suppress[int] = 1
     grid: Annotated[str | None, command_line.option("'FIELD=VALUE,... ...'", "all meshes")] = None
-    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, micro_batches, sequences; the rest is the recipe's."""
+    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash; the
+    rest is the recipe's."""
     out: Annotated[Path | None, command_line.option("FILE.csv", "out/sweep/RECIPE.csv")] = None
     """Where the rows are written, and found if they are there already."""
     predict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -87,7 +85,7 @@ def main(argv: list[str]) -> None:
         machine = find_machine(options, cluster)
         space = sweep.grid(cfg, machine.cluster, choices, *model(cfg, options))
         wanted = options.predict or bool(choices)
-        runs = [run for run in space.runs if wanted or not space.refusal(run)]
+        runs = space.runs if wanted or not space.refusal else []
         reasons = ", ".join(space.illegal) or "the product of the axes"
         fix = f"nothing is legal on {machine.cluster.num_gpus} devices; refused: {reasons}"
         require(bool(runs), "grid", options.grid or "all meshes", fix)
@@ -98,7 +96,7 @@ def main(argv: list[str]) -> None:
         try:
             for run in runs:
                 progress.update(task, description=run.label)
-                made.append(one(cfg, run, space.refusal(run), machine, table, recipe, options))
+                made.append(one(cfg, run, space.refusal, machine, table, recipe, options))
                 progress.advance(task)
             complete = True
         except KeyboardInterrupt:

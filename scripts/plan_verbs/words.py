@@ -5,7 +5,7 @@ import dataclasses
 from scripts import command_line
 from ultrascale_jax.config import Config
 
-ALWAYS = ("global_batch", "micro_batches", "zero", "remat")
+ALWAYS = ("global_batch", "microbatches", "zero", "remat")
 """Fields of `train` that are written even where the recipe has the same."""
 
 

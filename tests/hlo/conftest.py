@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from ultrascale_jax.plan.compile import CompiledStep, compile_step
 
 MODEL = ModelConfig(
@@ -43,12 +50,15 @@ def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comp
 
 @pytest.fixture(scope="session")
 def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
-    """`compiled(num_devices, mesh, **train)`: a small run, checked, and its step on H100s."""
+    """`compiled(num_devices, mesh, pp, **train)`: a small run, checked, and its step on H100s."""
 
-    def compile_run(num_devices: int, mesh: dict[str, int], **train) -> tuple[Config, CompiledStep]:
+    def compile_run(
+        num_devices: int, mesh: dict[str, int], pp: dict | None = None, **train
+    ) -> tuple[Config, CompiledStep]:
         cfg = Config(
             model=MODEL,
             mesh=MeshConfig(**mesh),
+            pp=PipelineConfig(**pp or {}),
             data=DataConfig(seq_len=512, document_mask=False),
             train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
         )

@@ -102,7 +102,7 @@ def test_tensor_parallel_half_blocks_all_reduce_once_each_way(compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter")])
 def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
-    cfg, step = compiled(8, {"fsdp": 8}, zero=zero, micro_batches=2)
+    cfg, step = compiled(8, {"fsdp": 8}, zero=zero, microbatches=2)
     m = cfg.model
     num_matrix = m.num_layers * sum(matrices(cfg).values()) + 2 * m.vocab_size * m.d_model
     num_vector = (2 * m.num_layers + 1) * m.d_model
@@ -121,7 +121,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
 
 @pytest.mark.slow
 def test_zero1_gathers_the_parameters_once_a_step(compiled):
-    cfg, step = compiled(8, {"fsdp": 8}, zero=1, micro_batches=2)
+    cfg, step = compiled(8, {"fsdp": 8}, zero=1, microbatches=2)
     m = cfg.model
     num_matrix = m.num_layers * sum(matrices(cfg).values()) + 2 * m.vocab_size * m.d_model
     gathers = [c for c in step.collectives if c.kind == "all-gather"]
@@ -131,7 +131,7 @@ def test_zero1_gathers_the_parameters_once_a_step(compiled):
 
 @pytest.mark.slow
 def test_zero2_scatters_gradients_every_micro_batch(compiled):
-    _, step = compiled(8, {"fsdp": 8}, zero=2, micro_batches=2)
+    _, step = compiled(8, {"fsdp": 8}, zero=2, microbatches=2)
     scatters = [c for c in step.collectives if c.kind == "reduce-scatter"]
     assert {math.prod(c.loops[:1]) for c in scatters} == {2}
     assert not [c for c in step.collectives if c.kind == "all-gather" and c.loops]

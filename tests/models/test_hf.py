@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ultrascale_jax.config import Config, MeshConfig, parse_mesh
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig, parse_mesh
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models import hf, hf_files
 from ultrascale_jax.models.hf_config import read_config
@@ -57,7 +57,8 @@ def in_hugging_face_layout(model, cfg):
     second = "post_feedforward_layernorm" if post else "post_attention_layernorm"
     for layer in range(cfg.num_layers):
         at, blocks = f"model.layers.{layer}", model.blocks
-        row = lambda parameter, layer=layer: array(parameter)[layer]  # noqa: E731
+        at_rest = model.layer_order.index(layer)
+        row = lambda parameter, at_rest=at_rest: array(parameter)[at_rest]  # noqa: E731
         tensors[f"{at}.{first}.weight"] = row(blocks.attn_norm)
         tensors[f"{at}.{second}.weight"] = row(blocks.mlp_norm)
         for name in ("gate", "up", "down"):
@@ -230,6 +231,25 @@ def test_what_is_written_is_what_was_read(tmp_path, family, mesh):
     with safe_open(out / "model.safetensors", framework="np") as file:
         assert file.metadata() == {"format": "pt"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path):
+    folder = FIXTURES / "qwen2"
+    cfg = read_config(folder)
+    pipeline = Config(
+        model=cfg,
+        mesh=MeshConfig(pp=2, fsdp=2, tp=2),
+        pp=PipelineConfig(schedule="interleaved"),
+        train=TrainConfig(microbatches=2),
+    )
+    shapes = abstract_state(pipeline, make_mesh(pipeline.mesh)).params
+    assert shapes.layer_order == (0, 2, 1, None)
+    model = hf.load(folder, shapes)
+    jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
+    assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
+    assert not any(np.asarray(leaf)[3].any() for leaf in jax.tree.leaves(model.blocks))
+    hf.save(model, cfg, tmp_path / "out", dtype="float32")
+    assert_same_tensors(stored(tmp_path / "out"), stored(folder))
 
 
 def test_shards_stay_under_their_size_and_the_index_names_every_tensor(tmp_path):

@@ -216,9 +216,11 @@ def test_stages_may_permute_and_exchange():
 
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
     stages = Stages(layer=talking, embed=embed, head=head, context=lambda batch: batch["angle"])
+    inputs = (mesh, *make_params(8), micro_batches(8, 4))
     for name in ("1f1b", "zb_uniform"):
-        got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), stages=stages)
-        assert_equal(got, expected(8, 8, 4))
+        assert_equal(run(build(name, 4, 8), *inputs, stages=stages), expected(8, 8, 4))
+    with pytest.raises(ValueError, match="the layer uses ppermute"):
+        run(build("zb_h1", 4, 8), *inputs, stages=stages, divergent=True)
 
 
 def test_a_pipeline_says_what_does_not_fit():

@@ -8,19 +8,20 @@ import pytest
 
 from configs.debug import config as debug
 from configs.llama3_8b import config as llama3_8b
-from ultrascale_jax.config import AXES, MeshConfig, UserError
+from ultrascale_jax.config import AXES, SCHEDULES, MeshConfig, PipelineConfig, UserError
 from ultrascale_jax.plan.candidates import (
     REMAT,
+    UNEVEN,
     configured,
     divisors,
+    drawback,
     enumerate_runs,
     meshes,
     parse_choices,
-    require_parts,
     told_to,
 )
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import SCHEDULES, Run, Shape
+from ultrascale_jax.plan.workload import Run, Shape
 
 SPLIT = ("pp", "dp", "fsdp", "sp", "tp")
 SIZES = (1, 2, 4, 8)
@@ -36,23 +37,23 @@ def legal_by_brute_force(cfg, num_gpus):
         mesh = MeshConfig(**({"fsdp": 1} | dict(zip(SPLIT, sizes, strict=True))))
         if math.prod(sizes) != num_gpus:
             continue
-        for zero, micro_batches in itertools.product(range(4), range(1, 17)):
+        for zero, microbatches in itertools.product(range(4), range(1, 17)):
             # fsdp without ZeRO is dp under another name, and ZeRO over one shard is none.
             if (zero == 0) != (mesh.fsdp == 1):
                 continue
             try:
-                Run.of(told_to(cfg, mesh=mesh, zero=zero, micro_batches=micro_batches), num_gpus)
+                Run.of(told_to(cfg, mesh=mesh, zero=zero, microbatches=microbatches), num_gpus)
             except UserError:
                 continue
-            if cfg.model.num_layers % mesh.pp == 0 and micro_batches >= mesh.pp:
-                yield mesh, zero, micro_batches
+            if microbatches >= mesh.pp:
+                yield mesh, zero, microbatches
 
 
 @pytest.mark.parametrize("global_batch", [16, 12])
 def test_the_candidates_are_what_brute_force_finds(global_batch):
     cfg = told_to(debug, mesh=MeshConfig(), global_batch=global_batch)
     space = enumerate_runs(cfg, cluster(), {}, SPLIT)
-    found = [(run.mesh, run.zero, run.micro_batches) for run in space.runs if run.remat == "none"]
+    found = [(run.mesh, run.zero, run.microbatches) for run in space.runs if run.remat == "none"]
     flat = [key for key in found if key[0].pp == 1]
     expected = set(legal_by_brute_force(cfg, 8))
     assert set(found) == expected
@@ -65,37 +66,64 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
     runs = enumerate_runs(debug, cluster(), {}, SPLIT).runs
     variants = {}
     for run in runs:
-        key = (run.mesh, run.zero, run.micro_batches)
-        variants.setdefault(key, set()).add((run.remat, run.schedule, run.virtual_stages))
-    for (mesh, _, _), found in variants.items():
+        key = (run.mesh, run.zero, run.microbatches)
+        pipeline = (run.schedule, run.virtual_stages)
+        variants.setdefault(key, set()).add((run.remat, run.stash, pipeline))
+    for (mesh, _, microbatches), found in variants.items():
         assert {remat for remat, _, _ in found} == set(REMAT)
         if mesh.pp == 1:
             assert len(found) == len(REMAT)
-        else:
-            # Eight layers: two stages a rank need pp <= 4.
-            bubble_free_only = {"afab", "1f1b", "zb_uniform", "zb_h1"}
-            assert {s for _, s, _ in found} == (
-                set(SCHEDULES) if mesh.pp <= 4 else bubble_free_only
-            )
-            assert all(8 % (mesh.pp * stages) == 0 for _, _, stages in found)
+            continue
+        tried = {(name, 1) for name in ("afab", "1f1b", "zb_uniform", "zb_h1")}
+        # Eight layers: two stages a rank need pp <= 4.
+        tried |= {("zb_v", 2), ("dualpipe_v", 2)} if mesh.pp <= 4 else set()
+        if microbatches < 2 * mesh.pp:
+            tried -= {("dualpipe_v", 2)}
+        for stages in (2, 4):
+            if mesh.pp * stages <= 8 and microbatches % mesh.pp == 0:
+                tried |= {("interleaved", stages), ("zb_uniform", stages)}
+        assert {pipeline for _, _, pipeline in found} == tried
+        assert len(found) == len(REMAT) * 2 * len(tried)
 
 
-def test_only_pipelines_are_refused_by_this_release():
-    space = enumerate_runs(debug, cluster(), {}, SPLIT)
-    for run in space.runs:
-        assert space.refusal(run) == ("this release has no pipeline" if run.mesh.pp > 1 else "")
+def test_a_pipeline_may_have_unequal_stages():
+    cfg = dataclasses.replace(debug, model=dataclasses.replace(debug.model, num_layers=7))
+    runs = enumerate_runs(cfg, cluster(), {"pp": (4,)}, SPLIT).runs
+    layers = {(run.virtual_stages, run.chunk_layers, run.rank_layers) for run in runs}
+    assert layers == {(1, 2, 2)}  # 2 + 2 + 2 + 1; two stages a rank would want eight layers
+
+
+def test_what_waits_in_lock_step_is_not_recommended_unless_ranks_diverge():
+    runs = enumerate_runs(debug, cluster(), {"pp": (2,)}, SPLIT).runs
+    assert {run.schedule for run in runs if drawback(run)} == set(UNEVEN)
+    text = next(text for run in runs if run.schedule == "zb_v" and (text := drawback(run)))
+    assert text == "zb_v is slow in lock step, and pp.divergent is experimental"
+    cfg = dataclasses.replace(debug, pp=PipelineConfig(divergent=True))
+    assert not any(drawback(run) for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs)
+    assert {run.schedule for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs} == set(
+        SCHEDULES
+    )
+
+
+def test_a_pipeline_offloads_nothing():
+    remat = "save:q,k,v+offload:gate,up"
+    cfg = dataclasses.replace(debug, train=dataclasses.replace(debug.train, remat=remat))
+    runs = enumerate_runs(cfg, cluster(), {}, SPLIT).runs
+    assert {run.mesh.pp for run in runs if run.remat == remat} == {1}
+    assert {run.mesh.pp for run in runs} >= {2, 4}
 
 
 def test_models_that_the_trainer_does_not_have_are_refused():
     experts = Shape.of(debug.model, num_experts=4)
     space = enumerate_runs(debug, cluster(), {}, ("ep", "fsdp"), experts)
     assert {run.mesh.ep for run in space.runs} == {1, 2, 4}
-    assert {space.refusal(run) for run in space.runs} == {"this release trains no such model"}
-    assert enumerate_runs(debug, cluster(), {}, ("fsdp",), precision="fp8").refusals
+    assert space.refusal == "this release trains no such model"
+    assert enumerate_runs(debug, cluster(), {}, ("fsdp",), precision="fp8").refusal
+    assert not enumerate_runs(debug, cluster(), {}, ("fsdp",)).refusal
 
 
 def test_what_the_trainer_is_told_is_the_run():
-    for run in enumerate_runs(debug, cluster(), {"pp": (1,)}, SPLIT).runs:
+    for run in enumerate_runs(debug, cluster(), {}, SPLIT).runs:
         assert Run.of(configured(debug, run), 8) == run
 
 
@@ -136,40 +164,11 @@ def test_a_recipes_own_recompute_policy_is_a_candidate_too():
     assert {run.remat for run in runs} == {*REMAT, "save:q,k,v"}
 
 
-@pytest.mark.parametrize(
-    ("pp", "schedule", "stages", "message"),
-    [
-        (3, "1f1b", 1, "model.num_layers=8: must be divisible by mesh.pp=3"),
-        (4, "interleaved", 3, "model.num_layers=8: .* mesh.pp=4 \\* virtual_stages=3"),
-        (4, "interleaved", 1, "virtual_stages=1: schedule interleaved has 2 or more"),
-        (4, "1f1b", 2, "virtual_stages=2: schedule 1f1b has 1"),
-        (4, "zb_v", 1, "virtual_stages=1: schedule zb_v has 2"),
-        (4, "zb_v", 2, ""),
-        (4, "zb_uniform", 1, ""),
-        (1, "1f1b", 2, ""),
-    ],
-)
-def test_a_pipeline_has_equal_stages_and_as_many_as_its_schedule_wants(
-    pp, schedule, stages, message
-):
-    run = Run(
-        shape=Shape.of(debug.model),
-        mesh=MeshConfig(pp=pp, fsdp=1),
-        seq_len=256,
-        sequences=1,
-        schedule=schedule,
-        virtual_stages=stages,
-    )
-    if message:
-        with pytest.raises(UserError, match=message):
-            require_parts(run)
-    else:
-        require_parts(run)
-
-
 def test_what_is_pinned_so_that_nothing_is_left_is_counted():
     choices = {"pp": (2,), "virtual_stages": (9,)}
-    assert enumerate_runs(debug, cluster(), choices, SPLIT).illegal["virtual_stages"] > 0
+    space = enumerate_runs(debug, cluster(), choices, SPLIT)
+    assert not space.runs
+    assert space.illegal["pp.virtual"] > 0 and space.illegal["model.num_layers"] > 0
     assert enumerate_runs(debug, cluster(), {"sequences": (77,)}, SPLIT).illegal["sequences"] > 0
 
 
@@ -180,8 +179,8 @@ def test_divisors_of_large_numbers_are_found_at_once():
 
 def test_choices_are_read_with_commas_and_spaces():
     assert parse_choices("fixed", "tp=8,pp=1") == {"tp": (8,), "pp": (1,)}
-    expected = {"fsdp": (1, 2, 4), "remat": ("none", "full"), "micro_batches": (2,)}
-    assert parse_choices("grid", "fsdp=1,2,4 remat=none,full micro-batches=2") == expected
+    expected = {"fsdp": (1, 2, 4), "remat": ("none", "full"), "microbatches": (2,)}
+    assert parse_choices("grid", "fsdp=1,2,4 remat=none,full microbatches=2") == expected
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,8 @@ def test_choices_are_read_with_commas_and_spaces():
         ("tp=0", "tp is a number, 1 or more"),
         ("tp=-2", "tp is a number, 1 or more"),
         ("zero=4", "zero is a number from 0 to 3"),
-        ("schedule=gpipe", "the schedules are afab"),
+        ("schedule=gpipe", "schedule is one of afab, 1f1b"),
+        ("stash=all", "stash is one of residuals, input"),
         ("remat=some", "train.remat='some'"),
     ],
 )

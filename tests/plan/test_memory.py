@@ -1,6 +1,5 @@
 """The memory formulas: against XLA's bytes, against sums by hand, and what must hold between runs."""
 
-import dataclasses
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,7 +14,8 @@ from scripts.plan_verbs import memory_table
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.plan.activations import kept, layer_of, loss_chunks
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.memory import breakdown, fits, in_flight, state, timeline, weights_of
+from ultrascale_jax.plan.memory import breakdown, fits, state, timeline
+from ultrascale_jax.plan.parameters import weights_of
 from ultrascale_jax.plan.workload import Run, Shape
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"
@@ -117,7 +117,7 @@ def test_the_zero_stages_by_hand():
     blocks, table = 32 * 218_103_808, 128_256 * 4096
 
     def parts(zero: int) -> dict[str, float]:
-        return breakdown(run_8b(zero=zero, micro_batches=4, remat="full")).parts
+        return breakdown(run_8b(zero=zero, microbatches=4, remat="full")).parts
 
     whole = {zero: parts(zero).get("compute parameters", 0) for zero in range(4)}
     sums = {zero: parts(zero)["accumulation buffer"] for zero in range(4)}
@@ -130,7 +130,7 @@ def test_the_zero_stages_by_hand():
 
 def test_more_shards_and_higher_stages_take_less():
     sizes = [peak({"fsdp": n}) for n in (1, 2, 8, 64, 512)]
-    stages = [peak(zero=zero, micro_batches=2, remat="full") for zero in (0, 1, 2, 3)]
+    stages = [peak(zero=zero, microbatches=2, remat="full") for zero in (0, 1, 2, 3)]
     policies = [peak(remat=remat) for remat in ("none", "selective", "dots", "full")]
     for series in (sizes, stages, policies):
         assert all(later < earlier for earlier, later in pairwise(series))
@@ -191,30 +191,47 @@ def test_the_loss_is_cut_as_the_trainer_cuts_it(seq_len, sequences, chunks):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "micro_batches", "expected"),
+    ("schedule", "virtual", "stash", "chunks"),
     [
-        ("afab", 1, 32, 32),
-        ("1f1b", 1, 32, 4),
-        ("1f1b", 1, 2, 2),
-        ("interleaved", 2, 32, 5.5),  # 4 * (1 + 3/8)
-        ("zb_h1", 1, 32, 4),
-        ("zb_v", 2, 32, 4),  # 8 half stages
-        ("dualpipe_v", 2, 32, 4.5),  # 9 half stages
+        ("1f1b", 1, "residuals", 8 + 1),  # 2p in lock step, and the slot of idle ranks
+        ("afab", 1, "residuals", 16 + 1),
+        ("interleaved", 2, "residuals", 12 + 1),  # 2p + (v-1) p halves
+        ("1f1b", 1, "input", 1),  # of the stage whose forward pass is repeated
     ],
 )
-def test_micro_batches_in_flight(schedule, virtual_stages, micro_batches, expected):
+def test_a_pipeline_keeps_the_layers_of_its_stages_in_flight(schedule, virtual, stash, chunks):
+    one = run_8b({"fsdp": 2}, remat="selective")
     run = run_8b(
-        {"pp": 4}, schedule=schedule, virtual_stages=virtual_stages, micro_batches=micro_batches
+        {"pp": 4, "fsdp": 2},
+        microbatches=16,
+        remat="selective",
+        schedule=schedule,
+        virtual_stages=virtual,
+        stash=stash,
     )
-    assert in_flight(run) == expected
+    layers = 32 // (4 * virtual)
+    for kind in ("attention", "mlp", "norms"):
+        name = f"activations: {kind}"
+        flat = breakdown(one).parts[name] / 32
+        assert breakdown(run).parts[name] == pytest.approx(chunks * layers * flat)
+    assert weights_of(run).blocks == weights_of(one).blocks / 4
+    assert weights_of(run).tables == weights_of(one).tables / 4
 
 
-def test_a_pipeline_splits_the_weights_and_not_the_activations():
-    flat, piped = run_8b({"fsdp": 2}, remat="full"), run_8b({"fsdp": 2, "pp": 4}, micro_batches=8)
-    piped = dataclasses.replace(piped, remat="full")
-    assert activations(piped) == activations(flat)
-    assert weights_of(piped).blocks == weights_of(flat).blocks / 4
-    assert activations(dataclasses.replace(piped, schedule="afab")) == 2 * activations(flat)
+def test_a_stash_of_inputs_is_smaller_and_zero_bubble_larger():
+    def peaks(**fields):
+        return peak({"pp": 4, "fsdp": 2}, microbatches=16, remat="selective", **fields)
+
+    assert peaks(stash="input") < peaks() < peaks(schedule="zb_uniform")
+    assert peaks(schedule="zb_h1") < peaks(schedule="zb_uniform")
+
+
+def test_padding_takes_memory_like_layers():
+    uneven, even = (
+        run_8b({"pp": 4, "fsdp": 2}, microbatches=8, shape=Shape.of(shapes.LLAMA3_8B, num_layers=n))
+        for n in (30, 32)
+    )
+    assert breakdown(uneven).parts == breakdown(even).parts
 
 
 def test_experts_are_split_over_ep_and_other_weights_are_not():
@@ -247,7 +264,7 @@ def test_with_few_tokens_the_optimizer_needs_most():
 
 
 def test_the_timeline_starts_with_the_state_and_peaks_twice():
-    run = run_8b(micro_batches=4, remat="full")
+    run = run_8b(microbatches=4, remat="full")
     names, sizes = zip(*timeline(run), strict=True)
     start, accumulators, first, optimizer, second = sizes
     parts = breakdown(run).parts

@@ -116,7 +116,7 @@ def test_activations_of_one_layer_by_hand():
     assert parts["activations: logits"] == 10 * tokens * 131072
 
 
-def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages():
+def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages():
     four = run_of(row(pp=4, dp=2, gas=16))
     parts = nanotron_breakdown(four, stage=0, allocator=EXACT).parts
     one = sum(parts[f"activations: {kind}"] for kind in ("norms", "attention", "mlp"))

@@ -255,13 +255,13 @@ SQUARE = Shape(  # a layer of 16 h^2 parameters, as appendix A2 has it
 )
 
 
-def sheet(shape=SQUARE, *, axes=None, sequences=1, micro_batches=1):
+def sheet(shape=SQUARE, *, axes=None, sequences=1, microbatches=1):
     run = Run(
         shape=shape,
         mesh=MeshConfig(**({"fsdp": 1} | (axes or {}))),
         seq_len=4096,
         sequences=sequences,
-        micro_batches=micro_batches,
+        microbatches=microbatches,
     )
     cluster = Cluster(
         gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, intra_gbs=450.0, inter_gbs=50.0
@@ -302,12 +302,12 @@ def test_cheat_sheet_agrees_with_the_ratio_of_experts():
 
 
 def test_cheat_sheet_sums_what_a_step_sends():
-    rows = sheet(axes={"fsdp": 8}, micro_batches=4)
+    rows = sheet(axes={"fsdp": 8}, microbatches=4)
     n = 2 * SQUARE.num_params * 7 / 8
     assert rows["DP"].volume == pytest.approx(2 * n)
     assert rows["ZeRO-2"].volume == pytest.approx(5 * n)
     assert rows["ZeRO-3"].volume == pytest.approx(12 * n)
-    pipeline = sheet(axes={"pp": 4}, micro_batches=8)["PP"]
+    pipeline = sheet(axes={"pp": 4}, microbatches=8)["PP"]
     assert pipeline.volume == 4 * 8 * 4096 * 4096  # the playbook's 4 gas s mbs h
 
 

@@ -118,7 +118,7 @@ def test_a_summary_of_known_ratios(rows):
         ({"gpu": "h1000"}, "gpu='h1000': "),
         ({"remat": "some"}, "remat='some': must be none, full"),
         ({"precision": "fp4"}, "precision='fp4': choose one of bf16, fp32, fp8"),
-        ({"schedule": "2f2b"}, "schedule='2f2b': choose one of"),
+        ({"schedule": "2f2b"}, "pp.schedule='2f2b': must be one of"),
         ({"tok_s_gpu": "nan"}, "tok_s_gpu='nan': must be a positive number"),
         ({"mem_gib": "-3"}, "mem_gib='-3': must be a positive number"),
         ({"software": ""}, "software='': must not be empty"),

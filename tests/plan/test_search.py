@@ -7,7 +7,14 @@ import pytest
 from configs.debug import config as debug
 from configs.llama3_8b import config as llama3_8b
 from configs.llama3_70b import config as llama3_70b
-from ultrascale_jax.plan.candidates import REMAT, configured, enumerate_runs, parse_choices
+from ultrascale_jax.plan.candidates import (
+    REMAT,
+    UNEVEN,
+    configured,
+    drawback,
+    enumerate_runs,
+    parse_choices,
+)
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.search import MARGIN, PROMISING, Compiled, NotCompiled, Search, kind
@@ -38,9 +45,9 @@ def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs():
     cluster = find_cluster(None, "h100", 8)
     runs = enumerate_runs(llama3_8b, cluster, {}, ("pp", "dp", "fsdp", "sp", "tp")).runs
     fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
-    flat = [estimate(run, cluster).step_s for run in fitting if run.mesh.pp == 1]
+    times = [estimate(run, cluster).step_s for run in fitting if not drawback(run)]
     # What recomputes without need is slower than what does not, so leaving it out changes nothing.
-    assert search.winner.estimate.step_s == pytest.approx(min(flat))
+    assert search.winner.estimate.step_s == pytest.approx(min(times))
     assert search.winner.peak_bytes <= cluster.gpu.usable_bytes
     counts = search.counts
     assert counts["candidates"] == len(runs)
@@ -66,15 +73,16 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
         assert all(c.peak_bytes > MARGIN * tight.usable_bytes for c in less)
 
 
-def test_a_pipeline_is_ranked_and_never_recommended():
-    search = searched(llama3_8b, 16)
-    pipelines = [c for c in search.ranking if c.run.mesh.pp > 1]
-    assert pipelines and search.winner.run.mesh.pp == 1
-    rows = [row for section in search.rows(50).values() for row in section]
-    for candidate, verdict in rows:
-        if candidate.run.mesh.pp > 1 and search.fits(candidate):
-            assert verdict.startswith("this release has no pipeline")
-    only = searched(llama3_8b, 16, "pp=4")
+def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
+    search = searched(debug, 8, "pp=2")
+    assert search.winner.run.mesh.pp == 2 and not drawback(search.winner.run)
+    changes = search.rows(1)["one change to the best"]
+    others = {c.run.schedule: verdict for c, verdict in changes if c.run.schedule in UNEVEN}
+    assert others
+    for schedule, verdict in others.items():
+        assert verdict.startswith(f"{schedule} is slow in lock step")
+        assert " slower: bubble " in verdict
+    only = searched(llama3_8b, 16, "pp=4,schedule=zb_h1")
     assert only.ranking and only.winner is None
 
 

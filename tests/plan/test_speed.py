@@ -67,12 +67,12 @@ def test_nanotron_3b_by_tensor_parallelism(tp, mbs, measured):
 
 
 @pytest.mark.parametrize(
-    ("pp", "micro_batches", "measured"),
+    ("pp", "microbatches", "measured"),
     [(4, 3, 8000), (8, 7, 7900), (16, 15, 6700), (2, 32, 15300), (4, 32, 13900), (16, 32, 7900)],
 )
-def test_nanotron_3b_by_pipeline_parallelism(pp, micro_batches, measured):
+def test_nanotron_3b_by_pipeline_parallelism(pp, microbatches, measured):
     # The playbook's figure of 1F1B.
-    row = {"model": "3B", "zero": 0, "dp": 1, "pp": pp, "tp": 1, "mbs": 1, "gas": micro_batches}
+    row = {"model": "3B", "zero": 0, "dp": 1, "pp": pp, "tp": 1, "mbs": 1, "gas": microbatches}
     found = speed(run_of(row), "playbook", CALM)
     assert found.tokens_per_s_gpu == pytest.approx(measured, rel=0.15)
 
@@ -87,7 +87,7 @@ def test_llama3_8b_on_one_node_is_plausible():
         {"fsdp": 8},
         {"fsdp": 4, "sp": 2, "zero": 1},
         {"dp": 8, "zero": 0},
-        {"pp": 4, "fsdp": 2, "sp": 8, "micro_batches": 8},
+        {"pp": 4, "fsdp": 2, "sp": 8, "microbatches": 8},
         {"cp": 8, "sequences": 1},
         {"shape": MIXTRAL, "ep": 8},
         {"fsdp": 8, "remat": "save:q,k,v+offload:gate,up"},
@@ -105,26 +105,63 @@ def test_parts_are_the_step(fields):
     )
 
 
+OUTSIDE = ("bubble", "exposed pp", "exposed fsdp", "optimizer", "step overhead")
+
+
+def bubble_of(**fields) -> float:
+    """The bubble over what a rank itself computes."""
+    parts = dict(speed(run(pp=4, fsdp=2, microbatches=32, zero=1, **fields)).parts)
+    return parts["bubble"] / sum(s for name, s in parts.items() if name not in OUTSIDE)
+
+
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "bubble"),
+    ("schedule", "virtual_stages", "least"),
     [
         ("afab", 1, 3 / 32),
         ("1f1b", 1, 3 / 32),
         ("interleaved", 4, 3 / (4 * 32)),
-        ("zb_uniform", 2, 2 * 3 / (3 * 2 * 32)),
-        ("zb_h1", 1, 3 / (3 * 32)),
-        ("zb_v", 2, 3 / (6 * 32)),
-        ("dualpipe_v", 2, 3 / (6 * 32)),
     ],
 )
-def test_the_bubble_is_the_playbooks(schedule, virtual_stages, bubble):
-    planned = run(
-        pp=4, fsdp=2, micro_batches=32, schedule=schedule, virtual_stages=virtual_stages, zero=1
+def test_the_bubble_in_lock_step_is_the_published_one(schedule, virtual_stages, least):
+    # A little less for the head, which has no bubble; a little more where idle ticks run it too.
+    found = bubble_of(schedule=schedule, virtual_stages=virtual_stages)
+    assert found == pytest.approx(least, rel=0.1)
+
+
+def test_zero_bubble_in_lock_step_saves_the_weight_gradients_of_the_idle_ticks():
+    # Two thirds of interleaved's if all three are equally long; recomputation and attention make B longer than W.
+    found = bubble_of(schedule="zb_uniform", virtual_stages=2, remat="none")
+    interleaved = bubble_of(schedule="interleaved", virtual_stages=2, remat="none")
+    assert 2 / 3 < found / interleaved < 0.75
+    slower = bubble_of(schedule="zb_uniform", virtual_stages=2, remat="full")
+    assert found < slower < 3 / (2 * 32)
+
+
+def test_the_playbooks_nanotron_runs_1f1b_of_separate_programs():
+    planned = run(pp=4, fsdp=2, microbatches=32, zero=1, remat="none")
+    parts = dict(estimate(planned, find_cluster(None, "h100", 8), NANOTRON).parts)
+    rest = sum(s for name, s in parts.items() if name not in OUTSIDE)
+    assert parts["bubble"] < 3 / 32 * rest  # its stages are cut by cost: the others are shorter
+
+
+def test_layers_that_do_not_divide_cost_as_the_fullest_stage():
+    even, uneven = (
+        speed(run(pp=4, fsdp=2, microbatches=8, shape=Shape.of(LLAMA3_8B, num_layers=n)))
+        for n in (32, 30)
     )
-    parts = dict(speed(planned).parts)
-    outside = ("bubble", "exposed pp", "exposed fsdp", "optimizer", "step overhead")
-    busy = sum(seconds for name, seconds in parts.items() if name not in outside)
-    assert parts["bubble"] / busy == pytest.approx(bubble)
+    assert uneven.parts["bubble"] == pytest.approx(even.parts["bubble"])
+    assert uneven.parts["matrix products"] == even.parts["matrix products"]
+    assert uneven.mfu < even.mfu
+
+
+def test_a_stash_of_inputs_repeats_the_forward_pass():
+    kept, repeated = (
+        speed(run(pp=4, fsdp=2, microbatches=8, remat="none", stash=stash)).parts
+        for stash in ("residuals", "input")
+    )
+    assert "recomputation" not in kept
+    forward = kept["matrix products"] / 3
+    assert 0.8 * forward < repeated["recomputation"] < 1.8 * forward
 
 
 def test_more_replicas_and_shards_are_not_faster_per_gpu():
@@ -146,7 +183,7 @@ def test_more_replicas_and_shards_are_not_faster_per_gpu():
 def test_a_fixed_batch_on_more_gpus_is_less_efficient():
     fields = {"seq_len": 4096, "sequences": 1, "remat": "none", "zero": 1}
     found = [
-        speed(run(fsdp=n, micro_batches=256 // n, **fields)).tokens_per_s_gpu
+        speed(run(fsdp=n, microbatches=256 // n, **fields)).tokens_per_s_gpu
         for n in (8, 32, 128, 256)
     ]
     assert found == sorted(found, reverse=True)
@@ -173,7 +210,7 @@ def test_a_slower_network_exposes_what_it_carries():
         ({"fsdp": 16, "sequences": 1, "seq_len": 2048}, "exposed fsdp"),
         ({"dp": 2, "fsdp": 8}, "exposed dp"),
         ({"cp": 16, "sequences": 1}, "exposed cp"),
-        ({"pp": 2, "fsdp": 8, "micro_batches": 4}, "exposed pp"),
+        ({"pp": 2, "fsdp": 8, "microbatches": 4}, "exposed pp"),
         ({"shape": MIXTRAL, "fsdp": 2, "ep": 8}, "exposed fsdp"),
     ):
         planned = run(**mesh)
@@ -182,7 +219,7 @@ def test_a_slower_network_exposes_what_it_carries():
 
 
 def test_zero_3_gathers_more_often_than_zero_1():
-    small = {"fsdp": 64, "sequences": 1, "seq_len": 1024, "micro_batches": 8, "remat": "none"}
+    small = {"fsdp": 64, "sequences": 1, "seq_len": 1024, "microbatches": 8, "remat": "none"}
     assert speed(run(zero=3, **small)).step_s > speed(run(zero=1, **small)).step_s
 
 

@@ -27,7 +27,7 @@ def run(shape=None):
         mesh=MeshConfig(dp=2, fsdp=2, sp=2),
         seq_len=256,
         sequences=2,
-        micro_batches=4,
+        microbatches=4,
     )
 
 
@@ -48,7 +48,7 @@ def test_a_grid_is_its_product_without_what_is_illegal():
 
 
 def test_what_a_grid_does_not_name_is_the_recipes():
-    train = dataclasses.replace(debug.train, zero=2, micro_batches=2, remat="dots")
+    train = dataclasses.replace(debug.train, zero=2, microbatches=2, remat="dots")
     cfg = dataclasses.replace(debug, train=train)
     assert grid("fsdp=4 sp=2", cfg) == [("fsdp4 sp2 zero2 mbs2 x2 dots", "dots")]
     assert grid("fsdp=4 sp=2 sequences=4", cfg) == [("fsdp4 sp2 zero2 mbs4 x1 dots", "dots")]

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from configs import llama3_8b, llama3_70b, llama32_1b, shapes
-from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, UserError
+from ultrascale_jax.parallel import schedules
 from ultrascale_jax.plan.workload import Group, Run, Shape, group
 from ultrascale_jax.training.flops import flops_per_token
 
@@ -60,17 +61,68 @@ def test_a_run_is_what_the_recipe_does_on_so_many_gpus():
     assert run.step_tokens == 512 * 8192
     sizes = {"fsdp": 8, "sp": 8}
     cfg = dataclasses.replace(llama3_70b.config, mesh=MeshConfig(**sizes))
-    assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).micro_batches == cfg.train.global_batch
+    assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).microbatches == cfg.train.global_batch
 
 
-def test_a_pipeline_can_be_planned_before_it_can_be_trained():
-    cfg = dataclasses.replace(llama32_1b.config, mesh=MeshConfig(pp=4, fsdp=2))
-    assert Run.of(cfg, 8, schedule="interleaved", virtual_stages=2).mesh.pp == 4
+def piped(**pp) -> Config:
+    train = dataclasses.replace(llama32_1b.config.train, microbatches=8)
+    mesh = MeshConfig(pp=4, fsdp=2)
+    return dataclasses.replace(llama32_1b.config, mesh=mesh, train=train, pp=PipelineConfig(**pp))
+
+
+def test_a_run_has_its_pipeline_from_the_configuration():
+    run = Run.of(piped(schedule="zb_uniform", virtual=4, stash="input", group=8), 8)
+    assert (run.schedule, run.virtual_stages, run.group) == ("zb_uniform", 4, 8)
+    assert run.label.startswith("pp4 fsdp2 zb_uniform v4 input zero")
+    assert Run.of(piped(schedule="interleaved"), 8).virtual_stages == 2
+    flat = dataclasses.replace(piped(schedule="interleaved"), mesh=MeshConfig(fsdp=8))
+    assert Run.of(flat, 8).pipeline == [] and Run.of(flat, 8).schedule == "1f1b"
+
+
+def test_a_run_has_the_stages_of_the_users_table(tmp_path):
+    table = tmp_path / "own.csv"
+    schedules.write_csv(schedules.build("interleaved", 4, 8, 2), table)
+    run = Run.of(piped(schedule=str(table)), 8)
+    assert (run.schedule, run.virtual_stages) == (str(table), 2)
+    other = dataclasses.replace(
+        piped(schedule=str(table)), train=dataclasses.replace(piped().train, microbatches=16)
+    )
+    with pytest.raises(UserError, match="16"):
+        Run.of(other, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "virtual", "chunk", "rank"),
+    [(16, 1, 4, 4), (81, 1, 21, 21), (81, 2, 11, 22), (8, 2, 1, 2)],
+)
+def test_a_rank_holds_as_many_layers_as_the_fullest(layers, virtual, chunk, rank):
+    cfg = piped(schedule="interleaved" if virtual > 1 else "1f1b")
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_layers=layers))
+    run = Run.of(cfg, 8)
+    assert (run.chunk_layers, run.rank_layers) == (chunk, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pp": {"schedule": "interleaved"}, "microbatches": 6}, "train.microbatches=6"),
+        ({"pp": {"schedule": "dualpipe_v"}, "microbatches": 4}, "train.microbatches=4"),
+        ({"model": {"vocab_size": 128258}}, "model.vocab_size=128258"),
+        ({"model": {"num_layers": 3}}, "model.num_layers=3"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused(change, message):
+    cfg = piped(**change.get("pp", {}))
+    model = dataclasses.replace(cfg.model, **change.get("model", {}))
+    m = change.get("microbatches", 8)
+    train = dataclasses.replace(cfg.train, microbatches=m, global_batch=2 * m)
+    with pytest.raises(UserError, match=message):
+        Run.of(dataclasses.replace(cfg, model=model, train=train), 8)
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"schedule": "gpipe2"}, "schedule='gpipe2'"), ({"virtual_stages": 0}, "virtual_stages=0")],
+    [({"schedule": "gpipe2"}, "pp.schedule='gpipe2'"), ({"virtual_stages": 0}, "virtual_stages=0")],
 )
 def test_what_cannot_be_planned_is_refused(changes, field):
     with pytest.raises(UserError, match=field):

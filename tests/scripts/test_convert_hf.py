@@ -59,10 +59,17 @@ def imported(hf_dir, run_dir, **sizes):
     return cfg, mesh
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "smollm2"])
-def test_import_and_export_give_the_checkpoint_back(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama3", {"pp": 2, "fsdp": 2}),
+        ("qwen2", {"fsdp": 2, "tp": 2}),
+        ("smollm2", {"fsdp": 2, "tp": 2}),
+    ],
+)
+def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
     folder, run_dir, out = FIXTURES / family, tmp_path / "run", tmp_path / "out"
-    imported(folder, run_dir, fsdp=2, tp=2)
+    imported(folder, run_dir, **sizes)
     export_checkpoint(
         Export(run_dir=str(run_dir), hf_dir=str(out), dtype="float32"), mesh_of(fsdp=8)[0]
     )

@@ -57,9 +57,10 @@ def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     assert text(capsys, run_dir, "--seed", "1") != first
 
 
-def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys):
+@pytest.mark.parametrize("mesh", ["fsdp=4,tp=2", "pp=2,fsdp=2,tp=2"])
+def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
     greedy = text(capsys, run_dir, "--temperature", "0")
-    assert text(capsys, run_dir, "--temperature", "0", "--mesh", "fsdp=4,tp=2") == greedy
+    assert text(capsys, run_dir, "--temperature", "0", "--mesh", mesh) == greedy
 
 
 @pytest.mark.parametrize(

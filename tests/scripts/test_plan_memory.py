@@ -13,7 +13,7 @@ FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero",
 THEIRS = [
     *("llama3_8b", "--software", "nanotron", "--gpus", "64", "--mesh", "pp=2,fsdp=8,sp=4"),
     *("--train.zero", "1", "--train.remat", "none", "--train.global-batch", "256"),
-    *("--train.micro-batches", "32", "--seq-len", "4096"),
+    *("--train.microbatches", "32", "--seq-len", "4096"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_fits_says_how_much_is_left(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["llama3_8b", "--gpus", "8"], "--train.micro-batches 8"),
+        (["llama3_8b", "--gpus", "8"], "--train.microbatches 8"),
         (["llama3_70b", "--gpus", "32", "--train.zero", "1"], "--train.zero 2"),
         ([*FITS, "--train.remat", "none", "--train.zero", "2"], "--train.remat"),
         (LONG, "--mesh"),
@@ -105,12 +105,15 @@ def test_a_run_that_nothing_helps_says_so(capsys):
     assert "no change of micro-batch, ZeRO, recomputation or sp" in text(capsys, *arguments)
 
 
-def test_a_pipeline_keeps_a_micro_batch_for_each_stage(capsys):
-    common = ["llama3_8b", "--gpus", "8", "--train.global-batch", "16", "--train.micro-batches"]
-    deep = [*common, "8", "--mesh", "pp=4,fsdp=2"]
-    assert answer(capsys, *deep)["in_flight"] == 4
-    assert answer(capsys, *deep, "--schedule", "afab")["in_flight"] == 8
-    assert "keeps the activations of 4 micro-batches" in text(capsys, *deep)
+def test_a_pipeline_keeps_micro_batches_by_its_schedule(capsys):
+    common = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches"]
+    deep = [*common, "16", "--mesh", "pp=4,fsdp=2"]
+    assert answer(capsys, *deep)["in_flight"] == 8  # 2p in lock step
+    theirs = ["--software", "nanotron", "--train.zero", "1", "--train.remat", "none"]
+    assert answer(capsys, *deep, *theirs)["in_flight"] == 4
+    assert answer(capsys, *deep, "--pp.schedule", "afab")["in_flight"] == 16
+    assert answer(capsys, *deep, "--pp.schedule", "interleaved")["in_flight"] == 6
+    assert "keeps the activations of 8 micro-batches" in text(capsys, *deep)
     flat = [*common, "2", "--mesh", "fsdp=8"]
     assert "micro-batches" not in text(capsys, *flat).split("fits")[0]
 
@@ -132,7 +135,7 @@ def test_what_the_trainer_cannot_run_yet_can_be_counted(capsys):
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
         (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
         (["llama3_8b", "--software", "nanotron"], "train.zero=3: the playbook's nanotron"),
-        (["llama3_8b", "--schedule", "zigzag"], "schedule='zigzag': choose one of"),
+        (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
         (["llama3_8b", "--seq-len", "many"], "Error parsing --seq-len"),
     ],
 )

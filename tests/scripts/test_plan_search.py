@@ -16,7 +16,7 @@ from ultrascale_jax.plan.search import Compiled, Search
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
 ROW = {
-    *("label", "mesh", "sequences", "micro_batches", "zero", "remat", "schedule", "peak_gib"),
+    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_gib"),
     *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "command"),
 }
 
@@ -45,9 +45,9 @@ def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     assert sizes == best["mesh"]
     assert cfg.train.global_batch == 256 and cfg.data.seq_len == 4096
-    work = (cfg.train.micro_batches, cfg.train.zero, cfg.train.remat)
-    assert work == (best["micro_batches"], best["zero"], best["remat"])
-    batch = best["sequences"] * best["micro_batches"] * cfg.mesh.batch
+    work = (cfg.train.microbatches, cfg.train.zero, cfg.train.remat)
+    assert work == (best["microbatches"], best["zero"], best["remat"])
+    batch = best["sequences"] * best["microbatches"] * cfg.mesh.batch
     assert batch == cfg.train.global_batch
 
 
@@ -134,7 +134,7 @@ def test_an_interrupted_search_ends_with_130(capsys):
         # So many compilations take minutes.
         signal.setitimer(signal.ITIMER_REAL, 3)
         with pytest.raises(SystemExit) as stop:
-            plan.main(["search", "llama3_70b", "--gpus", "512", "--compile", "50", "--json"])
+            plan.main(["search", "llama3_8b", "--gpus", "8", "--compile", "50", "--json"])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, own)

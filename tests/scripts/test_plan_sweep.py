@@ -54,7 +54,7 @@ def test_the_benchmarks_models_have_its_names_and_can_be_validated(tmp_path, cap
     sizes = {"vocab-size": 131072, "d-model": 2048, "d-ff": 8192, "num-layers": 16}
     sizes |= {"num-heads": 32, "num-kv-heads": 32, "head-dim": 64}
     model = [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
-    batch = "--data.seq-len 4096 --train.global-batch 256 --train.micro-batches 16".split()
+    batch = "--data.seq-len 4096 --train.global-batch 256 --train.microbatches 16".split()
     grid = ["--predict", "--grid", "fsdp=4,8 sp=1,2 zero=1"]
     plan.main(["sweep", "llama32_1b", "--out", str(path), *grid, *model, *batch])
     assert {row["model"] for row in rows(path)} == {"1B"}
@@ -122,6 +122,6 @@ def test_real_runs_are_measured_once_and_failures_recorded(tmp_path, capsys):
     assert failed["status"].startswith("failed: ") and failed["tok_s"] == "nan"
     late = swept(path, *grid, *tiny, "--data.seq-len", "64", "--minutes", "0.01")[-1]
     assert late["status"] == "out of time"
-    refused = swept(path, "--devices", "2", "--grid", "pp=2 fsdp=1", "--train.micro-batches", "2")
+    refused = swept(path, "--devices", "2", "--grid", "pp=2 fsdp=1", "--train.microbatches", "2")
     assert refused[-1]["status"] == "refused: this release has no pipeline"
     capsys.readouterr()

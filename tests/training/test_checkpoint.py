@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    PipelineConfig,
     RopeScaling,
     TrainConfig,
     UserError,
@@ -64,8 +65,12 @@ def bits(tree):
 
 @pytest.fixture(scope="module")
 def state():
-    """A state whose numbers are all different, moments included."""
-    fresh = init_state(BASE, mesh_of(BASE))
+    return random_state(BASE)
+
+
+def random_state(cfg):
+    """A state on one device whose numbers are all different, moments included."""
+    fresh = init_state(cfg, mesh_of(cfg))
     leaves, structure = jax.tree.flatten(fresh)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     random = [
@@ -96,6 +101,52 @@ def test_a_state_returns_bit_for_bit_on_any_mesh(state, tmp_path, sizes):
     assert jax.tree.structure(loaded) == jax.tree.structure(abstract_state(other, mesh))
     shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract_state(other, mesh))]
     assert [leaf.sharding for leaf in jax.tree.leaves(loaded)] == shardings
+
+
+NINE = dataclasses.replace(BASE, model=dataclasses.replace(MODEL, num_layers=9))
+PIPELINES = {
+    "alone": ({}, PipelineConfig()),
+    "pp2_1f1b": ({"pp": 2, "fsdp": 2, "sp": 2}, PipelineConfig()),
+    "pp4_1f1b": ({"pp": 4, "fsdp": 2}, PipelineConfig()),
+    # Layers as on one device; and ranks that divide no dim of any parameter.
+    "pp3_1f1b": ({"pp": 3, "tp": 2}, PipelineConfig()),
+    "pp3_interleaved": ({"pp": 3}, PipelineConfig(schedule="interleaved")),
+    "pp4_interleaved": ({"pp": 4, "fsdp": 2}, PipelineConfig(schedule="interleaved", virtual=2)),
+    "pp2_zb_v": ({"pp": 2, "dp": 2}, PipelineConfig(schedule="zb_v")),
+}
+
+
+def on_pipeline(cfg, name):
+    sizes, pp = PIPELINES[name]
+    train = dataclasses.replace(cfg.train, microbatches=24)
+    return dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}), pp=pp, train=train)
+
+
+@pytest.mark.parametrize(
+    ("optim", "saved", "restored"),
+    [
+        ("adamw", "pp4_interleaved", "pp2_1f1b"),
+        ("muon", "pp2_1f1b", "pp4_1f1b"),
+        ("adamw", "pp2_zb_v", "pp4_interleaved"),
+        ("adamw", "pp3_1f1b", "pp3_interleaved"),
+    ],
+)
+def test_a_checkpoint_depends_on_neither_pipeline_nor_schedule(tmp_path, optim, saved, restored):
+    """From one device through two pipelines and back to one, each time by a checkpoint of its own."""
+    cfg = change(in_folder(NINE, tmp_path), "optim.name", optim)
+    start = state = random_state(cfg)
+    for step, name in enumerate([saved, restored, "alone"], start=1):
+        save(cfg, state, step)
+        cfg = on_pipeline(cfg, name)
+        abstract = abstract_state(cfg, mesh_of(cfg))
+        with Checkpoints(cfg) as checkpoints:
+            state = checkpoints.restore(step, abstract)
+        assert jax.tree.structure(state) == jax.tree.structure(abstract)
+        for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+            assert (leaf.shape, leaf.sharding) == (expected.shape, expected.sharding)
+        as_alone = state.params.layer_order == tuple(range(9))
+        assert as_alone == (bits(state.params.blocks) == bits(start.params.blocks))
+    assert bits(state) == bits(start)
 
 
 def test_array_names_are_attribute_paths(state):
@@ -223,6 +274,7 @@ def test_other_tokens_are_refused_with_their_source():
     ("name", "value"),
     [
         ("mesh.tp", 2),
+        ("pp.schedule", "zb_v"),
         ("model.attention", "xla"),
         ("log.run_dir", "elsewhere"),
         ("checkpoint.every", 3),
@@ -240,7 +292,7 @@ def test_how_and_where_it_runs_may_change_in_silence(name, value):
     [
         ("train.zero", 1),
         ("train.remat", "full"),
-        ("train.micro_batches", 2),
+        ("train.microbatches", 2),
         ("train.steps", 99),
         ("optim.lr", 0.5),
         ("data.source", "text:the/same/tokens"),
@@ -264,6 +316,22 @@ def test_params_load_without_training_on_another_mesh(state, tmp_path):
     assert loaded_cfg.mesh == MeshConfig(fsdp=2, tp=2) and loaded_cfg.model == MODEL
     with pytest.raises(UserError, match=r"step=9: .* \[2, 3\]"):
         load_params(tmp_path, mesh, step=9)
+
+
+def test_params_of_a_pipeline_load_on_another_with_consecutive_layers(tmp_path):
+    cfg = in_folder(on_pipeline(NINE, "pp4_interleaved"), tmp_path)
+    save(cfg, init_state(cfg, mesh_of(cfg)), 1)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    params = init_state(NINE, mesh_of(NINE)).params
+    _, alone = load_params(tmp_path, mesh_of(NINE))
+    assert bits(alone) == bits(params)
+    on_two, halves = load_params(tmp_path, make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2]))
+    assert on_two.pp == PipelineConfig() and on_two.mesh.pp == 2
+    assert halves.layer_order == (*range(9), None)
+    for leaf, expected in zip(
+        jax.tree.leaves(halves.blocks), jax.tree.leaves(params.blocks), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(leaf)[:9], expected)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -180,7 +180,7 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path):
     cut(straight, tmp_path / "run")
     other = dataclasses.replace(BASE, mesh=MeshConfig(dp=2, fsdp=2, sp=2))
-    other = change(other, train__zero=1, train__micro_batches=2)
+    other = change(other, train__zero=1, train__microbatches=2)
     run(other, tmp_path / "run")
     rows, expected = step_rows(tmp_path / "run"), step_rows(straight[0])
     assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in expected]

@@ -81,7 +81,7 @@ def test_a_finite_step_changes_every_parameter_and_resets_the_row():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_step_keeps_types_and_shardings(zero):
-    cfg = variant(train={"zero": zero, "micro_batches": 2})
+    cfg = variant(train={"zero": zero, "microbatches": 2})
     _, after, _ = run(cfg)
     expected = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
     for leaf, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
@@ -134,13 +134,13 @@ def test_muon_is_the_same_on_one_device_and_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_evaluation_sums_what_training_averages(micro_batches):
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_evaluation_sums_what_training_averages(microbatches):
     _, state, metrics = run(variant(optim={"lr": 1e-30}))
     loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
     mesh = make_mesh(CFG.mesh, jax.devices()[:4])
     with jax.set_mesh(mesh):
-        nats, count = make_eval_step(variant(train={"micro_batches": micro_batches}))(
+        nats, count = make_eval_step(variant(train={"microbatches": microbatches}))(
             state.params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT")))
         )
     np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import configs
-from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig
 from ultrascale_jax.mesh import abstract_mesh
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import initial_state
@@ -34,7 +34,7 @@ def on_4096(cfg: Config) -> Config:
         m = cfg.model
         sp = math.gcd(8, m.num_heads, m.num_kv_heads, m.d_ff, m.vocab_size)
         mesh = MeshConfig(dp=-1, fsdp=math.gcd(m.d_model, 64), sp=sp).resolve(NUM_DEVICES)
-        batch = mesh.batch * cfg.train.micro_batches
+        batch = mesh.batch * cfg.train.microbatches
         train = dataclasses.replace(cfg.train, global_batch=batch)
         return dataclasses.replace(cfg, mesh=mesh, train=train).check(NUM_DEVICES)
 
@@ -43,9 +43,44 @@ def test_all_recipes_are_found():
     assert {"demo", "debug", "llama3_8b", "llama3_405b", "qwen3_32b"} <= set(RECIPES)
 
 
+PIPELINES = {
+    "llama3_8b": ({"pp": 8, "fsdp": 128, "cp": 4}, PipelineConfig(schedule="zb_v"), 16),
+    "llama3_70b": ({"pp": 4, "fsdp": 128, "sp": 8}, PipelineConfig(), 16),
+    "llama3_405b": (  # 126 layers on 32 stages
+        {"pp": 16, "fsdp": 8, "cp": 4, "sp": 8},
+        PipelineConfig(schedule="interleaved", virtual=2, stash="input"),
+        32,
+    ),
+    "qwen3_32b": (
+        {"pp": 4, "dp": 16, "fsdp": 8, "tp": 8},
+        PipelineConfig(schedule="zb_uniform"),
+        8,
+    ),
+}
+"""Mesh, schedule and micro-batches."""
+
+
+def in_a_pipeline(name: str) -> Config:
+    """The recipe on 4,096 GPUs by pipelines, with one sequence a GPU and micro-batch."""
+    sizes, pp, microbatches = PIPELINES[name]
+    cfg, mesh = RECIPES[name], MeshConfig(**sizes)
+    train = dataclasses.replace(
+        cfg.train, microbatches=microbatches, global_batch=mesh.batch * microbatches
+    )
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train).check(NUM_DEVICES)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_step_of_each_recipe_returns_the_state_that_it_takes(name):
-    cfg = on_4096(RECIPES[name])
+    assert_the_step_returns_the_state_that_it_takes(on_4096(RECIPES[name]), name)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_step_of_a_pipeline_returns_the_state_that_it_takes(name):
+    assert_the_step_returns_the_state_that_it_takes(in_a_pipeline(name), name)
+
+
+def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * cfg.data.document_mask
     shape = (cfg.train.global_batch, cfg.data.seq_len)
     mesh = abstract_mesh(cfg.mesh)
@@ -78,12 +113,20 @@ def describe(leaf: jax.ShapeDtypeStruct) -> tuple:
     return leaf.shape, leaf.dtype.name, spec
 
 
-@pytest.mark.parametrize("name", ["llama3_70b", "llama3_405b"])
-def test_large_models_split_every_matrix_over_all_devices_that_do_not_replicate(name):
-    cfg = on_4096(RECIPES[name])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        on_4096(RECIPES["llama3_70b"]),
+        on_4096(RECIPES["llama3_405b"]),
+        in_a_pipeline("llama3_70b"),
+        in_a_pipeline("llama3_405b"),
+    ],
+    ids=["70b", "405b", "70b_pp", "405b_pp"],
+)
+def test_large_models_split_every_matrix_over_all_devices_that_do_not_replicate(cfg):
     with jax.sharding.use_abstract_mesh(abstract_mesh(cfg.mesh)):
         state = jax.eval_shape(lambda: initial_state(cfg))
-    parts = cfg.mesh.fsdp * cfg.mesh.tensor
+    parts = cfg.mesh.pp * cfg.mesh.fsdp * cfg.mesh.cp * cfg.mesh.tensor
     for leaf in jax.tree.leaves(state.params):
         if math.prod(leaf.shape) > 2**24:
             local = leaf.sharding.shard_shape(leaf.shape)

@@ -10,14 +10,14 @@ from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.layers import (
     INIT_STD,
     gather_sequence,
-    gradient_axes,
+    own_heads,
     param,
     rms_norm,
     rotate,
     spread,
 )
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, einsum, gathered, mesh_size
+from ultrascale_jax.sharding import act, einsum, offset, reshard
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
-        k_BSKH, v_BSKH = (jax.reshard(t, act("BSKH")) for t in (k_BTKH, v_BTKH))
+        k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
         start = jnp.int32(0)
         if cache is not None:
             cached_k, cached_v, start = cache
@@ -79,30 +79,19 @@ class Attention(nnx.Module):
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
         """Queries, keys or values, with bias and norm where the family has them."""
         dims = f"BT{heads}H"
-        y = einsum(f"BTD,D{heads}H->{dims}", x_BTD, self._widen(f"w_{name}", f"D{heads}H"))
+        y = einsum(f"BTD,D{heads}H->{dims}", x_BTD, self._heads(f"w_{name}", f"D{heads}H"))
         if self.cfg.qkv_bias:
-            bias = spread(self._widen(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
+            bias = spread(self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
             y = y + bias.astype(y.dtype)
         if self.cfg.qk_norm != "none" and name != "v":
             over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
-            y = rms_norm(y, self._widen(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
+            y = rms_norm(y, self._heads(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
         return y
 
-    def _widen(self, name: str, dims: str) -> jax.Array:
-        """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
-
-        Each device then computes only the head it needs; the weights' gradient is summed over the copies.
-        """
+    def _heads(self, name: str, dims: str) -> jax.Array:
+        """A parameter of this device's heads."""
         weight = getattr(self, name)
-        value, on = weight[...], weight.on
-        copies = mesh_size("sp", "tp") // self.cfg.num_kv_heads
-        if "K" not in dims or copies <= 1:
-            return value
-        axis, reduced = dims.index("K"), gradient_axes(dims, on)
-        shape = (*value.shape[: axis + 1], copies, *value.shape[axis + 1 :])
-        value = jnp.broadcast_to(jnp.expand_dims(value, axis + 1), shape)
-        value = value.reshape(*shape[:axis], -1, *shape[axis + 2 :])
-        return jax.reshard(value, gathered(dims, value.shape, reduced=reduced))
+        return own_heads(weight[...], dims, weight.on, self.cfg.num_kv_heads)
 
     def _core(
         self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
@@ -115,10 +104,11 @@ class Attention(nnx.Module):
                 implementation=implementation,
             )  # fmt: skip
 
-        index_T = start + jnp.arange(q_BTNH.shape[1], dtype=jnp.int32, out_sharding=act("T"))
+        T = q_BTNH.shape[1]
+        index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
         segments = ()
         if segment_ids_BT is not None:
-            segments = (segment_ids_BT, jax.reshard(segment_ids_BT, act("BS")))
+            segments = (segment_ids_BT, reshard("BT->BS", segment_ids_BT))
         specs = (
             act("BTNH"),
             act("BSKH"),

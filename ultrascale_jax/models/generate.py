@@ -1,15 +1,22 @@
-"""Sampling with a key/value cache: one pass over the prompt, then one token at a time inside one compiled scan."""
+"""Sampling with a key/value cache: one pass over the prompt, then one token at a time inside one compiled scan.
+
+In a pipeline the tokens visit the ranks one after the other. All of them compute at every visit, so that no collective
+stands in a branch; what the others make of it is thrown away, and costs no time, as they would wait.
+"""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
-from ultrascale_jax.models.layers import gather_sequence
+from ultrascale_jax.models.layers import gather_sequence, rotary
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding import act, einsum, mesh_size
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, vary
 
 
 def generate(
@@ -36,13 +43,16 @@ def generate(
     Returns:
       `[B, num_tokens]` int32.
     """
-    for axis in ("cp", "sp", "pp"):
+    for axis in ("cp", "sp"):
         require(
             mesh_size(axis) == 1,
             f"mesh.{axis}",
             mesh_size(axis),
             "generation splits no sequence; use mesh.tp",
         )
+    parts, size = mesh_size(*VOCABULARY), model.cfg.vocab_size
+    fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}"
+    require(size % parts == 0, "model.vocab_size", size, fix)
     batch = mesh_size("dp", "fsdp", "ep")
     require(
         prompt_BP.shape[0] % batch == 0,
@@ -58,9 +68,9 @@ def generate(
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
     cfg = model.cfg
-    (B, P), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
-    shape = (cfg.num_layers, B, P + num_tokens, kv_heads, cfg.head_dim)
-    empty = jnp.zeros(shape, dtype, out_sharding=act("_BSKH"))
+    (rows, length), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
+    shape = (len(model.layer_order), rows, length + num_tokens, kv_heads, cfg.head_dim)
+    empty = jnp.zeros(shape, dtype, out_sharding=_stacked("BSKH"))
     head = model.head_weight(dtype)
 
     def advance(tokens_BT, cache):
@@ -69,8 +79,9 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
             cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
         )
         positions_BT = jax.reshard(steps, act("BT"))
-        x_BRD, cache = model(tokens_BT, positions_BT, dtype=dtype, cache=cache)
-        logits = einsum("BTD,DV->BTV", gather_sequence(x_BRD[:, -1:]), head, dtype=jnp.float32)
+        x_BRD, cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
+        x_BTD = gather_sequence(x_BRD[:, -1:], "V")
+        logits = einsum("BTD,DV->BTV", x_BTD, head, dtype=jnp.float32)
         return jax.reshard(logits[:, 0], act("B_")), cache
 
     def sample(logits, key):
@@ -93,3 +104,65 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
     first_B = sample(logits, keys[0])
     _, rest = jax.lax.scan(step, (first_B, cache), keys[1:])
     return jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
+
+
+def _stacked(dims: str) -> P:
+    """Sharding of what is stacked as the layers are."""
+    return P("pp" if mesh_size("pp") > 1 else None, *act(dims).partitions)
+
+
+def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, dtype, cache):
+    """Hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
+
+    The cache: keys and values `[L, B, S, K, H]` of all layers, as the layers rest, and how many positions are filled.
+    """
+    if mesh_size("pp") == 1:
+        return model(tokens_BT, positions_BT, dtype=dtype, cache=cache)
+    *kv, start = cache
+    x_BRD = model.embedding(tokens_BT, dtype)
+    specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, model.blocks)
+    run = smap(
+        functools.partial(_visit_all, model.cfg, dtype, _visits(model)),
+        in_specs=(specs, _stacked("BSKH"), act("BRD"), act("BT"), P()),
+        out_specs=(act("BRD"), _stacked("BTKH")),
+    )
+    x_BRD, kv = run(model.blocks, kv, x_BRD, positions_BT, start)
+    kv = jax.reshard(kv, _stacked("BSKH"))  # which moves nothing: no axis splits the sequence
+    return model.normed(x_BRD), (*kv, start + tokens_BT.shape[1])
+
+
+def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
+    """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
+    rope = rotary(positions_BT, cfg)
+    for rank, first, size, window in visits:
+
+        def layer(x_BRD, block_and_kv, window=window):
+            block, kv = block_and_kv
+            x_BRD, kv = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
+            return x_BRD, list(kv[:2])
+
+        part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks, kv))
+        out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
+        mine = jax.lax.axis_index("pp") == rank
+        x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
+        new = jax.tree.map(lambda n, old, mine=mine: jnp.where(mine, n, old), new, part[1])
+        kv = jax.tree.map(
+            lambda c, n, i=first: jax.lax.dynamic_update_slice_in_dim(c, n, i, 0), kv, new
+        )
+    return x_BRD, kv
+
+
+def _visits(model: Transformer) -> list[tuple[int, int, int, int | None]]:
+    """(rank, first position on it, number of layers, their window) for each run of layers that rest together."""
+    order, size = model.layer_order, len(model.layer_order) // mesh_size("pp")
+
+    def run(layer: int) -> tuple:
+        """What layers of one run share: the last is the distance from the layer to where it rests."""
+        rank, position = divmod(order.index(layer), size)
+        return rank, model.cfg.window(layer), position - layer
+
+    found = []
+    for (rank, window, distance), run_of in itertools.groupby(range(model.cfg.num_layers), run):
+        layers = list(run_of)
+        found.append((rank, layers[0] + distance, len(layers), window))
+    return found

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from ultrascale_jax.config import ModelConfig, require
 from ultrascale_jax.models.hf_config import config_dict, read_config
 from ultrascale_jax.models.hf_files import open_tensors, require_none
+from ultrascale_jax.models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +95,15 @@ def _stored_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[letter] for letter in group) for group in tensor.groups)
 
 
-def load[Tree](path: str | Path, abstract: Tree) -> Tree:
+def load(path: str | Path, abstract: Transformer) -> Transformer:
     """The parameters in a Hugging Face folder, in the shapes, types and shardings of `abstract`.
 
-    `abstract` is a tree of `jax.ShapeDtypeStruct` with shardings whose paths are those of
-    `Transformer`. Each process reads what its own devices hold, one parameter at a time. Raises
+    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `layer_order` has them. Each process
+    reads what its own devices hold, one parameter at a time. Raises
     `ValueError` naming what is missing, left over or of another shape or type.
     """
     folder = Path(path)
-    cfg = read_config(folder)
+    cfg, order = read_config(folder), abstract.layer_order
     sizes, table = _sizes(cfg), tensors(cfg)
     _check_parameters(abstract, cfg)
     with ExitStack() as stack:
@@ -112,8 +113,8 @@ def load[Tree](path: str | Path, abstract: Tree) -> Tree:
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             tensor = table[_dotted(key_path)]
             # Cached for this one parameter: devices that hold the same part share one read.
-            read = cache(partial(_read, files, tensor, sizes, leaf.shape, np.dtype(leaf.dtype)))
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+            part = partial(_read, files, tensor, sizes, order, leaf.shape, np.dtype(leaf.dtype))
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
 
         return jax.tree_util.tree_map_with_path(place, abstract)
 
@@ -127,6 +128,7 @@ def _read(
     files: Mapping[str, Any],
     tensor: Tensor,
     sizes: Mapping[str, int],
+    order: Sequence[int | None],
     shape: Sequence[int],
     dtype: np.dtype,
     index: tuple[slice, ...],
@@ -135,9 +137,10 @@ def _read(
     bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     if not tensor.stacked:
         return _read_layer(files, tensor, tensor.name, sizes, bounds).astype(dtype)
-    out = np.empty([len(bound) for bound in bounds], dtype)
-    for row, layer in enumerate(bounds[0]):
-        out[row] = _read_layer(files, tensor, tensor.name.format(layer), sizes, bounds[1:])
+    out = np.zeros([len(bound) for bound in bounds], dtype)
+    for row, layer in zip(out, order[bounds[0].start : bounds[0].stop], strict=True):
+        if layer is not None:
+            row[...] = _read_layer(files, tensor, tensor.name.format(layer), sizes, bounds[1:])
     return out
 
 
@@ -163,7 +166,7 @@ def _read_layer(
     return piece.transpose([tensor.stored.index(letter) for letter in tensor.dims])
 
 
-def _check_parameters(abstract: Any, cfg: ModelConfig) -> None:
+def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
     """Raise unless `abstract` has the parameters of `cfg` in their shapes."""
     sizes = _sizes(cfg)
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
@@ -171,9 +174,10 @@ def _check_parameters(abstract: Any, cfg: ModelConfig) -> None:
     table = tensors(cfg)
     require_none("parameters", table.keys() - shapes.keys(), "in the config, not in the model")
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
+    positions = cfg.num_layers + abstract.layer_order.count(None)
     for ours, tensor in table.items():
         expected = tuple(sizes[letter] for letter in tensor.dims)
-        expected = (cfg.num_layers, *expected) if tensor.stacked else expected
+        expected = (positions, *expected) if tensor.stacked else expected
         fix = f"the config makes it {expected}"
         require(shapes[ours] == expected, f"{ours}.shape", shapes[ours], fix)
 
@@ -212,7 +216,7 @@ def _check_tensors(
 
 
 def save(
-    model: Any,
+    model: Transformer,
     cfg: ModelConfig,
     path: str | Path,
     *,
@@ -248,7 +252,8 @@ def save(
         file_name = several if len(shards) > 1 else "model.safetensors"
         contents = {}
         for name, ours, layer in shard:
-            values = _gather(arrays[ours], layer, tensors(cfg)[ours], _sizes(cfg), dtype)
+            row = None if layer is None else model.layer_order.index(layer)
+            values = _gather(arrays[ours], row, tensors(cfg)[ours], _sizes(cfg), dtype)
             weight_map[name], total = file_name, total + values.nbytes
             if writer:
                 contents[name] = values
@@ -294,7 +299,7 @@ def _plan(
 
 
 def _gather(
-    array: jax.Array, layer: int | None, tensor: Tensor, sizes: Mapping[str, int], dtype: str
+    array: jax.Array, row: int | None, tensor: Tensor, sizes: Mapping[str, int], dtype: str
 ) -> np.ndarray:
     """One tensor as it is stored, gathered from all devices."""
     order = tuple(tensor.dims.index(letter) for letter in tensor.stored)
@@ -302,14 +307,14 @@ def _gather(
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     with jax.set_mesh(sharding.mesh):
-        values = _replicate(array, layer, order=order, shape=shape, dtype=dtype)
+        values = _replicate(array, row, order=order, shape=shape, dtype=dtype)
     return np.ascontiguousarray(values)
 
 
 @partial(jax.jit, static_argnames=("order", "shape", "dtype"))
 def _replicate(
     array: jax.Array,
-    layer: jax.Array | None,
+    row: jax.Array | None,
     *,
     order: tuple[int, ...],
     shape: tuple[int, ...],
@@ -317,8 +322,8 @@ def _replicate(
 ) -> jax.Array:
     def pick(array: jax.Array) -> jax.Array:
         # Cast before the gather, so that only the bytes to be written travel.
-        row = array if layer is None else lax.dynamic_index_in_dim(array, layer, keepdims=False)
-        return row.astype(dtype).transpose(order).reshape(shape)
+        part = array if row is None else lax.dynamic_index_in_dim(array, row, keepdims=False)
+        return part.astype(dtype).transpose(order).reshape(shape)
 
     whole = PartitionSpec(*[None] * len(shape))
     gather: Callable = jax.sharding.auto_axes(pick, out_sharding=whole)

@@ -12,7 +12,23 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.sharding import TENSOR, act, axes_of, einsum, gathered, is_matrix, stored
+from ultrascale_jax.sharding import (
+    SHARD,
+    TENSOR,
+    act,
+    axes_of,
+    einsum,
+    gathered,
+    is_matrix,
+    manual,
+    mean,
+    mesh_size,
+    offset,
+    reshard,
+    stored,
+    vary,
+    varying,
+)
 
 INIT_STD = 0.02
 
@@ -56,18 +72,61 @@ def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     return value.astype(dtype) if is_matrix(dims) else value
 
 
-def gather_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+def gather_param(
+    value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike, d_model: int
+) -> jax.Array:
     """A parameter as it is used: cast, and whole over (fsdp, cp, ep), an all-gather where it rests sharded.
 
-    Its cotangent stays unreduced over the axes that split what it meets.
+    Its cotangent stays unreduced over the axes that split what it meets. What is whole already stays as it is; of a
+    piece it is `d_model`, the size of D, that tells.
     """
-    spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
-    return jax.reshard(row_major(cast(value, dims, dtype)), spec)
+    value = cast(value, dims, dtype)
+    if not manual():
+        spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
+        return jax.reshard(row_major(value), spec)
+    value = vary(value, _met(dims, on))
+    if not is_matrix(dims) or value.shape[dims.index("D")] == d_model:
+        return value
+    return jax.lax.all_gather(row_major(value), SHARD, axis=dims.index("D"), tiled=True)
 
 
-def gather[M](module: M, dtype: jax.typing.DTypeLike) -> M:
-    """All of a module's parameters as they are used: ZeRO-3's all-gathers of one layer."""
-    return map_params(lambda value, dims, on: gather_param(value, dims, on, dtype), module)
+def shard_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A parameter that each layer gathers for itself (ZeRO-3): sharded as it rests.
+
+    Its cotangent stays unreduced over the other axes that split what it meets. On pieces it is cast here and not in
+    every layer.
+    """
+    if not manual():
+        spec = stored(dims, value.shape, reduced=gradient_axes(dims, on) - set(SHARD))
+        return jax.reshard(value, spec)
+    return vary(cast(value, dims, dtype), _met(dims, on))
+
+
+def scatter_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
+    """On pieces: a partial sum of a gradient added over (fsdp, cp, ep), each device keeping the part of `value`.
+
+    `value` is the parameter as it rests; where it rests whole, or the gradient is scattered already, nothing happens.
+    """
+    if not is_matrix(dims) or grad.shape == value.shape:
+        return grad
+    axis = dims.index("D")
+    return jax.lax.psum_scatter(row_major(grad), SHARD, scatter_dimension=axis, tiled=True)
+
+
+def reduce_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
+    """On pieces: the gradient of `value`, a parameter as it rests, from the devices' partial sums."""
+    grad = scatter_gradient(grad, dims, value)
+    axes = tuple(sorted(varying(grad) - varying(value)))
+    return jax.lax.psum(grad, axes) if axes else grad
+
+
+def _met(dims: str, on: str) -> frozenset[str]:
+    """Axes over which a parameter differs or meets different values.
+
+    They are those of its own letters, even where it rests whole (few kv heads), those of what it meets, and pp.
+    """
+    pipeline = {"pp"} if mesh_size("pp") > 1 else set()
+    return axes_of(dims + on) | pipeline
 
 
 def row_major(weight: jax.Array) -> jax.Array:
@@ -99,16 +158,64 @@ together.defvjp(
 )
 
 
-def gather_sequence(x_BRD: jax.Array) -> jax.Array:
-    """The residual stream whole over sp, for the matmuls of a tensor group: an all-gather (Megatron's g).
+def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
+    """The residual stream whole over sp, for matmuls with weights whose `dim` is split: an all-gather (Megatron's g).
 
-    Its cotangent is left unreduced over the tensor group, so that the backward pass is one reduce-scatter.
+    Its cotangent is left unreduced over the axes of `dim`, F (the tensor group) or V (with pp), so that the backward
+    pass is one reduce-scatter.
     """
-    return jax.reshard(x_BRD, act("BTD", reduced=frozenset(TENSOR)))
+    return reshard("BRD->BTD", x_BRD, reduced=axes_of(dim))
+
+
+def scatter_sequence(partial_BTD: jax.Array) -> jax.Array:
+    """The residual stream from partial sums of a tensor group: a reduce-scatter over sp (Megatron's g-bar)."""
+    return reshard("BTD->BRD", partial_BTD, summed=frozenset(TENSOR))
+
+
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of the embedding table as the residual stream `[B, R, D]`; on pieces a partial sum over pp.
+
+    The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
+    splits the sequence, and an all-gather over tp. On pieces each device looks up the rows that it has, all-reduced.
+    """
+    if manual():
+        rows = tokens_BT - offset("V", table_VD.shape[0])
+        rows_of = table_VD.at[rows]
+        x_BTD = rows_of.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return scatter_sequence(x_BTD)
+    (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
+    # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
+    reduced = gradient_axes("VD", "BT")
+    if mesh_size("pp") > 1:
+        table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
+    table_VD = jax.reshard(table_VD, P(None, ("tp", "sp"), reduced=reduced))
+    x_BTD = table_VD.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
+    x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
+    return jax.reshard(x_BRD, act("BRD"))
+
+
+def own_heads(weight: jax.Array, dims: str, on: str, num_kv_heads: int) -> jax.Array:
+    """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
+
+    Each device then computes only the head it needs; the weights' gradient is summed over the copies.
+    """
+    copies = mesh_size(*TENSOR) // num_kv_heads
+    if "K" not in dims or copies <= 1:
+        return weight
+    axis = dims.index("K")
+    if manual():
+        return jax.lax.dynamic_slice_in_dim(weight, offset("K", 1) // copies, 1, axis)
+    shape = (*weight.shape[: axis + 1], copies, *weight.shape[axis + 1 :])
+    weight = jnp.broadcast_to(jnp.expand_dims(weight, axis + 1), shape)
+    weight = weight.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+    spec = gathered(dims, weight.shape, reduced=gradient_axes(dims, on))
+    return jax.reshard(weight, spec)
 
 
 def spread(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
     """A vector parameter (`dims`) broadcast over an activation with dims `to`, its gradient summed locally only."""
+    if manual():
+        return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
     return _spread(weight, dims, to, shape)
 
 
@@ -138,8 +245,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 def rms_norm(x: jax.Array, weight: jax.Array, dims: str, on: str, eps: float) -> jax.Array:
     """x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
-    over = tuple(on.index(dim) for dim in dims)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), over, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, on) + eps)
     return (x32 * scale * spread(weight, dims, on, x.shape)).astype(x.dtype)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.models.layers import gradient_axes
-from ultrascale_jax.sharding import BATCH, TENSOR, act, mesh_size
+from ultrascale_jax.sharding import act, axes_of, manual, offset, piece, vary, varying
 
 CHUNK_BYTES = 2**29
 """Upper bound of one chunk's float32 logits on a device."""
@@ -20,8 +20,8 @@ CHUNK_BYTES = 2**29
 
 def num_chunks(batch: int, seq_len: int, vocab_size: int) -> int:
     """The smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
-    rows, length = max(batch // mesh_size(*BATCH), 1), seq_len // mesh_size("cp")
-    total = rows * length * (vocab_size // mesh_size(*TENSOR)) * 4
+    rows, length = max(piece("B", batch), 1), piece("T", seq_len)
+    total = rows * length * piece("V", vocab_size) * 4
     return next(
         (n for n in range(1, length + 1) if length % n == 0 and total <= n * CHUNK_BYTES), length
     )
@@ -38,14 +38,15 @@ def cross_entropy(
     """Weighted sum of the negative log-likelihoods of `targets_BT`.
 
     Args:
-      x_BTD: hidden states, `reduced` over the tensor group (`gather_sequence`).
-      head_DV: output head, V over the tensor group, in the type of compute.
+      x_BTD: hidden states, `reduced` over the axes of V (`gather_sequence`).
+      head_DV: output head, in the type of compute.
       targets_BT: token ids; -1 is not counted.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
 
     Returns:
-      The objective (with z-loss) and the bare cross-entropy, float32 scalars.
+      The objective (with z-loss) and the bare cross-entropy, float32 scalars; in a manual region the sums over this
+      device's part of the batch and the sequence.
     """
     _, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=False)
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
@@ -77,8 +78,8 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
     if n == 1:
         dhead, (dx, nll, z) = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)
         return (dx, dhead if dhead is None else dhead.astype(head_DV.dtype)), (nll, z)
-    tensor = frozenset(TENSOR)
-    x = jax.lax.reshape(x_BTD, (B, T // n, n, D), out_sharding=act("BTCD", reduced=tensor))
+    vocabulary = axes_of("V")
+    x = jax.lax.reshape(x_BTD, (B, T // n, n, D), out_sharding=act("BTCD", reduced=vocabulary))
     targets = jax.lax.reshape(targets_BT, (B, T // n, n), out_sharding=act("BTC"))
     x, targets = jnp.moveaxis(x, 2, 0), jnp.moveaxis(targets, 2, 0)
 
@@ -91,10 +92,11 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
     if with_gradients:
         unreduced = act("DV", unreduced=gradient_axes("DV", "BTD"))
         start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
+        start = vary(start, varying(head_DV))
     dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets))
     if dx is not None and dhead is not None:
         dx = jax.lax.reshape(
-            jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=tensor)
+            jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=vocabulary)
         )
         dhead = dhead.astype(head_DV.dtype)
     return (dx, dhead), (nll, z)
@@ -106,10 +108,10 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
         "BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32
     )
     counted = targets_BT >= 0
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
-    gold = vocabulary == targets_BT[:, :, None]
-    nll = jnp.where(counted, lse - jnp.sum(jnp.where(gold, logits, 0.0), axis=-1), 0.0)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
+    gold = ids == targets_BT[:, :, None] - offset("V", logits.shape[2])
+    lse, picked = _log_sum_exp(logits, gold)
+    nll = jnp.where(counted, lse - picked, 0.0)
     z = jnp.where(counted, z_loss * jnp.square(lse), 0.0)
     if not with_gradients:
         return None, (None, nll, z)
@@ -120,10 +122,22 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
     )
     dlogits = dlogits.astype(x_BTD.dtype)
     dx = jnp.einsum(
-        "BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=frozenset(TENSOR))
+        "BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=axes_of("V"))
     )
     dhead = jnp.einsum(
         "BTD,BTV->DV", x_BTD, dlogits, preferred_element_type=jnp.float32,
         out_sharding=act("DV", unreduced=gradient_axes("DV", "BTD")),
     )  # fmt: skip
     return dhead, (dx, nll, z)
+
+
+def _log_sum_exp(logits_BTV, gold_BTV):
+    """Over the whole vocabulary: the log-sum-exp of the logits, and the logit of the target."""
+    picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
+    if not manual():
+        return jax.nn.logsumexp(logits_BTV, axis=-1), picked
+    axes = tuple(sorted(axes_of("V")))
+    highest = jax.lax.pmax(jnp.max(logits_BTV, axis=-1), axes)
+    total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
+    total, picked = jax.lax.psum((total, picked), axes)
+    return highest + jnp.log(total), picked

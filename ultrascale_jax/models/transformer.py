@@ -6,29 +6,30 @@ parameters as the first thing it does, inside the scan, so that XLA moves one la
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.models.attention import Attention, Cache
 from ultrascale_jax.models.layers import (
     MLP,
-    cast,
-    gather,
     gather_param,
     gather_sequence,
-    gradient_axes,
+    look_up,
+    map_params,
     param,
     rms_norm,
     rotary,
+    scatter_sequence,
     together,
 )
-from ultrascale_jax.sharding import act, einsum, gathered
+from ultrascale_jax.models.loss import cross_entropy
+from ultrascale_jax.sharding import einsum, reshard, stored
 
 
 class Block(nnx.Module):
@@ -42,6 +43,14 @@ class Block(nnx.Module):
         self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
         self.mlp = MLP(cfg, k_mlp)
 
+    def gathered(self, dtype: jax.typing.DTypeLike) -> "Block":
+        """Its parameters as they are used: ZeRO-3's all-gathers of one layer."""
+
+        def leaf(value, dims, on):
+            return gather_param(value, dims, on, dtype, self.cfg.d_model)
+
+        return map_params(leaf, self)
+
     def __call__(
         self,
         x_BRD: jax.Array,
@@ -52,7 +61,7 @@ class Block(nnx.Module):
         recompute=False,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gather` returns them.
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them.
 
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
@@ -65,7 +74,7 @@ class Block(nnx.Module):
                 h, rope, segment_ids_BT, window=window, recompute=recompute, cache=cache
             )
             h, mlp = together((h, self.mlp))
-            h = checkpoint_name(jax.reshard(h, act("BRD")), "attn_out")
+            h = checkpoint_name(scatter_sequence(h), "attn_out")
             x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
         with jax.named_scope("mlp"):
             h = checkpoint_name(mlp(x_BRD if post else self._norm(x_BRD, "mlp_norm")), "mlp_out")
@@ -77,15 +86,36 @@ class Block(nnx.Module):
         return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps), name)
 
 
+def _stack(cfg: ModelConfig, key: jax.Array, layer_order: tuple[int | None, ...]) -> Block:
+    """The blocks in this order, each made where it rests; a layer's numbers depend on neither mesh nor order."""
+    rows = np.array([0 if layer is None else layer for layer in layer_order])
+    spec = stored("L", rows.shape)
+    keys = jax.reshard(jax.random.split(key, cfg.num_layers)[rows], spec)
+    blocks = jax.vmap(lambda k: Block(cfg, k))(keys)
+    if None not in layer_order:
+        return blocks
+    real = jax.reshard(jnp.array([layer is not None for layer in layer_order]), spec)
+
+    def clear(p):
+        spread = jax.lax.broadcast_in_dim(real, p.shape, (0,), out_sharding=jax.typeof(p).sharding)
+        return jnp.where(spread, p, 0)
+
+    return jax.tree.map(clear, blocks)
+
+
 class Transformer(nnx.Module):
     """Decoder-only language model, Llama-style; `models/hf.py` lists the families it covers exactly."""
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
+    def __init__(
+        self, cfg: ModelConfig, key: jax.Array, layer_order: Sequence[int | None] | None = None
+    ):
+        """`layer_order`: the layer at each position of the stack, None for one of zeros; default: as they follow."""
         self.cfg = cfg
+        self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
         k_embed, k_blocks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        self.blocks = jax.vmap(lambda k: Block(cfg, k))(jax.random.split(k_blocks, cfg.num_layers))
+        self.blocks = _stack(cfg, k_blocks, self.layer_order)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
@@ -117,10 +147,10 @@ class Transformer(nnx.Module):
         """
         inputs = (tokens_BT, positions_BT, segment_ids_BT)
         tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(
-            lambda x: jax.reshard(x, act("BT")), inputs
+            lambda x: reshard("BT->BT", x), inputs
         )
         with jax.named_scope("embedding"):
-            x_BRD = self._embed(tokens_BT, dtype)
+            x_BRD = self.embedding(tokens_BT, dtype)
         rope = rotary(positions_BT, self.cfg)
         stack, start = (self.blocks, None), jnp.int32(0)
         if cache is not None:
@@ -130,7 +160,7 @@ class Transformer(nnx.Module):
 
             def layer(x_BRD, block_and_cache, window=window):
                 block, kv = block_and_cache
-                x_BRD, kv = gather(block, dtype)(
+                x_BRD, kv = block.gathered(dtype)(
                     x_BRD,
                     rope,
                     segment_ids_BT,
@@ -144,8 +174,7 @@ class Transformer(nnx.Module):
             with jax.named_scope("layers"):
                 x_BRD, kv = jax.lax.scan(remat(layer), x_BRD, part)
             outputs.append(kv)
-        final_norm = gather_param(self.final_norm[...], "D", "BRD", dtype)
-        x_BRD = rms_norm(x_BRD, final_norm, "D", "BRD", self.cfg.norm_eps)
+        x_BRD = self.normed(x_BRD)
         if cache is None:
             return x_BRD, None
         keys, values = (
@@ -157,10 +186,7 @@ class Transformer(nnx.Module):
 
     def _segments(self) -> list[tuple[int | None, slice | None]]:
         """Runs of layers with the same attention window: one unless only the upper layers have a window."""
-        windows = [
-            self.cfg.sliding_window if i >= self.cfg.first_window_layer else None
-            for i in range(self.cfg.num_layers)
-        ]
+        windows = [self.cfg.window(i) for i in range(self.cfg.num_layers)]
         if len(set(windows)) == 1:
             return [(windows[0], None)]
         runs = [(window, len(list(group))) for window, group in itertools.groupby(windows)]
@@ -170,29 +196,39 @@ class Transformer(nnx.Module):
             for (window, length), stop in zip(runs, stops, strict=True)
         ]
 
-    def _embed(self, tokens_BT: jax.Array, dtype) -> jax.Array:
-        """Rows of the table, whose D is split over the tensor group for the look-up.
+    def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
+        embed = gather_param(self.embed[...], "VD", "BT", dtype, self.cfg.d_model)
+        return look_up(embed, tokens_BT)
 
-        Then D travels back: an all-to-all over sp, which splits the sequence, and an all-gather over tp.
-        """
-        (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
-        # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
-        table = gather_param(self.embed[...], "VD", "BT", dtype)
-        table = jax.reshard(table, P(None, ("tp", "sp"), reduced=gradient_axes("VD", "BT")))
-        x_BTD = table.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
-        x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
-        return jax.reshard(x_BRD, act("BRD"))
+    def normed(self, x_BRD: jax.Array) -> jax.Array:
+        """The final norm."""
+        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg.d_model)
+        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps)
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The output head `[D, V]`, V over the tensor group."""
-        tied = self.cfg.tied_embeddings
-        weight = cast(self.embed[...].T if tied else self.head[...], "DV", dtype)
-        return jax.reshard(weight, gathered("DV", weight.shape, reduced=gradient_axes("DV", "BTD")))
+        """The output head `[D, V]`, V over the tensor group and pp."""
+        weight = self.embed[...].T if self.cfg.tied_embeddings else self.head[...]
+        return gather_param(weight, "DV", "BTD", dtype, self.cfg.d_model)
+
+    def loss(
+        self,
+        x_BRD: jax.Array,
+        targets_BT: jax.Array,
+        weight: jax.Array,
+        *,
+        z_loss: float = 0.0,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
+        with jax.named_scope("loss"):
+            x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
+            return cross_entropy(x_BTD, head, targets_BT, weight, z_loss)
 
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `models/loss.py`."""
+        """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
         x_BRD, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
-        x_BTD = gather_sequence(x_BRD)
+        x_BTD = gather_sequence(x_BRD, "V")
         return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)

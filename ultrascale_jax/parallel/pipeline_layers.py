@@ -62,6 +62,11 @@ class LayerLoop:
         )  # an index that differs between ranks, as those of a tick do
         params = at(self.blocks, here)
         context = self.context(at(self.micro_batches, here))
+        if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, context)):
+            raise ValueError(
+                "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
+                "in silence; use lock step (divergent=False), or gather instead"
+            )
         y, aux = self.layer(params, x, context)
         self.axes = varying(x) | varying(y) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}

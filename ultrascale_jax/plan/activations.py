@@ -65,6 +65,22 @@ def layer_of(run: Run) -> Layer:
 
 
 def kept(run: Run, layer: Layer) -> dict[str, float]:
+    """Bytes that a mean layer keeps from its forward to its backward pass, by kind."""
+    shape, parts = run.shape, dense_kept(run, layer)
+    if shape.moe_layers:
+        moe = shape.moe_layers / shape.num_layers
+        parts["mlp"] = parts.get("mlp", 0) * (1 - moe)
+        for name, value in experts_kept(run, layer).items():
+            parts[name] = parts.get(name, 0) + moe * value
+    return parts
+
+
+def document_mask(run: Run, layer: Layer) -> float:
+    """Bytes of the mask that cuDNN's attention reads where documents end inside a sequence."""
+    return 2 * run.tokens * run.seq_len if run.document_mask and layer.statistics else 0
+
+
+def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
     full: its input. selective: the named tensors of `training/remat.py`, and cuDNN's residuals, so attention's result
@@ -144,7 +160,8 @@ def working_set(run: Run, layer: Layer) -> float:
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Chunks into which `models/loss.py` cuts a device's sequence, and the bytes of one chunk's float32 logits."""
     length = run.seq_len // run.mesh.cp
-    total = 4 * run.sequences * length * (run.shape.vocab_size // run.mesh.tensor)
+    parts = run.mesh.tensor * run.mesh.pp
+    total = 4 * run.sequences * length * (run.shape.vocab_size // parts)
     least = max(1, math.ceil(total / CHUNK_BYTES))
     chunks = next((n for n in range(least, length) if length % n == 0), length)
     return chunks, total / chunks

@@ -2,12 +2,13 @@
 
 Left out, and counted where it is not the same run under another name:
 
-* what `Run.of` refuses, and pipelines without equal stages or with fewer micro-batches than stages;
+* what `Run.of` refuses, and pipelines with fewer micro-batches than stages;
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import warnings
@@ -17,18 +18,39 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ultrascale_jax.config import AXES, Config, MeshConfig, TrainConfig, UserError, require
+from ultrascale_jax.config import (
+    AXES,
+    SCHEDULES,
+    Config,
+    MeshConfig,
+    PipelineConfig,
+    TrainConfig,
+    UserError,
+    require,
+)
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import SCHEDULES, Run, Shape
+from ultrascale_jax.plan.workload import PIPELINE, Run, Shape
 
 REMAT = ("none", "selective", "dots", "full")
 """Recompute policies, from the one that repeats nothing to the one that repeats all."""
 
-STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4), "zb_v": (2,), "dualpipe_v": (2,)}
-"""Virtual stages that are tried; 1 for the other schedules. The V of `zb_v` and `dualpipe_v` has two."""
+STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
+"""Virtual stages that are tried; for the other schedules their own number."""
 
-FIELDS = (*AXES, "zero", "remat", "micro_batches", "sequences", "schedule", "virtual_stages")
+STASHES = ("residuals", "input")
+"""What a stage keeps from forward to backward pass, from the one that repeats nothing."""
+
+UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
+"""Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
+
+FIELDS = (
+    *(*AXES, "zero", "remat", "microbatches", "sequences"),
+    *("schedule", "virtual_stages", "stash"),
+)
 """What a candidate is made of, and what can be pinned."""
+
+NAMES = {"schedule": SCHEDULES, "stash": STASHES}
+"""Fields whose values are words."""
 
 UNTRAINED = "this release trains no such model"
 
@@ -58,8 +80,9 @@ def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
 def _value(name: str, text: str, field: str, word: str) -> int | str:
     if field == "remat":
         return TrainConfig(remat=word).remat
-    if field == "schedule":
-        require(word in SCHEDULES, name, text, f"the schedules are {', '.join(SCHEDULES)}")
+    if field in NAMES:
+        fix = f"{field} is one of {', '.join(NAMES[field])}"
+        require(word in NAMES[field], name, text, fix)
         return word
     least, most = (0, 3) if field == "zero" else (1, math.inf)
     fix = (
@@ -98,14 +121,17 @@ class Space:
     """The candidates of one search and what was left out of it."""
 
     runs: list[Run] = field(default_factory=list)
-    refusals: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    """Of the runs that only the formulas know, by `_key`: why the trainer refuses them."""
+    refusal: str = ""
+    """Why this release trains none of them; empty if it does."""
     illegal: Counter[str] = field(default_factory=Counter)
-    """How many combinations of mesh, micro-batch and ZeRO stage are illegal, by the field that is."""
+    """How many combinations of the fields are illegal, by the field that is."""
 
-    def refusal(self, run: Run) -> str:
-        """Why the trainer of this release refuses `run`; empty if it does not."""
-        return self.refusals.get(_key(run), "")
+
+def drawback(run: Run) -> str:
+    """Why `run` is not recommended although the trainer runs it; empty if it may be."""
+    if run.mesh.pp > 1 and run.schedule in UNEVEN and not run.divergent:
+        return f"{run.schedule} is slow in lock step, and pp.divergent is experimental"
+    return ""
 
 
 def enumerate_runs(
@@ -128,7 +154,6 @@ def enumerate_runs(
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
-    refusals: dict[tuple[Any, ...], str] = {}
     illegal: Counter[str] = Counter()
     shape, precision = shape or Shape.of(cfg.model), precision or cfg.train.precision
     trained = shape.gated and not shape.num_experts and precision == cfg.train.precision
@@ -138,45 +163,59 @@ def enumerate_runs(
             if mesh.tensor > cluster.gpus_per_node and not wide:
                 illegal["tensor group larger than a node"] += 1
                 continue
-            for zero, micro_batches in _work(cfg, mesh, choices):
-                told = told_to(cfg, mesh=mesh, zero=zero, micro_batches=micro_batches)
+            for work, schedule in itertools.product(
+                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices)
+            ):
                 try:
+                    told = _told(cfg, mesh, work, schedule)
                     run = Run.of(told, num_gpus, shape, precision=precision)
-                    require_parts(run)
-                    fix = f"must be at least mesh.pp={mesh.pp}"
-                    require(micro_batches >= mesh.pp, "train.micro_batches", micro_batches, fix)
+                    _require_parts(run, choices)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
-                    continue
-                if run.sequences not in choices.get("sequences", (run.sequences,)):
-                    illegal["sequences"] += 1
-                    continue
-                if refusal := _refusal(told, num_gpus) if trained else UNTRAINED:
-                    refusals[_key(run)] = refusal
-                variants = list(_variants(cfg, run, choices))
-                illegal["virtual_stages"] += not variants
-                runs += variants
-    return Space(runs=runs, refusals=refusals, illegal=+illegal)
+                else:
+                    runs += _variants(run, cfg, choices)
+    return Space(runs=runs, refusal="" if trained else UNTRAINED, illegal=illegal)
 
 
-def told_to(cfg: Config, *, mesh: MeshConfig, **train: Any) -> Config:
-    """`cfg` with another mesh and other fields of `train`."""
-    return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, **train))
+def told_to(
+    cfg: Config, *, mesh: MeshConfig, pp: PipelineConfig | None = None, **train: Any
+) -> Config:
+    """`cfg` with another mesh, other fields of `train` and maybe another pipeline."""
+    told = dataclasses.replace(cfg.train, **train)
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, train=told)
 
 
 def configured(cfg: Config, run: Run) -> Config:
-    """What the trainer is told to make `run` of `cfg`; of a pipeline it cannot be told the schedule yet."""
+    """What the trainer is told to make `run` of `cfg`."""
+    pp = cfg.pp
+    if run.mesh.pp > 1:
+        pp = PipelineConfig(**{name: getattr(run, name) for name in PIPELINE})
+        if not pp.from_file and run.virtual_stages != pp.stages_per_rank:
+            pp = dataclasses.replace(pp, virtual=run.virtual_stages)
     return told_to(
         cfg,
         mesh=run.mesh,
+        pp=pp,
         zero=run.zero,
-        micro_batches=run.micro_batches,
+        microbatches=run.microbatches,
         remat=run.remat,
         global_batch=run.global_batch,
     )
 
 
-def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> Iterator[tuple[int, int]]:
+def _told(cfg: Config, mesh: MeshConfig, work: dict[str, int], schedule: dict[str, Any]) -> Config:
+    """What the trainer is told, without recomputation.
+
+    Raises:
+      UserError: there are fewer micro-batches than stages, or no such schedule.
+    """
+    fix = f"must be at least mesh.pp={mesh.pp}"
+    require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
+    pp = dataclasses.replace(cfg.pp, **schedule)
+    return told_to(cfg, mesh=mesh, pp=pp, remat=REMAT[0], **work)
+
+
+def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
     """ZeRO stages and numbers of micro-batches, without two names for one run where neither is pinned."""
     zeros = sorted(choices.get("zero", (0, 1, 2, 3)))
     if mesh.fsdp * mesh.cp * mesh.ep == 1:
@@ -184,50 +223,39 @@ def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> Iterator[tuple[int
     elif mesh.fsdp > 1 and "fsdp" not in choices:
         zeros = [zero for zero in zeros if zero]
     per_shard = max(cfg.train.global_batch // mesh.batch, 1)
-    for micro_batches in choices.get("micro_batches", divisors(per_shard)):
-        yield from ((zero, micro_batches) for zero in zeros)
+    counts = choices.get("microbatches", divisors(per_shard))
+    return [{"zero": zero, "microbatches": m} for m in counts for zero in zeros]
 
 
-def require_parts(run: Run) -> None:
-    """Raise a `UserError` if experts or pipeline stages are unequal, or stages not as many as the schedule wants."""
-    shape, pp, ep, stages = run.shape, run.mesh.pp, run.mesh.ep, run.virtual_stages
-    if pp > 1:
-        wanted = STAGES.get(run.schedule, (1,))
-        ok = stages in wanted or (len(wanted) > 1 and stages >= wanted[0])
-        more = " or more" if len(wanted) > 1 else ""
-        require(ok, "virtual_stages", stages, f"schedule {run.schedule} has {wanted[0]}{more}")
-        fix = f"must be divisible by mesh.pp={pp}" + f" * virtual_stages={stages}" * (stages > 1)
-        require(shape.num_layers % (pp * stages) == 0, "model.num_layers", shape.num_layers, fix)
-    fix = f"must be divisible by mesh.ep={ep}"
-    require(shape.num_experts % ep == 0, "experts", shape.num_experts, fix)
+def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, Any]]:
+    """Schedules that are tried, and their stages of a rank; without a pipeline what the recipe says."""
+    if mesh.pp == 1:
+        return [{}]
+    own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
+    return [
+        {"schedule": schedule, "virtual": virtual}
+        for schedule in choices.get("schedule", (*SCHEDULES, *own))
+        for virtual in choices.get("virtual_stages", STAGES.get(schedule, (0,)))
+    ]
 
 
-def _variants(cfg: Config, run: Run, choices: Choices) -> Iterator[Run]:
-    """`run` with every schedule, and then with every recompute policy, from the least recomputation."""
+def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
+    """`run` with every stash and recompute policy, from what repeats the least."""
     own = () if cfg.train.remat in REMAT else (cfg.train.remat,)
-    policies = choices.get("remat", (*REMAT, *own))
-    if run.mesh.pp == 1:
-        schedules = [("1f1b", 1)]
-    else:
-        schedules = [
-            (name, stages)
-            for name in choices.get("schedule", SCHEDULES)
-            for stages in choices.get("virtual_stages", STAGES.get(name, (1,)))
-            if stages in STAGES.get(name, (1,))
-            and run.shape.num_layers % (run.mesh.pp * stages) == 0
-        ]
-    for schedule, stages in schedules:
-        for remat in policies:
-            yield dataclasses.replace(run, schedule=schedule, virtual_stages=stages, remat=remat)
+    stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
+    for stash, remat in itertools.product(stashes, choices.get("remat", (*REMAT, *own))):
+        if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
+            yield dataclasses.replace(run, stash=stash, remat=remat)
 
 
-def _refusal(cfg: Config, num_gpus: int) -> str:
-    try:
-        cfg.check(num_gpus)
-    except UserError as error:
-        return str(error).partition(": ")[2].partition(";")[0]
-    return ""
+def _require_parts(run: Run, choices: Choices) -> None:
+    """Raise a `UserError` if experts are unequal, or the micro-batch is not one that is pinned."""
+    require_experts(run)
+    pinned = choices.get("sequences", (run.sequences,))
+    require(run.sequences in pinned, "sequences", run.sequences, "pinned")
 
 
-def _key(run: Run) -> tuple[Any, ...]:
-    return run.mesh, run.zero, run.micro_batches
+def require_experts(run: Run) -> None:
+    """Raise a `UserError` if the ranks of `ep` would have unequal numbers of experts."""
+    fix = f"must be divisible by mesh.ep={run.mesh.ep}"
+    require(run.shape.num_experts % run.mesh.ep == 0, "experts", run.shape.num_experts, fix)

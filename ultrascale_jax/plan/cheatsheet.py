@@ -102,7 +102,7 @@ class _Sheet:
 
     def data(self) -> list[Row]:
         """Gradients, and with ZeRO-3 parameters, in bfloat16 beside the passes of a micro-batch."""
-        mesh, m, backward = self.mesh, self.run.micro_batches, 4 * self.tokens * self.active
+        mesh, m, backward = self.mesh, self.run.microbatches, 4 * self.tokens * self.active
         others = mesh.tensor * mesh.cp * mesh.pp * mesh.ep
         rest = max(mesh.dp, mesh.fsdp)
         rest = rest if rest > 1 else self.cluster.num_gpus // others
@@ -154,7 +154,7 @@ class _Sheet:
                     axis,
                     n,
                     sent,
-                    2 * self.layers * self.run.micro_batches,
+                    2 * self.layers * self.run.microbatches,
                     2 * self.tokens * layer / group_size,
                     strategy=name,
                     batch="unchanged",
@@ -176,7 +176,7 @@ class _Sheet:
             "cp",
             n,
             (n - 1) * step,
-            3 * self.layers * self.run.micro_batches,
+            3 * self.layers * self.run.microbatches,
             (n - 1) * scores,
             strategy="CP",
             batch="unchanged",
@@ -194,7 +194,7 @@ class _Sheet:
             "pp",
             p,
             2 * self.tokens * self.shape.d_model / self.mesh.sp,
-            2 * self.run.micro_batches,
+            2 * self.run.microbatches,
             2 * self.tokens * layers * layer,
             strategy="PP",
             batch="accumulation > n - 1",
@@ -213,7 +213,7 @@ class _Sheet:
             "ep",
             n,
             2 * there,
-            2 * self.run.micro_batches * shape.moe_layers / self.mesh.pp,
+            2 * self.run.microbatches * shape.moe_layers / self.mesh.pp,
             2 * copies * shape.expert_params / self.mesh.tensor,
             strategy="EP",
             batch="n x micro-batch x accumulation",

@@ -135,7 +135,7 @@ def compile_step(
         if estimates and target.kind.startswith(ESTIMATED):
             flags |= ESTIMATES
         flags |= options or {}
-        compiler_options = {name: BOOLEANS.get(value, value) for name, value in flags.items()}
+        compiler_options = {name: BOOLEANS.get(str(value), value) for name, value in flags.items()}
         start = time.perf_counter()
         with uncached():
             compiled = lowered.compile(compiler_options=compiler_options)

@@ -2,21 +2,23 @@
 
 `breakdown` follows `training/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
-`docs/planning/memory_xla.csv` has the sums beside XLA's own. Pipelines, experts, fp8 and plain feed-forward layers,
-which the trainer does not run yet, follow from theory.
+`docs/planning/memory_xla.csv` has the sums beside XLA's own; pipelines are in `pipeline_memory.py`. Experts, fp8 and
+plain feed-forward layers, which the trainer does not run yet, follow from theory.
 """
 
 from dataclasses import dataclass
 
+from ultrascale_jax.plan import pipeline_memory
 from ultrascale_jax.plan.activations import (
     Layer,
-    experts_kept,
+    document_mask,
     kept,
     layer_of,
     loss_chunks,
     working_set,
 )
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.parameters import Weights, rest, weights_of
 from ultrascale_jax.plan.workload import Run
 
 
@@ -33,80 +35,6 @@ class Breakdown:
         return int(sum(self.parts.values()))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Numbers of parameters of one pipeline stage on one GPU of its tensor group, whole over the axes of ZeRO."""
-
-    dense: float
-    """Matrices of its layers, without routed experts."""
-    experts: float
-    """Routed experts of its layers, which `ep` splits."""
-    table: float
-    """The embedding's table, or the head."""
-    tables: float
-    """Both; a tied one counts once."""
-    vectors: float
-    """Norms, whole on every GPU."""
-    attention: float
-    """Matrices of the attention of one layer."""
-    matrix: float
-    """One matrix of the feed-forward layer, or of all experts of a layer."""
-    layers: float
-    """Layers."""
-
-    @property
-    def blocks(self) -> float:
-        """Matrices of its layers."""
-        return self.dense + self.experts
-
-
-def weights_of(run: Run) -> Weights:
-    """The parameters that one GPU works on.
-
-    Kv heads that the tensor group outnumbers are on all its GPUs. A pipeline splits layers and vocabulary evenly.
-    """
-    shape, mesh = run.shape, run.mesh
-    t, D, layers = mesh.tensor, shape.d_model, shape.num_layers / mesh.pp
-    kv_heads = shape.num_kv_heads / min(t, shape.num_kv_heads)
-    attention = 2 * D * shape.head_dim * (shape.num_heads / t + kv_heads)
-    matrix, moe, routed, shared = D * shape.d_ff / t, 0.0, 0.0, 0.0
-    if shape.num_experts:
-        moe = shape.moe_layers / shape.num_layers
-        routed = shape.num_experts * shape.expert_params / (mesh.ep * t)
-        shared = shape.shared_experts * shape.expert_params / t + D * shape.num_experts
-        matrix = max(matrix if moe < 1 else 0.0, routed / shape.matrices)
-    table = shape.vocab_size * D / (t * mesh.pp)
-    head_norms = 2 * shape.head_dim if shape.qk_norm == "head" else 0
-    return Weights(
-        dense=layers * (attention + (1 - moe) * shape.mlp_params / t + moe * shared),
-        experts=layers * moe * routed,
-        table=table,
-        tables=table if shape.tied_embeddings else 2 * table,
-        vectors=layers * (2 * D + head_norms) + D,
-        attention=attention,
-        matrix=matrix,
-        layers=layers,
-    )
-
-
-def in_flight(run: Run) -> float:
-    """Micro-batches whose activations the first stage holds at once; 1 without a pipeline.
-
-    From the schedules' papers: all m (all forward, all backward); p (1F1B, arXiv 2104.04473; ZB-H1, arXiv 2401.10241;
-    ZB-V, arXiv 2405.15362); p (1 + (p-1)/(p v)) (interleaved, arXiv 2205.05198 section 4.2.3); 2p + 1 half stages
-    (DualPipeV, DeepSeek's README). Never more than there are.
-    """
-    p, m = run.mesh.pp, run.micro_batches
-    if p == 1:
-        return 1
-    most = {
-        "afab": m,
-        "interleaved": p + (p - 1) / run.virtual_stages,
-        "dualpipe_v": p + 0.5,
-    }
-    return min(m, most.get(run.schedule, p))
-
-
 def breakdown(run: Run) -> Breakdown:
     """What `run` needs in this project's trainer, at the moment that needs most.
 
@@ -114,24 +42,19 @@ def breakdown(run: Run) -> Breakdown:
     tokens, in the optimizer, where only the reduced gradients are left.
     """
     weights, layer = weights_of(run), layer_of(run)
-    resting, living = state(run, weights), sums(run, weights) | activations(run, layer)
-    moments = [
-        living | _backward(run, weights, layer),
-        living | _loss(run, weights, layer),
-        {"gradients": 4 * rest(run, weights)},
-    ]
-    if run.zero == 2 and run.micro_batches > 1:
+    resting, moments = state(run, weights), [{"gradients": 4 * rest(run, weights)}]
+    if run.mesh.pp > 1:
+        moments += pipeline_memory.moments(run, weights, layer)
+    else:
+        living = sums(run, weights) | activations(run, layer)
+        moments += [
+            living | _backward(run, weights, layer),
+            living | _loss(run, weights, layer),
+        ]
+    if run.mesh.pp == 1 and run.zero == 2 and run.microbatches > 1:
         moments.append(sums(run, weights) | _scatter(weights))
     largest = max(moments, key=lambda parts: sum(parts.values()))
     return Breakdown({name: value for name, value in (resting | largest).items() if value})
-
-
-def rest(run: Run, weights: Weights, *, tables: bool = True) -> float:
-    """Matrix parameters that one GPU keeps where ZeRO shards them: over (fsdp, cp, ep), experts over (fsdp, cp)."""
-    dense = weights.dense + weights.tables * tables
-    if run.zero == 0:
-        return dense + weights.experts
-    return dense / run.shards + weights.experts / (run.mesh.fsdp * run.mesh.cp)
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -141,7 +64,7 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     return {
         "master parameters": 4 * number,
         "optimizer state": run.moment_bytes * number,
-        "batch": 4 * arrays * run.tokens * run.micro_batches,
+        "batch": 4 * arrays * run.tokens * run.microbatches,
     }
 
 
@@ -152,7 +75,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     layer at a time, and without recomputation keeps the cast shards. Only zero 2 and 3 shard the sums. fp8 matmuls want
     both layouts of a parameter; float32 needs no cast.
     """
-    several, cast = run.micro_batches > 1, run.precision != "fp32"
+    several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
     if run.zero == 3:
         used = rest(run, weights, tables=False) * (cast and run.remat == "none")
@@ -166,18 +89,10 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
 
 def activations(run: Run, layer: Layer) -> dict[str, float]:
-    """What lives from a layer's forward to its backward pass, over all layers and micro-batches in flight."""
-    shape = run.shape
-    parts = kept(run, layer)
-    if shape.moe_layers:
-        moe = shape.moe_layers / shape.num_layers
-        parts["mlp"] = parts.get("mlp", 0) * (1 - moe)
-        for name, value in experts_kept(run, layer).items():
-            parts[name] = parts.get(name, 0) + moe * value
-    times = shape.num_layers / run.mesh.pp * in_flight(run)
-    mask = 2 * run.tokens * run.seq_len if run.document_mask and layer.statistics else 0
-    return {f"activations: {name}": times * value for name, value in parts.items()} | {
-        "activations: document mask": mask
+    """What lives from a layer's forward to its backward pass, over all layers."""
+    parts = {name: run.shape.num_layers * size for name, size in kept(run, layer).items()}
+    return {f"activations: {name}": size for name, size in parts.items()} | {
+        "activations: document mask": document_mask(run, layer)
     }
 
 
@@ -205,7 +120,7 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
     The hidden states are there gathered, cut into chunks, and as gradients.
     """
-    head = 0 if run.zero < 3 and run.micro_batches > 1 else weights.table  # `sums` has it then
+    head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     return {
         "gradients": 4 * weights.table,
         "activations: logits": (1 + layer.width / 4) * loss_chunks(run)[1],
@@ -227,8 +142,11 @@ def timeline(run: Run) -> list[tuple[str, int]]:
     The state has its moments from the start and the step is one program, so the second step is as high as the first.
     """
     weights = weights_of(run)
+    living = (
+        pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
+    )
     start = sum(state(run, weights).values())
-    waiting = start + sum(sums(run, weights).values())
+    waiting = start + sum(living.values())
     peak = breakdown(run).peak_bytes
     return [
         ("model init", int(start)),

@@ -60,7 +60,7 @@ def run_of(row: Mapping[str, str]) -> Run:
         mesh=mesh,
         seq_len=SEQ_LEN,
         sequences=int(row["mbs"]),
-        micro_batches=int(row["gas"]),
+        microbatches=int(row["gas"]),
         zero=zero,
         schedule="1f1b",
     )
@@ -233,10 +233,10 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
         "activations: attention": a_layer * heads,
         "activations: mlp": a_layer * (4 if shape.gated else 2) * shape.d_ff,
     }
-    in_flight = min(run.micro_batches, mesh.pp - rank)
+    in_flight = min(run.microbatches, mesh.pp - rank)
     one = sum(activations.values())
     hidden = tokens * shape.d_model if mesh.tensor > 1 else 0
-    ahead = hidden if mesh.pp == 1 and run.micro_batches > 1 else 0
+    ahead = hidden if mesh.pp == 1 and run.microbatches > 1 else 0
     logits = tokens * shape.vocab_size / mesh.tensor if stage.head or stage.loss else 0
     return Breakdown(
         {

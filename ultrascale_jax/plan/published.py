@@ -140,7 +140,7 @@ def run_of(line: dict[str, str]) -> Run:
         mesh=mesh,
         seq_len=seq_len,
         sequences=count("mbs", line["mbs"]),
-        micro_batches=count("gas", line["gas"]),
+        microbatches=count("gas", line["gas"]),
         zero=zero,
         remat=TrainConfig(remat=line["remat"]).remat,
         precision=precision,

@@ -20,6 +20,7 @@ from ultrascale_jax.plan.candidates import (
     Choices,
     Space,
     configured,
+    drawback,
     enumerate_runs,
 )
 from ultrascale_jax.plan.hardware import Cluster
@@ -67,7 +68,7 @@ class Candidate:
 
     run: Run
     refusal: str
-    """Why this release cannot run it; empty if it can."""
+    """Why it is not recommended; empty if it may be."""
     formula_bytes: int
     estimate: Estimate
     compiled: Compiled | None = None
@@ -132,7 +133,7 @@ class Search:
         enough = None
         for done, run in enumerate(runs):
             advance(done, len(runs))
-            alike = dataclasses.replace(run, remat="")
+            alike = run.mesh, run.zero, run.microbatches, run.schedule, run.virtual_stages
             if alike == enough and run.remat in REMAT:
                 self.counts[NEEDLESS] += 1
                 continue
@@ -150,13 +151,13 @@ class Search:
     def _candidate(self, run: Run, peak: int) -> Candidate:
         return Candidate(
             run=run,
-            refusal=self._space.refusal(run),
+            refusal=self._space.refusal or drawback(run),
             formula_bytes=peak,
             estimate=estimate(run, self.cluster),
         )
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
-        """Compile `most` of those that this release can run, and yield each before it is compiled.
+        """Compile `most` of those that may be recommended, and yield each before it is compiled.
 
         First the best of each kind, then more of the kind that turns out the fastest. If none of them fits, up to as
         many again are tried; if two fail and none succeeds, no more.
@@ -224,7 +225,7 @@ class Search:
 
     @property
     def winner(self) -> Candidate | None:
-        """The best that fits and that this release can run."""
+        """The best that fits and that may be recommended."""
         usable = (c for c in self.ranking if not c.refusal and self.fits(c))
         return next(usable, None)
 
@@ -311,4 +312,5 @@ def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _work(run: Run) -> tuple[Any, ...]:
-    return run.micro_batches, run.zero, run.remat, (run.schedule, run.virtual_stages)
+    pipeline = run.schedule, run.virtual_stages
+    return run.microbatches, run.zero, (run.remat, run.stash), pipeline

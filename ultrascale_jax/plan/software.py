@@ -83,7 +83,7 @@ def benchmark_stalls(run: Run, cluster: Cluster) -> float:
     risk = min(1.0, max(0.0, math.log2(nodes / 16) / 2))
     if mesh.pp == 1:
         return max(0.0, risk - 0.5)
-    replicated = run.zero == 0 and mesh.dp > 1 and run.micro_batches >= 16
+    replicated = run.zero == 0 and mesh.dp > 1 and run.microbatches >= 16
     if (replicated and nodes >= 8) or (mesh.tensor > 16 and nodes > 1):
         return 1.0
     usable = nanotron.usable_bytes(cluster.gpu)

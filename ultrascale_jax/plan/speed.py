@@ -4,15 +4,14 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `software.py`.
 """
 
-import math
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
-from ultrascale_jax.plan import costs, nanotron
+from ultrascale_jax.plan import costs, nanotron, pipeline
+from ultrascale_jax.plan.arithmetic import Arithmetic, Product
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.software import KEPT, RESULTS, ULTRASCALE, Software
 from ultrascale_jax.plan.workload import Group, Run, group
-from ultrascale_jax.training.flops import attention_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,6 @@ class Estimate:
     """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted."""
     parts: dict[str, float]
     """What takes how many seconds; together `step_s`."""
-
-
-def bubble_share(schedule: str, virtual_stages: int) -> float:
-    """Bubble over that of 1F1B, p - 1 micro-batches (playbook, chapter Pipeline Parallelism; arXiv 2401.10241)."""
-    shares = {"zb_uniform": 2 / 3, "zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}
-    share = shares.get(schedule, 1.0)
-    return share / virtual_stages if schedule in ("interleaved", "zb_uniform") else share
 
 
 def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Estimate:
@@ -51,17 +43,11 @@ def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Est
     return Estimate(seconds, speed, mfu, {name: s for name, s in parts.items() if s > 0})
 
 
-type Product = tuple[float, float, float, float]
-"""Rows, columns and contracted dim of a matrix product, and how many of it."""
-
-
-class Step:
+class Step(Arithmetic):
     """The terms of one step on one GPU, in seconds."""
 
     def __init__(self, run: Run, cluster: Cluster, software: Software):
-        self.run, self.cluster, self.software = run, cluster, software
-        self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
-        self.tensor = self.group("sp", "tp")
+        super().__init__(run, cluster, software)
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
@@ -69,7 +55,7 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """The whole step by what takes it."""
-        m, pp = self.run.micro_batches, self.mesh.pp
+        m, pp = self.run.microbatches, self.mesh.pp
         layer, head, loss = self.layer(), self.head(), self.loss()
         layer_s, head_s = sum(layer.values()), sum(head.values())
         stages = self.stages()
@@ -81,18 +67,18 @@ class Step:
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + m * heads * seconds
         parts["loss"] = m * losses * loss
-        if pp > 1:
-            share = bubble_share(self.run.schedule, self.run.virtual_stages)
-            parts["bubble"] = share * (sum(times) - busiest)
-            transfers = 2 * (m + pp - 1) * self.run.virtual_stages * self.hand_over()
-            parts["exposed pp"] = transfers + m * (slowest - busiest)
+        if pp > 1 and self.software.by_cost:  # 1F1B of separate programs, as nanotron runs it
+            parts["bubble"] = sum(times) - busiest
+            parts["exposed pp"] = 2 * (m + pp - 1) * self.hand_over() + m * (slowest - busiest)
+        elif pp > 1:
+            parts |= self.pipeline(layer_s, heads * head_s + losses * loss)
         for name, seconds in self.once_a_step(slowest).items():
             parts[name] = parts.get(name, 0.0) + seconds
         return parts | {"step overhead": self.software.step_s}
 
     def stall(self) -> float:
         """What a stalled step takes more."""
-        m, pp = self.run.micro_batches, self.mesh.pp
+        m, pp = self.run.microbatches, self.mesh.pp
         if pp == 1:
             return m * self.software.network_stall_s
         return (m + pp - 1) * min(pp - 1, 2) * self.software.stall_s
@@ -102,7 +88,32 @@ class Step:
         pp = self.mesh.pp
         if self.software.by_cost and pp > 1:
             return [(s.layers, s.head, s.loss) for s in nanotron.stages(self.shape, pp)]
-        return [(math.ceil(self.shape.num_layers / pp), 1 / pp, 1 / pp)] * pp
+        return [(self.run.rank_layers, 1 / pp, 1 / pp)] * pp
+
+    def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
+        """What the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
+
+        In lock step a tick takes what it runs on any rank. A tick sends activations forward and gradients back; the
+        first stage's input and its gradient, the last one's result and its gradient are summed over all ranks, for all
+        hold a part of the vocabulary.
+        """
+        run, counts = self.run, pipeline.counts(self.run)
+        m, rank_s = run.microbatches, run.rank_layers * layer_s
+        passes, weight = self.passes, self.passes.backward_products / 2
+        times = passes.forward, passes.backward - weight + self.recomputed(), weight
+        f, b, w = (rank_s * part / sum(times) for part in times)
+        if run.divergent:
+            idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
+        else:
+            chunks = {"F": f, "B": b if counts.slots["weights"] else b + w, "W": w}
+            ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
+            idle = ticks / run.virtual_stages - m * rank_s
+        idle += (counts.times["head"] - m) * head_s
+        size = 2 * run.tokens * self.shape.d_model / self.mesh.sp
+        summed = self.collective("all-reduce", size, self.group("pp"))
+        sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
+        sends = counts.ticks["F"] + counts.ticks["B"]
+        return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
 
     def logits(self, stages: list[tuple[float, float, float]]) -> float:
         """Sending the logits of one micro-batch where the loss is on another stage than the head."""
@@ -113,21 +124,15 @@ class Step:
 
     def layer(self) -> dict[str, float]:
         """Forward and backward pass of one micro-batch through one layer."""
-        products = self.products()
-        forward = {name: self.gemms(shapes, backward=False) for name, shapes in products.items()}
-        backward = sum(self.gemms(shapes, backward=True) for shapes in products.values())
-        attention, attention_backward = self.attention()
-        passes = self.passes()
-        repeated = self.recomputed(forward, attention, passes / 3)
-        forward_s = sum(forward.values()) + attention + passes / 3
-        backward_s = backward + attention_backward + passes * 2 / 3 + repeated
+        passes, repeated = self.passes, self.recomputed()
+        forward_s, backward_s = passes.forward, passes.backward + repeated
         parts = {
-            "matrix products": sum(forward.values()) + backward,
-            "attention": attention + attention_backward,
-            "memory traffic": passes + self.accumulation(self.layer_params()),
+            "matrix products": sum(passes.products.values()) + passes.backward_products,
+            "attention": passes.attention + passes.attention_backward,
+            "memory traffic": passes.traffic + self.accumulation(self.layer_params()),
             "recomputation": repeated,
             self.tensor_axes: self.tensor_group(),
-            "exposed cp": self.ring(attention),
+            "exposed cp": self.ring(passes.attention),
             "exposed ep": self.experts(),
             "exposed fsdp": self.parameters(self.layer_params(), forward_s, backward_s),
             "exposed offload": self.offload(forward_s + backward_s),
@@ -157,88 +162,30 @@ class Step:
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return costs.memory_seconds(self.gpu, logits * self.software.logit_bytes)
 
-    def products(self) -> dict[str, list[Product]]:
-        """The matrix products of a mean layer's forward pass, by part."""
-        shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
-        kv_heads = max(shape.num_kv_heads, n)
-        qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
-        dense = 1 - shape.moe_layers / shape.num_layers
-        up: list[Product] = []
-        down: list[Product] = []
-        for rows, width, count in (
-            (tokens, shape.d_ff, dense),
-            (tokens, shape.expert_width, (1 - dense) * shape.shared_experts),
-            self.routed(1 - dense),
-        ):
-            if count:
-                up.append((rows, (shape.matrices - 1) * width / n, shape.d_model, count))
-                down.append((rows, shape.d_model, width / n, count))
-        return {
-            "qkv": [(tokens, qkv, shape.d_model, 1)],
-            "out": [(tokens, shape.d_model, shape.head_dim * shape.num_heads / n, 1)],
-            "up": up,
-            "down": down,
-        }
-
-    def routed(self, share: float) -> tuple[float, float, float]:
-        """Rows of one expert when all get the same, its width, and how many of them one GPU has in a mean layer."""
-        shape, ep = self.shape, self.mesh.ep
-        if not share:
-            return 0, 0, 0
-        rows = self.run.tokens * shape.experts_per_token * ep / shape.num_experts
-        return rows, shape.expert_width, share * shape.num_experts / ep
-
-    def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
-        """The products of a forward pass, or the two for each of the backward pass."""
-        seconds, dtype = 0.0, self.run.precision
-        dtype = "bf16" if dtype == "fp8" and not fp8 else dtype
-        for m, n, k, count in shapes:
-            orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
-            seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
-        return seconds / self.software.matmul
-
-    def attention(self) -> tuple[float, float]:
-        """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
-        run, shape = self.run, self.shape
-        per_token = attention_flops_per_token(shape, run.seq_len) / shape.num_layers
-        flops = run.tokens * per_token / self.tensor.ranks / self.software.attention
-        flops *= 2 if run.precision == "fp32" else 1
-        one = {"head_dim": shape.head_dim}
-        return (
-            costs.attention_seconds(self.gpu, flops / 3, **one),
-            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one),
-        )
-
-    def passes(self) -> float:
-        """Norms, residual sums, rotary embeddings, activation functions; forward and backward.
-
-        In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
-        a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.
-        """
-        shape, dense = self.shape, 1 - self.shape.moe_layers / self.shape.num_layers
-        active = shape.experts_per_token + shape.shared_experts
-        d_ff = dense * shape.d_ff + (1 - dense) * active * shape.expert_width
-        width = (shape.d_model + d_ff / 2) / self.tensor.ranks
-        passes = self.software.passes * (1 if self.run.precision == "bf16" else 2)
-        return costs.memory_seconds(self.gpu, 2 * passes * self.run.tokens * width)
-
     def accumulation(self, params: list[tuple[float, Group]]) -> float:
         """Adding the bfloat16 gradients of one micro-batch to those in float32, of a shard in ZeRO-2 and 3."""
-        if self.run.micro_batches == 1:
+        if self.run.microbatches == 1:
             return 0.0
         counts = (n / (ranks.ranks if self.run.zero > 1 else 1) for n, ranks in params)
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
-    def recomputed(self, forward: dict[str, float], attention: float, passes: float) -> float:
-        """What the backward pass repeats of the forward pass: what is not kept; the last product of a layer never."""
-        remat = self.run.remat
+    def recomputed(self) -> float:
+        """What the backward pass repeats of the forward pass: what is not kept; the last product of a layer never.
+
+        A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
+        """
+        remat, passes, seconds = self.run.remat, self.passes, 0.0
+        if self.mesh.pp > 1 and self.run.stash == "input":
+            seconds = passes.forward + self.tensor_group() / 2
         if remat == "none":
-            return 0.0
+            return seconds
         groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
         kept = {name for names in groups for name in names}
-        seconds = passes + (0.0 if "attn_core" in kept else attention)
+        seconds += passes.traffic / 3 + (0.0 if "attn_core" in kept else passes.attention)
         for product, names in RESULTS.items():
-            seconds += forward[product] * sum(name not in kept for name in names) / len(names)
+            seconds += (
+                passes.products[product] * sum(name not in kept for name in names) / len(names)
+            )
         gathered = 2 if "attn_out" in kept else 3
         return seconds + gathered / self.software.tensor_passes * self.tensor_group()
 

@@ -54,11 +54,13 @@ def grid(
     own = {
         "zero": (cfg.train.zero,),
         "remat": (cfg.train.remat,),
-        "micro_batches": (cfg.train.micro_batches,),
-        "schedule": ("1f1b",),
+        "microbatches": (cfg.train.microbatches,),
+        "schedule": (cfg.pp.schedule,),
+        "virtual_stages": (cfg.pp.virtual,),
+        "stash": (cfg.pp.stash,),
     }
     if "sequences" in choices:
-        del own["micro_batches"]
+        del own["microbatches"]
     free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
     return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape, precision)
 
@@ -87,9 +89,8 @@ def predict(run: Run, cluster: Cluster) -> Outcome:
 
 
 def schedule(run: Run) -> str:
-    """Schedule and stages of a pipeline, or nothing."""
-    stages = f" v{run.virtual_stages}" if run.virtual_stages > 1 else ""
-    return run.schedule + stages if run.mesh.pp > 1 else ""
+    """Schedule, stages and what is stashed of a pipeline, or nothing."""
+    return " ".join(run.pipeline)
 
 
 def row(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, str]:
@@ -99,7 +100,7 @@ def row(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, 
     values = {
         "nodes": cluster.nodes,
         "mbs": run.sequences,
-        "gas": run.micro_batches,
+        "gas": run.microbatches,
         "gbs": run.global_batch,
         "dp": mesh.batch,
         "pp": mesh.pp,

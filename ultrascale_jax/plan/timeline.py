@@ -11,7 +11,8 @@ that XLA starts and finishes apart runs beside it:
   streams; over different links they run side by side. XLA's own limit of collectives in flight is in the schedule.
 * While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
-  is multiplication. Of a conditional's branches the slowest counts unless the caller says which one is taken.
+  is multiplication. Of a conditional's branches the slowest counts unless the caller says which one is taken, or in
+  which share of the iterations it is that one.
 * All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
 """
 
@@ -98,6 +99,7 @@ def simulate(
     cluster: Cluster,
     *,
     branch: Callable[[str, tuple[int, ...]], int] | None = None,
+    share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
     shown: int = 2,
 ) -> Timeline:
     """Replay `module` on a GPU of `cluster`.
@@ -108,9 +110,11 @@ def simulate(
       cluster: the machine.
       branch: which branch a conditional takes, from its name and the iterations of the loops around it, outermost
         first; every iteration is replayed then. By default the slowest.
+      share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
+        the trip counts of the loops around it, outermost first. By default always.
       shown: iterations of each loop that the events show in full.
     """
-    replay = _Replay(module, axes, cluster, branch, shown)
+    replay = _Replay(module, axes, cluster, branch, share, shown)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -144,6 +148,7 @@ class _Replay:
         axes: Mapping[str, int],
         cluster: Cluster,
         branch: Callable[[str, tuple[int, ...]], int] | None,
+        share: Callable[[Instruction, tuple[int, ...]], float] | None,
         shown: int,
     ):
         self.module = module
@@ -153,7 +158,8 @@ class _Replay:
             for c in traffic.collectives(module, axes)
         }
         self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
-        self.branch, self.shown = branch, shown
+        self.branch, self.share, self.shown = branch, share, shown
+        self.trips: tuple[int, ...] = ()
         self.now = 0.0
         self.free = dict.fromkeys((IN_NODE, BETWEEN_NODES, COPIES, HOST), 0.0)
         self.queues: dict[str, list[tuple[float, float, tuple]]] = {link: [] for link in self.free}
@@ -227,7 +233,9 @@ class _Replay:
         for done in range(1, trips + 1):
             start, before = self.now, dict(self.seconds)
             self.recording = recording and done <= self.shown
+            around, self.trips = self.trips, (*self.trips, trips)
             self.computation(body, (*iterations, done - 1))
+            self.trips = around
             state = (self.now - start, *(max(0.0, end - self.now) for end in self.free.values()))
             repeats = self.branch is None and steady is not None and _same(state, steady)
             if not hidden and (repeats or done == self.shown):
@@ -252,13 +260,33 @@ class _Replay:
                 events.append(Event(name, begin, end - begin, "loop", loop.op_name))
 
     def conditional(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
-        """Take the branch that the caller names, or the slowest."""
+        """Take the branch that the caller names, or the slowest in its share of the time."""
         branches = instruction.called
         if self.branch is not None:
-            taken = branches[self.branch(instruction.name, iterations)]
-        else:
-            taken = max(branches, key=lambda name: self.tried(name, iterations))
-        self.computation(taken, iterations)
+            self.computation(branches[self.branch(instruction.name, iterations)], iterations)
+            return
+        ends = {name: self.tried(name, iterations) for name in branches}
+        share = 1.0 if self.share is None else self.share(instruction, self.trips)
+        start, before, free = self.now, dict(self.seconds), dict(self.free)
+        self.computation(max(branches, key=ends.__getitem__), iterations)
+        if share < 1:
+            self.shrink(share, min(ends.values()), start, before, free)
+
+    def shrink(
+        self, share: float, end: float, start: float, before: dict, free: dict[str, float]
+    ) -> None:
+        """Let what happened since `start` happen in a share of the time only; without it, it would be `end`."""
+        for key, seconds in self.seconds.items():
+            self.seconds[key] -= (1 - share) * (seconds - before.get(key, 0.0))
+        self.now = share * self.now + (1 - share) * end
+        self.free = {link: share * at + (1 - share) * free[link] for link, at in self.free.items()}
+        self.queues = {
+            link: [
+                (min(begun, self.free[link]), min(done, self.free[link]), key)
+                for begun, done, key in works
+            ]
+            for link, works in self.queues.items()
+        }
 
     def tried(self, computation: str, iterations: tuple[int, ...]) -> float:
         """When `computation` would end if it ran now."""

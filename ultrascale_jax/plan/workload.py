@@ -1,8 +1,8 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
 `Run` says what every formula of `memory.py`, `speed.py` and `playbook.py` needs: the model, the mesh, the tokens of a
-micro-batch and how the work is done. It also covers what the trainer cannot run yet (pipelines, experts, fp8, plain
-feed-forward layers), so that a plan can be made before the machine is rented.
+micro-batch and how the work is done. It also covers what the trainer cannot run yet (experts, fp8, plain feed-forward
+layers), so that a plan can be made before the machine is rented.
 """
 
 import dataclasses
@@ -10,13 +10,22 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ultrascale_jax.config import AXES, Config, MeshConfig, ModelConfig, require
+from ultrascale_jax.config import (
+    AXES,
+    SCHEDULES,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    require,
+)
+from ultrascale_jax.parallel import schedules
 from ultrascale_jax.training.flops import attention_flops_per_token
 
 GIB = 2**30
 
-SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
-"""Pipeline schedules by the names of the playbook, chapter Pipeline Parallelism."""
+PIPELINE = ("schedule", "group", "stash", "divergent")
+"""Fields that a run has from the section `pp` as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +130,7 @@ class Run:
     """Tokens of a sequence (T)."""
     sequences: int
     """Sequences of one micro-batch on one batch shard (the playbook's mbs)."""
-    micro_batches: int = 1
+    microbatches: int = 1
     """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over (fsdp, cp, ep), as `train.zero`."""
@@ -134,43 +143,47 @@ class Run:
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment."""
     schedule: str = "1f1b"
-    """One of `SCHEDULES`; matters if mesh.pp > 1."""
+    """As `pp.schedule`; this and the next four matter if mesh.pp > 1."""
     virtual_stages: int = 1
     """Stages of the pipeline that one rank holds."""
+    group: int = 0
+    """As `pp.group`."""
+    stash: Literal["residuals", "input"] = "residuals"
+    """As `pp.stash`."""
+    divergent: bool = False
+    """As `pp.divergent`."""
 
     def __post_init__(self):
-        require(
-            self.schedule in SCHEDULES,
-            "schedule",
-            self.schedule,
-            f"choose one of {', '.join(SCHEDULES)}",
-        )
-        for name in ("seq_len", "sequences", "micro_batches", "virtual_stages"):
+        if self.schedule not in SCHEDULES:
+            PipelineConfig(schedule=self.schedule)
+        for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
     @classmethod
     def of(cls, cfg: Config, num_gpus: int, shape: Shape | None = None, **changes) -> "Run":
-        """The run that `cfg` describes on `num_gpus` GPUs, checked as the trainer checks it, pipelines allowed.
+        """The run that `cfg` describes on `num_gpus` GPUs, checked as the trainer checks it.
 
         Raises:
-          UserError: the mesh does not divide the model, the batch or the GPUs.
+          UserError: the mesh does not divide the model, the batch or the GPUs, or the schedule is not for them.
         """
-        mesh = cfg.mesh.resolve(num_gpus)
-        flat = dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, pp=1))
-        flat.check(num_gpus // mesh.pp)
-        train = cfg.train
+        cfg = cfg.check(num_gpus)
+        mesh, train = cfg.mesh, cfg.train
         fields: dict[str, Any] = {
             "shape": shape or Shape.of(cfg.model),
             "mesh": mesh,
             "seq_len": cfg.data.seq_len,
-            "sequences": train.global_batch // (mesh.batch * train.micro_batches),
-            "micro_batches": train.micro_batches,
+            "sequences": train.global_batch // (mesh.batch * train.microbatches),
+            "microbatches": train.microbatches,
             "zero": train.zero,
             "remat": train.remat,
             "precision": train.precision,
             "document_mask": cfg.data.document_mask,
             "moment_bytes": 6 if cfg.optim.moment_dtype == "bfloat16" else 8,
         }
+        if mesh.pp > 1:
+            own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
+            fields |= {name: getattr(cfg.pp, name) for name in PIPELINE}
+            fields["virtual_stages"] = own or cfg.pp.stages_per_rank
         return cls(**(fields | changes))
 
     @property
@@ -181,7 +194,7 @@ class Run:
     @property
     def global_batch(self) -> int:
         """Sequences of one optimizer step."""
-        return self.sequences * self.micro_batches * self.mesh.batch
+        return self.sequences * self.microbatches * self.mesh.batch
 
     @property
     def tokens(self) -> int:
@@ -199,18 +212,34 @@ class Run:
         return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
 
     @property
+    def chunk_layers(self) -> int:
+        """Layers of one stage; the stages that have one less are padded."""
+        return math.ceil(self.shape.num_layers / (self.mesh.pp * self.virtual_stages))
+
+    @property
+    def rank_layers(self) -> int:
+        """Layers of one rank of the pipeline, padding included."""
+        return self.virtual_stages * self.chunk_layers
+
+    @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
         return self.step_tokens * self.shape.flops_per_token(self.seq_len)
 
     @property
+    def pipeline(self) -> list[str]:
+        """Schedule, and what is not the default of stages of a rank and stash; empty without a pipeline."""
+        if self.mesh.pp == 1:
+            return []
+        stages = [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
+        return [self.schedule, *stages, *(["input"] if self.stash == "input" else [])]
+
+    @property
     def label(self) -> str:
         """A short name: axes larger than 1, then what is not the default."""
         axes = [f"{axis}{self.mesh.sizes[axis]}" for axis in AXES if self.mesh.sizes[axis] > 1]
-        pipeline = [self.schedule] if self.mesh.pp > 1 else []
-        pipeline += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
-        work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.micro_batches}", self.remat]
-        return " ".join([*(axes or ["1 GPU"]), *pipeline, *work])
+        work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.microbatches}", self.remat]
+        return " ".join([*(axes or ["1 GPU"]), *self.pipeline, *work])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.plan.report.canvas import grid, legend
+from ultrascale_jax.plan.report.draw_rows import streams, ticks
 from ultrascale_jax.plan.report.figures import (
     Bar,
     Bars,
@@ -14,6 +16,7 @@ from ultrascale_jax.plan.report.figures import (
     Figure,
     Heat,
     Lines,
+    Pipeline,
     Sheet,
     Streams,
     number,
@@ -26,7 +29,6 @@ from ultrascale_jax.plan.report.palette import (
     STYLE,
     WARM,
     colours,
-    kind_colours,
 )
 
 CLIP = 2.5
@@ -74,26 +76,11 @@ def draw(figure: Figure, png: Path) -> str:
     return text.getvalue()
 
 
-def _grid(
-    canvas: Any, count: int, height: float, columns: int, share: Any = True, widths: Any = None
-) -> list[Any]:
-    """`count` axes in rows of `columns`; `share` as matplotlib's sharey, `widths` relative, of a single row."""
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    canvas.set_size_inches(10.5 if count > 1 else 8, 0.6 + height * rows)
-    axes = canvas.subplots(
-        rows, columns, sharey=share, squeeze=False, width_ratios=widths if rows == 1 else None
-    ).ravel()
-    for spare in axes[count:]:
-        spare.remove()
-    return list(axes[:count])
-
-
 def _bars(canvas: Any, figure: Bars) -> None:
     panels = figure.panels
     columns = 4 if max(len(bars) for bars in panels.values()) <= 7 else 2
     widths = [max(2, len(bars)) for bars in panels.values()]
-    axes = _grid(canvas, len(panels), 3.3, columns, widths=widths)
+    axes = grid(canvas, len(panels), 3.3, columns, widths=widths)
     highest = max(bar.total for bars in panels.values() for bar in bars)
     top = 1.12 * (min(highest, CLIP * figure.limit) if figure.limit else highest)
     top = max(top, 1.08 * (figure.limit or 0)) or 1.0
@@ -121,7 +108,7 @@ def _bars(canvas: Any, figure: Bars) -> None:
         ax.yaxis.set_major_formatter("{x:,g}")
         if n % columns == 0:
             ax.set_ylabel(figure.unit)
-    _legend(canvas, axes[0], reverse=len(look))
+    legend(canvas, axes[0], reverse=len(look))
 
 
 def _crowded(bars: Sequence[Bar], columns: int) -> bool:
@@ -141,17 +128,6 @@ def _height(ax: Any, x: int, bar: Bar, top: float) -> None:
         ax.text(x, y + 0.012 * top, text, va="bottom", **style)
 
 
-def _legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
-    """Right of all panels; the first `reverse` entries from the top of the stack down."""
-    handles, labels = ax.get_legend_handles_labels()
-    order = [n for n, label in enumerate(labels) if hasattr(handles[n], "patches")]
-    rest = [n for n in range(len(labels)) if n not in order]
-    picked = [*(order[::-1] if reverse else order), *rest]
-    canvas.legend(
-        [handles[n] for n in picked], [labels[n] for n in picked], loc="outside right upper"
-    )
-
-
 def _powers(ax: Any, values: Sequence[float]) -> None:
     """A logarithmic x axis with a tick at every value."""
     ax.set_xscale("log", base=2)
@@ -163,7 +139,7 @@ def _powers(ax: Any, values: Sequence[float]) -> None:
 def _lines(canvas: Any, figure: Lines) -> None:
     panels = figure.panels
     columns = 2 if len(panels) == 4 else 3
-    axes = _grid(canvas, len(panels), 3.2, columns, figure.scale)
+    axes = grid(canvas, len(panels), 3.2, columns, figure.scale)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     tops: dict[int, float] = {}
     for n, (ax, (panel, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
@@ -190,7 +166,7 @@ def _lines(canvas: Any, figure: Lines) -> None:
         axes[0].plot([], [], color=colour, marker=marker, markersize=5, label=name)
     points = [p for lines in panels.values() for points in lines.values() for p in points]
     _hollow(axes[0], "" if all(p.solid for p in points) else figure.hollow)
-    _legend(canvas, axes[0])
+    legend(canvas, axes[0])
 
 
 def _hollow(ax: Any, meaning: str) -> None:
@@ -202,7 +178,7 @@ def _hollow(ax: Any, meaning: str) -> None:
 
 def _clouds(canvas: Any, figure: Clouds) -> None:
     panels = figure.panels
-    axes = _grid(canvas, len(panels), 4.0, 3, share=False)
+    axes = grid(canvas, len(panels), 4.0, 3, share=False)
     names = list(dict.fromkeys(name for cloud in panels.values() for name in cloud.groups))
     for ax, (panel, cloud) in zip(axes, panels.items(), strict=True):
         for name, points in cloud.groups.items():
@@ -223,7 +199,7 @@ def _clouds(canvas: Any, figure: Clouds) -> None:
     for rank, name in enumerate(names):
         axes[0].plot([], [], "o", color=SERIES[rank % len(SERIES)], markersize=4, label=name)
     _hollow(axes[0], figure.hollow)
-    _legend(canvas, axes[0])
+    legend(canvas, axes[0])
 
 
 def _equal(ax: Any, values: Sequence[float]) -> None:
@@ -282,34 +258,6 @@ def _heat(canvas: Any, figure: Heat) -> None:
     bar.outline.set_visible(False)
 
 
-def _streams(canvas: Any, figure: Streams) -> None:
-    """The whole step, and below it the part that is shown operation by operation."""
-    windows = [(0.0, figure.step_s)] + ([figure.detail] if figure.detail else [])
-    canvas.set_size_inches(10.5, 0.6 + len(windows) * (0.7 + 0.42 * len(figure.streams)))
-    axes = canvas.subplots(len(windows), 1, squeeze=False).ravel()
-    kinds = list(dict.fromkeys(e.kind for events in figure.streams.values() for e in events))
-    look = kind_colours(kinds)
-    for ax, window in zip(axes, windows, strict=True):
-        start, end = (1e3 * edge for edge in window)
-        for y, events in enumerate(figure.streams.values()):
-            for kind in kinds:
-                spans = [(1e3 * e.start, 1e3 * e.duration) for e in events if e.kind == kind]
-                spans = [(at, width) for at, width in spans if at < end and at + width > start]
-                ax.broken_barh(spans, (y - 0.38, 0.76), facecolors=look[kind], linewidth=0)
-        ax.set(xlim=(start, end), ylim=(len(figure.streams) - 0.5, -0.5), xlabel="ms")
-        ax.xaxis.set_major_formatter("{x:,g}")
-        ax.set_yticks(range(len(figure.streams)), list(figure.streams))
-        ax.tick_params(axis="y", length=0)
-        ax.grid(True, axis="x")
-        ax.grid(False, axis="y")
-    if figure.detail:
-        axes[0].set_title("the whole step")
-        axes[1].set_title("operation by operation")
-    for kind in kinds:
-        axes[0].scatter([], [], marker="s", s=60, color=look[kind], label=kind)
-    _legend(canvas, axes[0])
-
-
 def _sheet(canvas: Any, figure: Sheet) -> None:
     names, values = list(figure.ratios), list(figure.ratios.values())
     canvas.set_size_inches(9, 1.3 + 0.34 * len(names))
@@ -343,6 +291,7 @@ PAINTERS: dict[type[Figure], Callable[[Any, Any], None]] = {
     Lines: _lines,
     Clouds: _clouds,
     Heat: _heat,
-    Streams: _streams,
+    Streams: streams,
+    Pipeline: ticks,
     Sheet: _sheet,
 }

@@ -246,6 +246,45 @@ class Streams(Figure):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a rank of a pipeline."""
+
+    rank: int
+    start: float
+    duration: float
+    kind: str
+    """F, B or W."""
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Figure):
+    """A schedule: a row of operations for each rank."""
+
+    operations: Sequence[Operation]
+    ranks: int
+    chunks: int
+    """Stages of a rank."""
+    width: float
+    """Time of the whole step."""
+    kinds: Mapping[str, str]
+    """Kinds of operation, in words."""
+    unit: str
+    in_flight: Sequence[int]
+    """Of each rank, most chunks at once between forward and backward pass."""
+
+    def table(self) -> Table:
+        rows = []
+        for rank in range(self.ranks):
+            busy = sum(e.duration for e in self.operations if e.rank == rank)
+            idle = 100 * (1 - busy / self.width)
+            rows.append((f"rank {rank}", busy, idle, self.in_flight[rank]))
+        head = ("", f"busy ({self.unit})", "idle (%)", "most chunks in flight")
+        return Table(head=head, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sheet(Figure):
     """A table whose last numbers are ratios with a threshold at 1; the picture shows the ratios."""
 

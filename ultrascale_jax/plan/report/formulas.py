@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ultrascale_jax.plan.candidates import REMAT
 from ultrascale_jax.plan.memory import breakdown, timeline
-from ultrascale_jax.plan.report import files, speeds
+from ultrascale_jax.plan.report import files, schedules, speeds
 from ultrascale_jax.plan.report.figures import Bar, Bars, Figure
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
 from ultrascale_jax.plan.workload import GIB, Run
@@ -25,7 +25,7 @@ def figures(
     yield speeds.step_parts(study)
     yield speeds.scaling(study)
     yield speeds.cheat_sheet(study)
-    yield speeds.bubble(study)
+    yield schedules.bubbles()
     yield speeds.best(models, max_nodes, tell)
 
 

@@ -37,6 +37,8 @@ KINDS = {
     LOOP: "#CCCCCC",
 }
 """Of operations; the names are those of plan/timeline.py."""
+OPERATIONS = {"F": "#4477AA", "B": "#44AA99", "W": "#EE8866"}
+"""Of a pipeline; the names are those of parallel/schedules.py."""
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
 MARKERS = "osD^vPX"
 INK, PAPER = "#24292e", "#fefefe"
@@ -85,3 +87,10 @@ def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
     others = [kind for kind in kinds if kind not in KINDS]
     named = {kind: free[n % len(free)] for n, kind in enumerate(others)}
     return {kind: KINDS.get(kind) or named[kind] for kind in kinds}
+
+
+def shade(colour: str, chunk: int, chunks: int) -> str:
+    """The colour of a rank's stage `chunk` of `chunks`: later ones lighter, and all light enough for black numbers."""
+    white = 0.25 + 0.5 * chunk / max(1, chunks - 1)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

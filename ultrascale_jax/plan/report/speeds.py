@@ -18,15 +18,8 @@ from ultrascale_jax.plan.report.figures import (
 )
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
 from ultrascale_jax.plan.search import Candidate, Search
-from ultrascale_jax.plan.speed import Estimate, bubble_share, estimate
-from ultrascale_jax.plan.workload import GIB, SCHEDULES, Run
-
-BUBBLE_NAMES = {
-    "1f1b": "1f1b, afab",
-    "interleaved": "interleaved, v=2",
-    "zb_v": "zb_v, dualpipe_v",
-}
-"""Schedules that stand for two, or for one size."""
+from ultrascale_jax.plan.speed import Estimate, estimate
+from ultrascale_jax.plan.workload import GIB, Run
 
 
 def fastest(study: Study, mesh: dict[str, int]) -> tuple[Run, Estimate] | None:
@@ -134,7 +127,7 @@ def _cell(candidate: Candidate) -> Cell:
     axes += [f"zero{run.zero}"] if run.zero else []
     text = (
         " ".join(axes) + "*" * bool(candidate.refusal),
-        f"mbs{run.sequences} x{run.micro_batches} {run.remat}",
+        f"mbs{run.sequences} x{run.microbatches} {run.remat}",
         f"{candidate.peak_bytes / GIB:.1f} GiB",
     )
     return Cell(value=candidate.estimate.tokens_per_s_gpu, text="\n".join(text))
@@ -169,27 +162,4 @@ def cheat_sheet(study: Study) -> Figure:
         sheet=Table(head=head, rows=body),
         ratios={name: row.ratio for name, row in zip(names, rows, strict=True)},
         x="communication / computation",
-    )
-
-
-def bubble(study: Study) -> Figure:
-    """Idle over busy time of a pipeline by schedule (playbook, chapter Pipeline Parallelism)."""
-    panels: dict[str, dict[str, list[Point]]] = {}
-    for stages in (4, 8, 16):
-        lines = panels.setdefault(f"{stages} stages", {})
-        for schedule in SCHEDULES:
-            if schedule in ("afab", "dualpipe_v"):
-                continue  # as 1f1b, and as zb_v
-            virtual = 2 if schedule == "interleaved" else 1
-            share = (stages - 1) * bubble_share(schedule, virtual)
-            name = BUBBLE_NAMES.get(schedule, schedule)
-            lines[name] = [Point(x=m, y=100 * share / m) for m in (4, 8, 16, 32, 64) if m >= stages]
-    return Lines(
-        name="bubble",
-        title="Pipeline bubble by schedule and number of micro-batches",
-        caption="Idle over computing time of p equal stages and m micro-batches: 1F1B (p-1)/m, interleaved (p-1)/(vm), "
-        "zero-bubble schedules as plan/speed.py has them, backward twice as long as forward.",
-        panels=panels,
-        x="micro-batches of a step",
-        y="bubble (% of the work)",
     )

@@ -60,11 +60,9 @@ class Study:
         least = sizes.batch * sequences
         rounds = max(self.cfg.train.global_batch // least, sizes.pp)
         told = told_to(
-            self.cfg, mesh=sizes, micro_batches=rounds, global_batch=rounds * least, **train
+            self.cfg, mesh=sizes, microbatches=rounds, global_batch=rounds * least, **train
         )
         count = sizes.batch * sizes.cp * sizes.tensor * sizes.pp
-        if self.shape.num_layers % sizes.pp:
-            return None
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"

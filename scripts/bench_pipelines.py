@@ -1,0 +1,239 @@
+"""The bubbles of pipeline schedules, measured: `python -m scripts.bench_pipelines --ranks 4 --microbatches 8 16`.
+
+The executor runs every schedule on fake CPU devices, with layers that sleep instead of computing: so long for the
+forward pass, so long for the input gradient and so long for the weight gradient. Sleeping ranks need no cores, so that
+what is measured is the table and the executor. Beside it stands what the table says of itself.
+"""
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from scripts import command_line
+from scripts.bench_peers.report import Report
+from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.parallel.pipeline import Stages, pipeline
+from ultrascale_jax.parallel.schedules import KINDS, Schedule
+from ultrascale_jax.plan.pipeline import lock_step_bubble
+from ultrascale_jax.sharding import vary
+
+DIVERGENT = ("zb_h1", "zb_v", "dualpipe_v")
+"""Schedules drawn for ranks that run different operations: measured in that form too."""
+
+ALLOWANCE = 1.1
+"""What a measured bubble may be of its table's own."""
+
+WIDTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure, and with how long a sleep."""
+
+    ranks: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (4,)
+    """Pipeline ranks (p), as many fake CPU devices."""
+    microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (8, 16)
+    """Micro-batches of a step (m); each is measured with each number of ranks."""
+    ms: float = 800.0
+    """How long each of the three operations of a micro-batch takes on one rank: 1 / v of it for each of v stages."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("out/bench/pipelines.json")
+    """Where to write the figures as JSON."""
+
+    def __post_init__(self):
+        for name in ("ranks", "microbatches"):
+            values = getattr(self, name)
+            require(values and min(values) >= 1, name, values, "must be at least 1")
+        require(0 < self.ms < math.inf, "ms", self.ms, "must be positive")
+
+
+class Sleeper:
+    """A layer that sleeps; it knows when who slept.
+
+    A rank does one thing at a time, as a device does: XLA could start the three operations of a tick at once, since
+    they do not depend on each other.
+    """
+
+    def __init__(self, ranks: int):
+        self.seconds = 0.0
+        self.naps: list[tuple[int, str, float]] = []
+        """(rank, kind, seconds that it took)."""
+        self._awake = [threading.Lock() for _ in range(ranks)]
+        self.layer = self._make()
+
+    def _make(self) -> Callable:
+        @jax.custom_vjp
+        def layer(w, x):
+            return self._sleep("F", x) * w[0]
+
+        def forward(w, x):
+            return layer(w, x), (w, x)
+
+        def backward(kept, dy):
+            w, x = kept
+            return (self._sleep("W", dy) * x)[None], self._sleep("B", dy) * w[0]
+
+        layer.defvjp(forward, backward)
+        return layer
+
+    def _sleep(self, kind: str, x: jax.Array) -> jax.Array:
+        """x, after a nap."""
+
+        def nap(rank, _) -> np.ndarray:
+            with self._awake[int(rank)]:
+                begun = time.perf_counter()
+                time.sleep(self.seconds)
+                self.naps.append((int(rank), kind, time.perf_counter() - begun))
+            return np.zeros((), np.float32)
+
+        # It takes an element of x and gives a zero to be added, so that it runs in between.
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return x + jax.pure_callback(nap, scalar, lax.axis_index("pp"), x[0])
+
+    def mean(self, kind: str) -> float:
+        """Seconds of a nap: a little more than was asked for."""
+        return statistics.fmean(seconds for _, k, seconds in self.naps if k == kind)
+
+
+def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callable[[], float]:
+    """One step of a pipeline with one layer a stage, and how long it takes, in seconds."""
+    stages = Stages(
+        layer=lambda w, x, context: (sleeper.layer(w, x), jnp.float32(0.0)),
+        embed=lambda shared, x: jnp.where(lax.axis_index("pp") == 0, x * shared, 0.0),
+        head=lambda shared, y, x: (lax.psum(jnp.mean(y * shared), "pp"), ()),
+    )
+
+    def region(blocks, shared, inputs):
+        shared = vary(shared, ("pp",))
+        out = pipeline(schedule, stages, blocks, shared, inputs, divergent=divergent)
+        return out.objective, out.blocks
+
+    mesh = make_mesh(MeshConfig(pp=schedule.ranks, fsdp=1), jax.devices()[: schedule.ranks])
+    blocks = jnp.ones((schedule.num_stages, 1, WIDTH))
+    with jax.set_mesh(mesh):
+        run = smap(region, in_specs=(P("pp"), P(), P()), out_specs=(P(), P("pp")))
+        arguments = (
+            jax.device_put(blocks, jax.NamedSharding(mesh, P("pp"))),
+            jnp.ones(WIDTH),
+            jnp.ones((schedule.microbatches, WIDTH)),
+        )
+        step = jax.jit(run).lower(*arguments).compile()
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(step(*arguments))
+        return time.perf_counter() - begun
+
+    return seconds
+
+
+def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> dict:
+    """One row's figures; `seconds`: how long an operation of a micro-batch takes on one rank.
+
+    Returns:
+      `seconds` of the timed step; `bubble`, that over the work of one rank less one, where the work counts naps as long
+      as they were; `table_bubble`, what the table says; `formula`, what is published; `tick_ms`, a tick without sleep;
+      `naps`, how often each rank slept, by kind.
+    """
+    sleeper = Sleeper(schedule.ranks)
+    step = compiled(schedule, sleeper, divergent=divergent)
+    step()
+    tick = min(step() for _ in range(3)) / len(schedule.ticks)
+    sleeper.seconds = seconds / schedule.virtual
+    sleeper.naps.clear()
+    taken = step()
+    work = schedule.microbatches * schedule.virtual * sum(map(sleeper.mean, KINDS))
+    table = (
+        schedule.bubble(runtime="divergent") if divergent else lock_step_bubble(schedule, 1, 1, 1)
+    )
+    counts = Counter((rank, kind) for rank, kind, _ in sleeper.naps)
+    return {
+        "seconds": taken,
+        "bubble": taken / work - 1,
+        "table_bubble": table,
+        "formula": schedule.formula,
+        "tick_ms": 1e3 * tick,
+        "naps": [{kind: counts[rank, kind] for kind in KINDS} for rank in range(schedule.ranks)],
+    }
+
+
+def rows(ranks: int, microbatches: int) -> list[tuple[str, bool, Schedule | str]]:
+    """Contestant, whether divergent, and the schedule, or why there is none."""
+    found: list[tuple[str, bool, Schedule | str]] = []
+    for name in SCHEDULES:
+        try:
+            made = schedules.build(name, ranks, microbatches, 2 if name in GROUPED else 0)
+        except UserError as error:
+            found.append((name, False, str(error)))
+            continue
+        title = name if made.virtual == 1 else f"{name}, v {made.virtual}"
+        found.append((title, False, made))
+        if name in DIVERGENT:
+            found.append((f"{title}, divergent", True, made))
+    return found
+
+
+def bench(options: Options, report: Report) -> None:
+    """Measure everything and write it down."""
+    console = Console(stderr=True)
+    ratios: dict[str, list[float]] = {"lock step": [], "divergent": []}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    for ranks in options.ranks:
+        for microbatches in options.microbatches:
+            workload = f"{ranks} ranks, {microbatches} micro-batches"
+            for contestant, divergent, made in rows(ranks, microbatches):
+                console.print(f"{workload}: {contestant}", markup=False)
+                if isinstance(made, str):
+                    report.add(workload, contestant, status="skipped", reason=made)
+                    continue
+                row = report.add(workload, contestant, status="running")
+                row |= {"ms": options.ms, "load": os.getloadavg()[0], "versions": versions}
+                row |= measure(made, options.ms / 1e3, divergent=divergent)
+                row["status"] = "measured"
+                form = "divergent" if divergent else "lock step"
+                ratios[form].append(row["bubble"] / row["table_bubble"])
+                report.save()
+    for form, found in ratios.items():
+        if found:
+            text = f"{form}: largest measured bubble over its table's, at most {ALLOWANCE}"
+            report.goal(text, max(found), max(found) <= ALLOWANCE)
+    report.complete = True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    with command_line.user_errors():
+        prog = "python -m scripts.bench_pipelines"
+        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
+        command_line.use_fake_devices(max(options.ranks))
+        command = ["python", "-m", "scripts.bench_pipelines", *arguments]
+        report = Report(options.out, "pipelines", command)
+        with contextlib.suppress(KeyboardInterrupt):
+            bench(options, report)
+        report.save()
+        console = Console()
+        report.print(console if console.is_terminal else Console(width=150))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The H100 program of a pipeline: sends in flight, one gradient reduction a step, memory and size as the table says."""
+
+import dataclasses
+
+import pytest
+
+from configs import llama3_70b, llama3_405b
+from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
+from ultrascale_jax.parallel.buffers import assemble
+from ultrascale_jax.parallel.schedules import of_config
+from ultrascale_jax.plan.hardware import find_gpu
+
+BF16, MIB = 2, 2**20
+MESH = {"pp": 2, "fsdp": 2, "sp": 2}
+
+
+@pytest.fixture(scope="session")
+def piped(compiled):
+    """`piped(microbatches, zero, **pp)`: a small model on pp 2 x fsdp 2 x sp 2, one sequence a micro-batch."""
+
+    def compile_run(microbatches, zero=1, **pp):
+        batch = {"microbatches": microbatches, "global_batch": 2 * microbatches}
+        return compiled(8, MESH, pp, zero=zero, **batch)
+
+    return compile_run
+
+
+def sends(step):
+    return [c for c in step.collectives if c.kind == "collective-permute"]
+
+
+def activation(cfg) -> int:
+    """Bytes of the residual stream of one micro-batch on a GPU."""
+    rows = cfg.train.global_batch // cfg.train.microbatches // cfg.mesh.batch
+    return rows * cfg.data.seq_len // cfg.mesh.sp * cfg.model.d_model * BF16
+
+
+def test_a_tick_sends_one_activation_and_one_gradient(piped):
+    cfg, step = piped(8)
+    table = of_config(cfg)
+    assert {c.operand_bytes for c in sends(step)} == {activation(cfg)}
+    assert {c.axes for c in sends(step)} == {("pp",)}
+    ticks = [{kind for cell in row for kind in cell} for row in table.ticks]
+    assert sum(c.times for c in sends(step)) == sum(len(kinds) for kinds in ticks)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_are_reduced_once_a_step_or_scattered_layer_by_layer(piped, zero):
+    """Nothing as large as a weight is summed over fsdp inside the loops with ZeRO-1; with ZeRO-2 each layer's is."""
+    cfg, step = piped(8, zero=zero)
+    weight = cfg.model.d_model * cfg.model.d_ff // cfg.mesh.tensor
+    summed = [
+        c
+        for c in step.collectives
+        if c.kind in ("reduce-scatter", "all-reduce") and "fsdp" in c.axes
+        if c.operand_bytes >= weight * BF16
+    ]
+    assert {bool(c.loops) for c in summed} == ({False} if zero == 1 else {True})
+    assert {c.kind for c in summed} == {"reduce-scatter"}
+
+
+def test_one_loop_holds_forward_and_backward_so_that_they_overlap(piped):
+    cfg, step = piped(8)
+    depth = cfg.model.num_layers // cfg.mesh.pp
+    flash = {}
+    for matmul in step.matmuls:
+        if matmul.attention:
+            flash[matmul.computation] = flash.get(matmul.computation, 0) + 1
+    bodies = dict(step.module.walk())
+    # remat=full: attention runs in the forward layer, again in the backward layer, and backward.
+    assert 3 in {count for name, count in flash.items() if bodies[name][-1:] == (depth,)}
+
+
+def test_memory_of_1f1b_is_flat_in_micro_batches_and_that_of_afab_is_not(piped):
+    def peak(microbatches, **pp):
+        return piped(microbatches, **pp)[1].temporary_bytes
+
+    assert abs(peak(32) - peak(8)) < MIB
+    cfg, step = piped(8, schedule="afab")
+    # remat=full keeps the input of each layer, and the gradient of the last stage's output waits.
+    slope = cfg.model.num_layers // cfg.mesh.pp * activation(cfg) + activation(cfg)
+    grown = peak(32, schedule="afab") - step.temporary_bytes
+    assert grown == pytest.approx(24 * slope, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_uniform"])
+def test_the_program_does_not_grow_with_micro_batches(piped, schedule):
+    few, many = (piped(m, schedule=schedule)[1] for m in (8, 32))
+    sizes = [
+        len([line for line in step.text.splitlines() if " = " in line]) for step in (few, many)
+    ]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+
+
+def test_zero_bubble_keeps_no_more_than_1f1b_and_its_queue(piped):
+    _, plain = piped(8)
+    cfg, split = piped(8, schedule="zb_uniform")
+    program = assemble(of_config(cfg))
+    m, mesh = cfg.model, cfg.mesh
+    # A layer's queue: at most four residual streams, q, k, v, the attention's output, and three of the ffn's width.
+    heads = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim // mesh.tensor
+    width = 4 * m.d_model // mesh.sp + heads + 3 * m.d_ff // mesh.tensor
+    entry = cfg.data.seq_len * width * BF16 * m.num_layers // mesh.pp
+    queue = (program.slots.weights + 1) * entry
+    assert split.temporary_bytes - plain.temporary_bytes < queue + 8 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "num_devices", "mesh", "microbatches", "remat"),
+    [
+        (llama3_70b, 64, {"pp": 4, "fsdp": 2, "sp": 8}, 32, "selective"),
+        (llama3_405b, 1024, {"pp": 16, "fsdp": 8, "sp": 8}, 64, "full"),
+    ],
+    ids=["70b_64", "405b_1024"],
+)
+def test_large_models_fit_and_their_steady_state_waits_for_no_send(
+    compile_once, recipe, num_devices, mesh, microbatches, remat
+):
+    cfg, mesh = recipe.config, MeshConfig(**mesh)
+    batch = {"microbatches": microbatches, "global_batch": mesh.batch * microbatches}
+    train = dataclasses.replace(cfg.train, zero=1, remat=remat, **batch)
+    cfg = dataclasses.replace(cfg, mesh=mesh, train=train).check(num_devices)
+    step = compile_once(cfg, num_devices)
+    assert step.peak_bytes <= GPU_MEMORY_SHARE * find_gpu("h100").memory_gib * 2**30
+    table = of_config(cfg)
+    both = sum({"F", "B"} <= {k for cell in row for k in cell} for row in table.ticks)
+    steady = [c for c in sends(step) if c.loops == (both,)]
+    assert len(steady) == 2
+    assert all(c.asynchronous and c.hidden_by for c in steady)

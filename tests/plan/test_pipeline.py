@@ -1,0 +1,110 @@
+"""What the planner counts of a pipeline is what the executor's table holds."""
+
+import pytest
+
+from ultrascale_jax.config import SCHEDULES, MeshConfig
+from ultrascale_jax.parallel import pipeline as executor
+from ultrascale_jax.parallel.buffers import assemble
+from ultrascale_jax.parallel.schedules import build
+from ultrascale_jax.plan import pipeline
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.pipeline import Key
+from ultrascale_jax.plan.speed import estimate
+from ultrascale_jax.plan.workload import Run, Shape
+
+CASES = [(name, virtual) for name in SCHEDULES for virtual in (0, 3)] + [("interleaved", 4)]
+CASES = [case for case in CASES if not case[1] or case[0] in ("interleaved", "zb_uniform")]
+
+
+def run(schedule="1f1b", p=4, m=8, virtual=0, **fields) -> Run:
+    own = virtual or build(schedule, p, m).virtual
+    return Run(
+        shape=Shape(num_layers=24),
+        mesh=MeshConfig(pp=p, fsdp=2),
+        seq_len=4096,
+        sequences=1,
+        microbatches=m,
+        schedule=schedule,
+        virtual_stages=own,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("stash", ["residuals", "input"])
+@pytest.mark.parametrize(("schedule", "virtual"), CASES)
+def test_a_large_table_is_counted_from_small_ones(schedule, virtual, stash):
+    for p in (2, 3, 4):
+        for m in (2 * p, 3 * p, 7 * p, 8 * p, 11 * p, 16 * p):
+            key = Key(schedule, p, m, virtual or build(schedule, p, m).virtual, 0)
+            assert pipeline._counts(key, stash) == pipeline._counted(key, stash), (p, m)
+
+
+def test_groups_are_counted_too():
+    for m in (16, 64, 72, 80):
+        key = Key("interleaved", 4, m, 2, 8)
+        assert pipeline._counts(key, "residuals") == pipeline._counted(key, "residuals")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_counts_are_those_of_the_executors_program(schedule):
+    made = build(schedule, 4, 12)
+    program, found = assemble(made), pipeline.counts(run(schedule, 4, 12))
+    assert found.slots == vars(program.slots)
+    for kind in "FBW":
+        ticks = sum(s.stop - s.start for s in program.segments if kind in s.kinds)
+        assert found.ticks[kind] == ticks
+    assert found.peaks == {"in_flight": max(made.in_flight), "w_queue": max(made.w_queue)}
+    for name, column in pipeline.COLUMNS.items():
+        assert program.every[column].sum() <= found.times[name] <= len(made.ticks)
+
+
+def test_the_planner_knows_when_the_executor_masks():
+    ours = {pipeline.COLUMNS[name]: share for name, share in pipeline.ENOUGH.items()}
+    assert {"e": 0.0} | executor.ENOUGH == ours
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_memory_is_flat_in_the_microbatches_or_linear(p):
+    def kept(schedule, m, virtual=0):
+        return pipeline.counts(run(schedule, p, m, virtual)).peaks["in_flight"]
+
+    assert [kept("afab", m) for m in (16, 32, 500)] == [16, 32, 500]
+    assert {kept("1f1b", m) for m in (16, 32, 500)} == {2 * p}
+    assert {kept("interleaved", m, 2) for m in (16, 32, 512)} == {3 * p}
+    assert {kept("zb_h1", m) for m in (16, 32, 500)} == {p}
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), CASES)
+def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual):
+    made = build(schedule, 4, 12, virtual)
+    costs = (1.0, 1.3, 0.8)
+    executed, drawn = pipeline.lock_step_bubble(made, *costs), made.bubble(*costs)
+    if schedule in ("zb_h1", "zb_v", "dualpipe_v"):
+        assert executed >= drawn > build("1f1b", 4, 12).bubble(*costs)
+    else:
+        assert executed == pytest.approx(drawn)
+
+
+def test_a_divergent_bubble_is_continued_too():
+    for schedule, m in (("zb_h1", 20), ("zb_h1", 128), ("zb_v", 128), ("dualpipe_v", 128)):
+        planned = run(schedule, 4, m, divergent=True)
+        exact = build(schedule, 4, m).bubble(1, 1.25, 0.75, "divergent")
+        assert pipeline.divergent_bubble(planned, 2, 2.5, 1.5) == pytest.approx(exact, abs=0.01)
+
+
+def test_zero_bubble_and_interleaving_are_not_slower_than_1f1b_where_they_are_recommended():
+    cluster = find_cluster(None, "h100", 8)
+    for m in (8, 16, 64):
+        times = {
+            name: estimate(run(name, 4, m, virtual), cluster).parts["bubble"]
+            for name, virtual in (("1f1b", 0), ("interleaved", 2), ("zb_uniform", 2))
+        }
+        assert times["zb_uniform"] < times["interleaved"] < times["1f1b"]
+
+
+def test_a_divergent_run_is_faster_than_the_same_in_lock_step():
+    cluster = find_cluster(None, "h100", 8)
+    lock_step, divergent = (
+        estimate(run("zb_h1", 4, 16, divergent=d), cluster).step_s for d in (False, True)
+    )
+    assert divergent < lock_step

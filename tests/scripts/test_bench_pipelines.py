@@ -1,0 +1,71 @@
+"""The benchmark of bubbles sleeps as often as the table says, and writes down what it found."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from scripts.bench_pipelines import Options, bench, measure, rows
+from scripts.bench_peers.report import Report
+from ultrascale_jax.config import UserError
+from ultrascale_jax.parallel.schedules import KINDS, build
+from ultrascale_jax.plan.pipeline import lock_step_bubble
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    [("1f1b", 4, 6), ("interleaved", 2, 4), ("zb_uniform", 4, 4), ("zb_h1", 4, 8)],
+)
+def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, microbatches):
+    schedule = build(name, ranks, microbatches, 2 if name == "interleaved" else 0)
+    row = measure(schedule, 0.001)
+    work = schedule.microbatches * schedule.virtual * len(KINDS)
+    for naps in row["naps"]:
+        assert sum(naps.values()) / work - 1 == pytest.approx(row["table_bubble"])
+    assert row["table_bubble"] == lock_step_bubble(schedule, 1, 1, 1)
+    assert row["tick_ms"] > 0 and row["seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipe_v"])
+def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
+    schedule = build(name, 2, 4)
+    row = measure(schedule, 0.001, divergent=True)
+    assert row["naps"] == [dict.fromkeys(KINDS, 4 * schedule.virtual)] * 2
+    assert row["table_bubble"] == schedule.bubble(runtime="divergent")
+
+
+def test_a_schedule_that_does_not_exist_is_skipped_with_the_reason(tmp_path, monkeypatch):
+    found = {contestant: made for contestant, _, made in rows(8, 4)}
+    assert "must be a multiple of 8" in found["interleaved"]
+    assert found["zb_v, v 2, divergent"].ranks == 8
+
+    monkeypatch.setattr("scripts.bench_pipelines.SCHEDULES", ("interleaved",))
+    report = Report(tmp_path / "out.json", "pipelines", [])
+    bench(Options(ranks=(8,), microbatches=(4,)), report)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert row["status"] == "skipped" and "train.microbatches=4" in row["reason"]
+    assert report.goals == [] and report.complete
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_schedule(tmp_path):
+    path = tmp_path / "pipelines.json"
+    command = [sys.executable, "-m", "scripts.bench_pipelines", "--ranks", "2", "--ms", "2"]
+    command += ["--microbatches", "4", "--out", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["complete"] and len(report["goals"]) == 2
+    measured = {row["contestant"]: row for row in report["results"]}
+    assert len(measured) == 10
+    assert all(row["status"] == "measured" for row in measured.values())
+    assert measured["zb_uniform, v 2"]["table_bubble"] == pytest.approx(2 / 24)
+    assert "zb_uniform, v 2" in done.stdout
+
+
+def test_options_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="microbatches"):
+        Options(microbatches=(0,))
+    with pytest.raises(UserError, match="ms"):
+        Options(ms=0.0)

@@ -1,0 +1,122 @@
+"""What one GPU computes for a layer, in seconds: matrix products, attention and memory traffic; no JAX."""
+
+import functools
+from dataclasses import dataclass
+
+from ultrascale_jax.plan import costs
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.software import Software
+from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.training.flops import attention_flops_per_token
+
+type Product = tuple[float, float, float, float]
+"""Rows, columns and contracted dim of a matrix product, and how many of it."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through a mean layer, nothing repeated, no communication."""
+
+    products: dict[str, float]
+    """Matrix products of the forward pass, by part."""
+    backward_products: float
+    """Half of them for the input gradient, half for the weight gradient."""
+    attention: float
+    attention_backward: float
+    traffic: float
+    """Memory traffic of both passes, a third of it of the forward pass."""
+
+    @property
+    def forward(self) -> float:
+        """The whole forward pass."""
+        return sum(self.products.values()) + self.attention + self.traffic / 3
+
+    @property
+    def backward(self) -> float:
+        """The whole backward pass."""
+        return self.backward_products + self.attention_backward + self.traffic * 2 / 3
+
+
+class Arithmetic:
+    """The arithmetic of `run` on one GPU of `cluster` by `software`."""
+
+    def __init__(self, run: Run, cluster: Cluster, software: Software):
+        self.run, self.cluster, self.software = run, cluster, software
+        self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
+        self.tensor = group(run.mesh, ("sp", "tp"), cluster.gpus_per_node)
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """Of a mean layer."""
+        products = self.products()
+        return Passes(
+            {name: self.gemms(shapes, backward=False) for name, shapes in products.items()},
+            sum(self.gemms(shapes, backward=True) for shapes in products.values()),
+            *self.attention(),
+            self.traffic(),
+        )
+
+    def products(self) -> dict[str, list[Product]]:
+        """The matrix products of a mean layer's forward pass, by part."""
+        shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
+        kv_heads = max(shape.num_kv_heads, n)
+        qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
+        dense = 1 - shape.moe_layers / shape.num_layers
+        up: list[Product] = []
+        down: list[Product] = []
+        for rows, width, count in (
+            (tokens, shape.d_ff, dense),
+            (tokens, shape.expert_width, (1 - dense) * shape.shared_experts),
+            self.routed(1 - dense),
+        ):
+            if count:
+                up.append((rows, (shape.matrices - 1) * width / n, shape.d_model, count))
+                down.append((rows, shape.d_model, width / n, count))
+        return {
+            "qkv": [(tokens, qkv, shape.d_model, 1)],
+            "out": [(tokens, shape.d_model, shape.head_dim * shape.num_heads / n, 1)],
+            "up": up,
+            "down": down,
+        }
+
+    def routed(self, share: float) -> tuple[float, float, float]:
+        """Rows of one expert when all get the same, its width, and how many of them one GPU has in a mean layer."""
+        shape, ep = self.shape, self.mesh.ep
+        if not share:
+            return 0, 0, 0
+        rows = self.run.tokens * shape.experts_per_token * ep / shape.num_experts
+        return rows, shape.expert_width, share * shape.num_experts / ep
+
+    def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
+        """The products of a forward pass, or the two for each of the backward pass."""
+        seconds, dtype = 0.0, self.run.precision
+        dtype = "bf16" if dtype == "fp8" and not fp8 else dtype
+        for m, n, k, count in shapes:
+            orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
+            seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
+        return seconds / self.software.matmul
+
+    def attention(self) -> tuple[float, float]:
+        """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
+        run, shape = self.run, self.shape
+        per_token = attention_flops_per_token(shape, run.seq_len) / shape.num_layers
+        flops = run.tokens * per_token / self.tensor.ranks / self.software.attention
+        flops *= 2 if run.precision == "fp32" else 1
+        one = {"head_dim": shape.head_dim}
+        return (
+            costs.attention_seconds(self.gpu, flops / 3, **one),
+            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one),
+        )
+
+    def traffic(self) -> float:
+        """Norms, residual sums, rotary embeddings, activation functions; forward and backward.
+
+        In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
+        a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.
+        """
+        shape, dense = self.shape, 1 - self.shape.moe_layers / self.shape.num_layers
+        active = shape.experts_per_token + shape.shared_experts
+        d_ff = dense * shape.d_ff + (1 - dense) * active * shape.expert_width
+        width = (shape.d_model + d_ff / 2) / self.tensor.ranks
+        passes = self.software.passes * (1 if self.run.precision == "bf16" else 2)
+        return costs.memory_seconds(self.gpu, 2 * passes * self.run.tokens * width)
