@@ -6,13 +6,23 @@ CSV, and prints the formulas' errors. Rows that the file has already are kept; C
 
 import argparse
 import csv
+import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from configs import shapes
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig, parse_mesh
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    PipelineConfig,
+    TrainConfig,
+    parse_mesh,
+)
 from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.workload import Run
 
@@ -105,13 +115,15 @@ NAMES = (
     *("held", "model", "mesh", "seq_len", "sequences", "microbatches", "zero", "remat"),
     "document_mask",
 )
+type Measure = Callable[[dict[str, str]], dict[str, str]]
+"""Adds columns to a row."""
+
 BYTES = ("argument_bytes", "temporary_bytes", "xla_bytes", "formula_bytes")
 
 
 def config(row: dict[str, str]) -> tuple[Config, int]:
     """The run of a row, and its number of GPUs."""
     mesh = MeshConfig(**{"fsdp": 1, **parse_mesh(row["mesh"])})
-    num_gpus = mesh.batch * mesh.cp * mesh.tensor
     microbatches = int(row["microbatches"])
     train = TrainConfig(
         global_batch=int(row["sequences"]) * microbatches * mesh.batch,
@@ -120,8 +132,12 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
         remat=row["remat"],
     )
     data = DataConfig(seq_len=int(row["seq_len"]), document_mask=row["document_mask"] == "on")
-    model = getattr(shapes, row["model"])
-    return Config(model=model, mesh=mesh, data=data, train=train), num_gpus
+    model, pp = getattr(shapes, row["model"]), PipelineConfig()
+    if "schedule" in row:
+        stash: Any = row["stash"]
+        pp = PipelineConfig(schedule=row["schedule"], virtual=int(row["virtual"]), stash=stash)
+    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp)
+    return cfg, math.prod(mesh.sizes.values())
 
 
 def measure(row: dict[str, str]) -> dict[str, str]:
@@ -148,26 +164,49 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """Replace the file by those of `rows` that are in `RUNS`, in its order."""
-    known = {key(row): row for row in rows}
-    rows = [known[key(row)] | row for row in runs() if key(row) in known]
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*NAMES, *BYTES, "error_pct"), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    partial.replace(path)
+class Table:
+    """A CSV file with a row for each run, in their order."""
+
+    def __init__(
+        self,
+        path: Path,
+        names: Sequence[str],
+        measured: Sequence[str],
+        runs: Sequence[dict[str, str]],
+    ):
+        """`names` are the columns that make a run, after the first; `measured` those that follow."""
+        self.path, self.columns, self.names = path, (*names, *measured), names[1:]
+        self.runs = runs
+        known = {self.key(row): row for row in read(path)}
+        self.rows = [known[self.key(run)] | run for run in runs if self.key(run) in known]
+
+    def key(self, row: dict[str, str]) -> tuple[str, ...]:
+        """What makes a row the same run as another."""
+        return tuple(row[name] for name in self.names)
+
+    def fill(self, measure: Measure, with_formula: Measure, limit: int) -> None:
+        """Measure up to `limit` of the runs that are not there, write each at once, and all formulas anew."""
+        known = {self.key(row): row for row in self.rows}
+        for run in [run for run in self.runs if self.key(run) not in known][:limit]:
+            print(" ".join(self.key(run)), file=sys.stderr)
+            known[self.key(run)] = measure(run)
+            self._write(known, with_formula)
+        self._write(known, with_formula)
+
+    def _write(self, known: dict[tuple[str, ...], dict[str, str]], with_formula: Measure) -> None:
+        rows = (known[self.key(run)] for run in self.runs if self.key(run) in known)
+        self.rows = [with_formula(row) for row in rows]
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        partial.replace(self.path)
 
 
 def runs() -> list[dict[str, str]]:
     """`RUNS` as rows."""
     return [dict(zip(NAMES, line.split(), strict=True)) for line in RUNS]
-
-
-def key(row: dict[str, str]) -> tuple[str, ...]:
-    """What makes a row the same run as another."""
-    return tuple(row[name] for name in NAMES[1:])
 
 
 def summary(rows: list[dict[str, str]]) -> str:
@@ -186,15 +225,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=len(RUNS), help="compile at most so many rows")
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
-    rows = read(arguments.out)
-    known = {key(row) for row in rows}
-    for row in [row for row in runs() if key(row) not in known][: arguments.limit]:
-        print(" ".join(key(row)), file=sys.stderr)
-        rows.append(with_formula(measure(row)))
-        write(arguments.out, rows)
-    rows = [with_formula(row) for row in rows]
-    write(arguments.out, rows)
-    print(summary(read(arguments.out)))
+    table = Table(arguments.out, NAMES, (*BYTES, "error_pct"), runs())
+    table.fill(measure, with_formula, arguments.limit)
+    print(summary(table.rows))
 
 
 if __name__ == "__main__":

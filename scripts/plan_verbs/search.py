@@ -79,6 +79,10 @@ def _require_free(cfg: Config, recipe: Config) -> None:
     for name in ("zero", "microbatches"):
         value = getattr(cfg.train, name)
         require(value == getattr(recipe.train, name), f"train.{name}", value, fix)
+    fix = "the search chooses it; pin it by --fixed, as --fixed pp=4,schedule=interleaved"
+    for name in ("virtual", "stash", *(() if cfg.pp.from_file else ("schedule",))):
+        value = getattr(cfg.pp, name)
+        require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
 
 
 def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:

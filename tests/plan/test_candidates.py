@@ -93,6 +93,15 @@ def test_a_pipeline_may_have_unequal_stages():
     assert layers == {(1, 2, 2)}  # 2 + 2 + 2 + 1; two stages a rank would want eight layers
 
 
+def test_more_than_a_quarter_of_padding_is_left_out_unless_pinned():
+    cfg = dataclasses.replace(debug, model=dataclasses.replace(debug.model, num_layers=5))
+    free = enumerate_runs(cfg, cluster(), {}, SPLIT)
+    assert {run.mesh.pp for run in free.runs} == {1, 2}  # 5 of 6, and 5 of 8
+    assert free.illegal["model.num_layers"] > 0
+    pinned = enumerate_runs(cfg, cluster(), {"pp": (4,)}, SPLIT)
+    assert {run.rank_layers for run in pinned.runs} == {2}
+
+
 def test_what_waits_in_lock_step_is_not_recommended_unless_ranks_diverge():
     runs = enumerate_runs(debug, cluster(), {"pp": (2,)}, SPLIT).runs
     assert {run.schedule for run in runs if drawback(run)} == set(UNEVEN)

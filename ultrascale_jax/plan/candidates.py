@@ -2,7 +2,8 @@
 
 Left out, and counted where it is not the same run under another name:
 
-* what `Run.of` refuses, and pipelines with fewer micro-batches than stages;
+* what `Run.of` refuses, and pipelines with fewer micro-batches than stages or, unless pp is pinned, with more than a
+  quarter of padding;
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 """
@@ -249,8 +250,11 @@ def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
 
 
 def _require_parts(run: Run, choices: Choices) -> None:
-    """Raise a `UserError` if experts are unequal, or the micro-batch is not one that is pinned."""
+    """Raise a `UserError` if experts are unequal, stages mostly padding, or the micro-batch not one that is pinned."""
     require_experts(run)
+    layers, padded = run.shape.num_layers, run.rank_layers * run.mesh.pp
+    wasted = 4 * layers < 3 * padded and "pp" not in choices
+    require(not wasted, "model.num_layers", layers, f"{padded - layers} of {padded} are padding")
     pinned = choices.get("sequences", (run.sequences,))
     require(run.sequences in pinned, "sequences", run.sequences, "pinned")
 

@@ -25,14 +25,20 @@ def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 def rings(run: Run, layer: Layer) -> dict[str, float]:
     """The ring buffers, and the values of this tick."""
     slots, stashes = pipeline.counts(run).slots, run.stash == "residuals"
-    layers = run.chunk_layers * (slots["residuals"] + 1 if stashes else 1)
-    parts = {f"activations: {name}": layers * size for name, size in kept(run, layer).items()}
+    chunks = slots["residuals"] + 1 if stashes else 0
+    parts = _kept(run, layer, chunks)
     sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
     parts["activations: stage inputs"] = sent * layer.width * layer.residual
     if slots["weights"]:
         queue = (slots["weights"] + 1) * run.chunk_layers * waiting(run, layer)
         parts["activations: W queue"] = queue
     return parts
+
+
+def _kept(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
+    """What so many stages keep, by kind."""
+    layers = chunks * run.chunk_layers
+    return {f"activations: {name}": layers * size for name, size in kept(run, layer).items()}
 
 
 def waiting(run: Run, layer: Layer) -> float:
@@ -75,7 +81,7 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """The backward pass of one layer, and beside it the forward pass of another where a tick has both.
 
     Under ZeRO-3 both gather their layer; the sums of the layer's gradients are read and written; what the next layer's
-    backward pass reads is read ahead.
+    backward pass reads is read ahead. A stage of which the input alone is stashed has its forward pass repeated.
     """
     a, both = layer.width, beside(run)
     params = weights.attention + run.shape.matrices * weights.matrix
@@ -87,6 +93,7 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
         "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
         "workspace": working_set(run, layer) + forward + ahead,
         "activations: document mask": (1 + both) * document_mask(run, layer),
+        **(_kept(run, layer, 1) if run.stash == "input" else {}),
     }
 
 

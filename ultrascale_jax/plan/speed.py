@@ -7,7 +7,8 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
-from ultrascale_jax.plan import costs, nanotron, pipeline
+from ultrascale_jax.plan import costs, nanotron, pipeline, pipeline_memory
+from ultrascale_jax.plan.activations import kept, layer_of
 from ultrascale_jax.plan.arithmetic import Arithmetic, Product
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.software import KEPT, RESULTS, ULTRASCALE, Software
@@ -90,6 +91,24 @@ class Step(Arithmetic):
             return [(s.layers, s.head, s.loss) for s in nanotron.stages(self.shape, pp)]
         return [(self.run.rank_layers, 1 / pp, 1 / pp)] * pp
 
+    def copies(self) -> float:
+        """Copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
+
+        What a layer kept is read ahead, its part of the stacks of parameters and of the sums of gradients is cut out,
+        and the W queue is written and read.
+        """
+        run = self.run
+        if run.mesh.pp == 1 or self.software.by_cost or not pipeline_memory.beside(run):
+            return 0.0
+        count = sum(n for n, _ in self.layer_params())
+        params = count / (self.shards.ranks if run.zero == 3 else 1)
+        sums = count / (self.shards.ranks if run.zero >= 2 else 1)
+        layer = layer_of(run)
+        activations = 2 * sum(kept(run, layer).values())
+        if pipeline.counts(run).slots["weights"]:
+            activations += 2 * pipeline_memory.waiting(run, layer)
+        return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
+
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
         """What the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
 
@@ -129,7 +148,9 @@ class Step(Arithmetic):
         parts = {
             "matrix products": sum(passes.products.values()) + passes.backward_products,
             "attention": passes.attention + passes.attention_backward,
-            "memory traffic": passes.traffic + self.accumulation(self.layer_params()),
+            "memory traffic": passes.traffic
+            + self.accumulation(self.layer_params())
+            + self.copies(),
             "recomputation": repeated,
             self.tensor_axes: self.tensor_group(),
             "exposed cp": self.ring(passes.attention),
@@ -262,7 +283,7 @@ class Step(Arithmetic):
     def once_a_step(self, slowest: float) -> dict[str, float]:
         """Gradients summed and parameters gathered outside the micro-batches, and the optimizer."""
         run, shape, mesh, software = self.run, self.shape, self.mesh, self.software
-        layers = shape.num_layers / mesh.pp
+        layers = shape.num_layers / mesh.pp if software.by_cost else run.rank_layers
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
         count = sum(n for n, _ in self.layer_params()) * layers + table

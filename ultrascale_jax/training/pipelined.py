@@ -1,8 +1,8 @@
 """The micro-batches of a step through a pipeline: the model in the form that `parallel/pipeline.py` runs.
 
 One region is manual over all mesh axes. Parameters enter it as they rest and their gradients leave it so; inside,
-`zero.py` gathers and the model's own text runs on this device's pieces. Every rank holds its part of the vocabulary, for
-the embedding as for the head.
+`zero.py` gathers and the model's own text runs on this device's pieces. Every rank holds its part of the vocabulary,
+for the embedding as for the head.
 """
 
 import dataclasses
