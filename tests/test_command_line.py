@@ -204,5 +204,11 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_it_starts(tmp_path, 
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    # XLA may say beforehand that there is no GPU.
+    said = [
+        line
+        for line in done.stderr.splitlines()
+        if "cudart_stub" not in line and "absl" not in line
+    ]
+    assert len(said) == 1 and said[0].startswith(f"error: {message}")
     assert not (tmp_path / "run").exists()

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.manual import smap
     from ultrascale_jax.parallel.pipeline import Stages, pipeline
     from ultrascale_jax.parallel.schedules import build as build_schedule
-    from ultrascale_jax.parallel.schedules import layer_order
+    from ultrascale_jax.parallel.schedules import forward_only, layer_order, stage_layers
+    from ultrascale_jax.parallel.schedules import read_csv as read_schedule
     from ultrascale_jax.plan.compile import compile_step
     from ultrascale_jax.plan.hardware import find_cluster
     from ultrascale_jax.plan.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.speed import estimate as estimate_step
     from ultrascale_jax.plan.timeline import simulate as simulate_step
     from ultrascale_jax.plan.workload import Run, Shape
-    from ultrascale_jax.sharding import act
+    from ultrascale_jax.sharding import act, vary
     from ultrascale_jax.training.state import abstract_state, init_state
     from ultrascale_jax.training.step import make_train_step
 
@@ -47,6 +48,7 @@ __all__ = [
     "compile_step",
     "estimate_step",
     "find_cluster",
+    "forward_only",
     "generate",
     "init_state",
     "layer_order",
@@ -56,9 +58,12 @@ __all__ = [
     "memory_breakdown",
     "pipeline",
     "read_hf_config",
+    "read_schedule",
     "save_hf",
     "simulate_step",
     "smap",
+    "stage_layers",
+    "vary",
 ]
 
 _HOME = {
@@ -77,6 +82,7 @@ _HOME = {
     "compile_step": "plan.compile",
     "estimate_step": "plan.speed:estimate",
     "find_cluster": "plan.hardware",
+    "forward_only": "parallel.schedules",
     "generate": "models.generate",
     "init_state": "training.state",
     "layer_order": "parallel.schedules",
@@ -86,9 +92,12 @@ _HOME = {
     "memory_breakdown": "plan.memory:breakdown",
     "pipeline": "parallel.pipeline",
     "read_hf_config": "models.hf_config:read_config",
+    "read_schedule": "parallel.schedules:read_csv",
     "save_hf": "models.hf:save",
     "simulate_step": "plan.timeline:simulate",
     "smap": "parallel.manual",
+    "stage_layers": "parallel.schedules",
+    "vary": "sharding",
 }
 
 

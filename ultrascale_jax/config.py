@@ -332,7 +332,7 @@ class PipelineConfig:
     virtual: int = 0
     """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
     group: int = 0
-    """Micro-batches that a rank runs in a row before its next stage (interleaved); 0 is mesh.pp, depth first."""
+    """Micro-batches that a rank runs in a row before its next stage; 0 is mesh.pp, depth first."""
     stash: Literal["residuals", "input"] = "residuals"
     """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
     divergent: bool = False
@@ -350,8 +350,9 @@ class PipelineConfig:
         if from_file:
             least, most, fix = 0, 0, f"the table {name} says it itself; use 0"
         require(not self.virtual or least <= self.virtual <= most, "pp.virtual", self.virtual, fix)
-        fix = f"only {' and '.join(GROUPED)} have groups; use 0"
-        require(not self.group or name in GROUPED, "pp.group", self.group, fix)
+        fix = f"only {' and '.join(GROUPED)} have groups, with pp.virtual above 1; use 0"
+        grouped = name in GROUPED and self.stages_per_rank > 1
+        require(not self.group or grouped, "pp.group", self.group, fix)
 
     @property
     def from_file(self) -> bool:

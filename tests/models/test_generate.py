@@ -1,5 +1,7 @@
 """Generation through a pipeline: the tokens are those of one device, however the layers rest."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,24 +13,13 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.schedules import layer_order
 
 LAYERS = 5
+LLAMA = ModelConfig(
+    vocab_size=32, d_model=16, d_ff=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8
+)
 MODELS = {
-    "llama": ModelConfig(
-        vocab_size=32,
-        d_model=16,
-        d_ff=32,
-        num_layers=LAYERS,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-    ),
-    "windows_in_upper_layers": ModelConfig(
-        vocab_size=32,
-        d_model=16,
-        d_ff=32,
-        num_layers=LAYERS,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
+    "llama": LLAMA,
+    "windows_in_upper_layers": dataclasses.replace(
+        LLAMA,
         tied_embeddings=True,
         qkv_bias=True,
         qk_norm="full",

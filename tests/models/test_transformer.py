@@ -49,6 +49,12 @@ def test_a_logit_depends_on_no_later_token():
     assert np.abs(a[:, 7:] - b[:, 7:]).max() > 1e-2
 
 
+def test_layers_in_the_order_of_a_pipeline_are_not_run_one_after_the_other():
+    model = jax.eval_shape(lambda key: Transformer(CFG, key, (0, 2, 1)), jax.random.key(0))
+    with pytest.raises(AssertionError, match="only a pipeline runs them"):
+        jax.eval_shape(lambda m: m.logits(tokens(), positions()), model)
+
+
 def test_packed_documents_equal_separate_rows():
     model, x = make(), tokens(rows=1)
     segments = np.array([[1] * 5 + [2] * 7], np.int32)

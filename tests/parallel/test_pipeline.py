@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.parallel.buffers import assemble
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.parallel.pipeline import Stages, pipeline
-from ultrascale_jax.parallel.schedules import build, forward_only, layer_order
+from ultrascale_jax.parallel.schedules import build, forward_only, layer_order, stage_layers
 from ultrascale_jax.sharding import vary
 
 D, V, T = 8, 32, 4
@@ -38,7 +39,7 @@ def make_params(num_layers):
     return blocks, shared
 
 
-def micro_batches(count, rows):
+def microbatches(count, rows):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, V, (count, rows, T), dtype=np.int32)
     return {
@@ -87,16 +88,7 @@ def run(schedule, mesh, blocks, shared, batches, *, stages=None, **options):
     """Loss and gradients by `pipeline`, in canonical layer order and summed over dp."""
     count = blocks["scale"].shape[0]
     order = layer_order(schedule.ranks, schedule.virtual, schedule.placement, count)
-    depth = len(order) // schedule.num_stages
-    lengths = [
-        sum(
-            o is not None
-            for o in order[
-                (schedule.rank_of(s) * schedule.virtual + schedule.chunk_of(s)) * depth :
-            ][:depth]
-        )
-        for s in range(schedule.num_stages)
-    ]
+    options.setdefault("lengths", stage_layers(schedule.num_stages, count))
     stacked = jax.tree.map(
         lambda a: jnp.stack([jnp.zeros_like(a[0]) if o is None else a[o] for o in order]), blocks
     )
@@ -108,7 +100,7 @@ def run(schedule, mesh, blocks, shared, batches, *, stages=None, **options):
     def region(blocks, shared, batches):
         dp = lax.axis_size("dp")
         mine = jax.tree.map(lambda a: vary(a, ("pp", "dp")), (blocks, shared))
-        out = pipeline(schedule, stages, *mine, batches, lengths=lengths, **options)
+        out = pipeline(schedule, stages, *mine, batches, **options)
         total = lax.psum(out.objective, "dp") + lax.psum(vary(out.auxiliary, ("dp",)), ("dp", "pp"))
         if out.blocks is None:
             return total / dp, lax.psum(out.metrics["loss"], "dp") / dp
@@ -147,21 +139,21 @@ def assert_equal(got, want):
 
 @functools.cache
 def expected(num_layers, count, rows):
-    return jax.jit(reference)(*make_params(num_layers), micro_batches(count, rows))
+    return jax.jit(reference)(*make_params(num_layers), microbatches(count, rows))
 
 
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_one_device(name, stash):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), stash=stash)
+    got = run(build(name, 4, 8), mesh, *make_params(8), microbatches(8, 4), stash=stash)
     assert_equal(got, expected(8, 8, 4))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "dualpipe_v"])
 def test_ranks_may_run_different_operations(name):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    got = run(build(name, 4, 8), mesh, *make_params(8), micro_batches(8, 4), divergent=True)
+    got = run(build(name, 4, 8), mesh, *make_params(8), microbatches(8, 4), divergent=True)
     assert_equal(got, expected(8, 8, 4))
 
 
@@ -172,7 +164,7 @@ def test_ranks_may_run_different_operations(name):
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash):
     mesh = make_mesh(MeshConfig(pp=ranks, dp=8 // ranks, fsdp=1))
-    got = run(build(name, ranks, 8), mesh, *make_params(layers), micro_batches(8, 4), stash=stash)
+    got = run(build(name, ranks, 8), mesh, *make_params(layers), microbatches(8, 4), stash=stash)
     assert_equal(got, expected(layers, 8, 4))
 
 
@@ -180,23 +172,23 @@ def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash)
 def test_a_table_of_forward_operations_gives_the_loss(virtual, placement):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
     schedule = forward_only(4, virtual, placement, 8)
-    loss, metric = run(schedule, mesh, *make_params(8), micro_batches(8, 4))
+    loss, metric = run(schedule, mesh, *make_params(8), microbatches(8, 4))
     np.testing.assert_allclose(loss, expected(8, 8, 4)[0], rtol=1e-5)
     assert 0 < metric < loss
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", ["afab", "1f1b", "zb_uniform"])
-def test_fewer_micro_batches_than_ranks(name, count):
+def test_fewer_microbatches_than_ranks(name, count):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    got = run(build(name, 4, count), mesh, *make_params(8), micro_batches(count, 4))
+    got = run(build(name, 4, count), mesh, *make_params(8), microbatches(count, 4))
     assert_equal(got, expected(8, count, 4))
 
 
-def test_gradients_do_not_grow_with_the_number_of_micro_batches():
+def test_gradients_do_not_grow_with_the_number_of_microbatches():
     """The same rows cut into 2 or 8 micro-batches: twice the micro-batches, half the weight of each."""
     mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
-    params, batches = make_params(4), micro_batches(8, 4)
+    params, batches = make_params(4), microbatches(8, 4)
     fine = run(build("1f1b", 2, 8), mesh, *params, batches)
     coarse_batches = jax.tree.map(lambda a: a.reshape(2, 16, *a.shape[2:]), batches)
     coarse = run(build("1f1b", 2, 2), mesh, *params, coarse_batches)
@@ -216,20 +208,70 @@ def test_stages_may_permute_and_exchange():
 
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
     stages = Stages(layer=talking, embed=embed, head=head, context=lambda batch: batch["angle"])
-    inputs = (mesh, *make_params(8), micro_batches(8, 4))
+    inputs = (mesh, *make_params(8), microbatches(8, 4))
     for name in ("1f1b", "zb_uniform"):
         assert_equal(run(build(name, 4, 8), *inputs, stages=stages), expected(8, 8, 4))
     with pytest.raises(ValueError, match="the layer uses ppermute"):
         run(build("zb_h1", 4, 8), *inputs, stages=stages, divergent=True)
 
 
-def test_a_pipeline_says_what_does_not_fit():
-    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    with pytest.raises(ValueError, match="schedule of 2 ranks on 4 devices of axis 'pp'"):
-        run(build("1f1b", 2, 8), mesh, *make_params(8), micro_batches(8, 4))
-    stages = Stages(
-        layer=layer, embed=embed, context=lambda batch: batch["angle"],
-        head=lambda shared, y, batch: (jnp.mean(y @ shared["head"]), {"loss": jnp.mean(y)}),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="objective must be summed over the axis 'pp'"):
-        run(build("1f1b", 4, 8), mesh, *make_params(8), micro_batches(8, 4), stages=stages)
+def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
+    """Idle ticks too few for a branch, too many for a scan each: the head runs in them, on zeros."""
+    table = build("1f1b", 1, 64)
+    ticks = [
+        row for t, row in enumerate(table.ticks) for row in ([row, ({},)] if t % 12 == 6 else [row])
+    ]
+    gaps = table.with_ticks(ticks).check()
+    [segment] = assemble(gaps).segments
+    assert 0.9 <= assemble(gaps).every["h"].mean() < 1 and segment.kinds == {"F", "B"}
+
+    def normed(shared, y, batch):
+        return head(shared, y * lax.rsqrt(jnp.sum(y * y, -1, keepdims=True)), batch)
+
+    mesh = make_mesh(MeshConfig(pp=1, dp=2, fsdp=1), jax.devices()[:2])
+    stages = Stages(layer=layer, embed=embed, head=normed, context=lambda batch: batch["angle"])
+    inputs = (mesh, *make_params(2), microbatches(64, 2))
+    want = run(table, *inputs, stages=stages)
+    assert np.isfinite(want[0])
+    assert_equal(run(gaps, *inputs, stages=stages), want)
+
+
+def test_equal_lengths_may_leave_padding_on_every_stage():
+    mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
+    blocks, shared = make_params(6)
+    for rest in (2, 5):  # would show if they ran
+        blocks = jax.tree.map(lambda a, rest=rest: a.at[rest].set(7.0), blocks)
+    batches = microbatches(4, 4)
+    loss, (grads, _) = run(build("1f1b", 2, 4), mesh, blocks, shared, batches, lengths=(2, 2))
+    kept = np.array([0, 1, 3, 4])
+    want, (wanted, _) = jax.jit(reference)(jax.tree.map(lambda a: a[kept], blocks), shared, batches)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert_equal((loss, jax.tree.map(lambda a: a[kept], grads)), (want, wanted))
+    assert not any(grad[[2, 5]].any() for grad in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": build("1f1b", 2, 8)}, "schedule of 2 ranks on 4 devices of axis 'pp'"),
+        ({"schedule": build("1f1b", 4, 12)}, r"12 micro-batches on arrays of \[8\]"),
+        ({"stash": "inputs"}, "stash='inputs'"),
+        ({"lengths": (2, 2, 2, 3)}, r"lengths=\(2, 2, 2, 3\): must be 4 numbers.* up to 2"),
+        ({"lengths": (2, 2)}, "must be 4 numbers"),
+        ({"layer": lambda p, x, context: layer(p, x, context)[0]}, "must return y like its x"),
+        ({"embed": lambda shared, batch: lax.psum(embed(shared, batch), "pp")}, "would be added up"),
+        ({"head": lambda shared, y, batch: (jnp.mean(y @ shared["head"]), {})}, "must be summed"),
+        ({"head": lambda shared, y, batch: (jnp.bfloat16(0), {})}, "float32 scalar, not bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_says_what_does_not_fit(change, message):
+    mesh, change = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1)), dict(change)
+    schedule = change.pop("schedule", build("1f1b", 4, 8))
+    functions = {
+        name: change.pop(name, usual)
+        for name, usual in (("layer", layer), ("embed", embed), ("head", head))
+    }
+    stages = Stages(**functions, context=lambda batch: batch["angle"])
+    inputs = (mesh, *make_params(8), microbatches(8, 4))
+    with pytest.raises(ValueError, match=message):
+        run(schedule, *inputs, stages=stages, **change)

@@ -289,6 +289,7 @@ def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
         (("1f1b", 4, 0), "train.microbatches=0: must be at least 1"),
         (("1f1b", 4, 8, 2), "pp.virtual=2: 1f1b has 1"),
         (("1f1b", 4, 8, 0, 4), "pp.group=4: only interleaved"),
+        (("zb_uniform", 4, 8, 1, 8), "pp.group=8: only interleaved"),
         (("zb_v", 4, 8, 1), "pp.virtual=1: zb_v has 2"),
         (("interleaved", 4, 10), "train.microbatches=10: must be a multiple of 4"),
         (("interleaved", 4, 12, 2, 8), "train.microbatches=12: must be a multiple of 8"),

@@ -87,7 +87,7 @@ def configure(mesh, pp, train, model) -> Config:
 
 
 def run(cfg: Config):
-    """Losses of four steps, gradients of the first by name in canonical order, and the loss of evaluation at the end."""
+    """Losses of four steps, gradients of the first by name in canonical order, and the evaluation at the end."""
     loader = Loader(cfg.data, vocab_size=cfg.model.vocab_size, global_batch=16, seed=0)
     sizes = cfg.mesh.sizes.values()
     mesh = make_mesh(cfg.mesh, jax.devices()[: int(np.prod(list(sizes), dtype=int))])

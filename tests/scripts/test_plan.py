@@ -9,6 +9,7 @@ from rich.console import Console
 
 from scripts import plan
 from scripts.plan_verbs import compile as verb
+from ultrascale_jax.parallel import schedules
 from ultrascale_jax.plan import hlo
 from ultrascale_jax.plan.hardware import find_cluster
 
@@ -44,6 +45,22 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     verb.show(summary, find_cluster(None, "h100", 2), Console(width=120))
     text = capsys.readouterr().out
     assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_compiled_and_timed_by_its_schedule(capsys):
+    # Eight rows of micro-batches in groups: the head stands in a branch that half of the ticks take.
+    arguments = ["compile", "debug", "--gpus", "2", "--mesh", "pp=2", "--pp.schedule"]
+    more = ["interleaved", "--train.microbatches", "16", "--json"]
+    plan.main([*arguments, *more])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["label"].startswith("pp2 interleaved v2 ")
+    by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
+    table = schedules.build("interleaved", 2, 16, 2)
+    sends = sum(kind in set().union(*row) for row in table.ticks for kind in "FB")
+    # XLA may join what a tick sends forward and back.
+    assert len(table.ticks) <= by_kind["collective-permute", "pp"]["times"] <= sends
+    assert summary["step_s"] > summary["idle_s"] > 0
 
 
 def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_path, capsys):

@@ -145,6 +145,10 @@ class Transformer(nnx.Module):
         Returns:
           Hidden states, and the cache with these positions added.
         """
+        in_order = self.layer_order == tuple(range(self.cfg.num_layers))
+        assert in_order, (
+            "the layers rest as a pipeline's stages want them: only a pipeline runs them"
+        )
         inputs = (tokens_BT, positions_BT, segment_ids_BT)
         tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(
             lambda x: reshard("BT->BT", x), inputs

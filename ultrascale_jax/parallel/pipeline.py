@@ -51,11 +51,12 @@ class Stages:
     added to the objective."""
     embed: Callable[[Tree, Tree], jax.Array]
     """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
-    looks up its own rows. A rank with nothing to add returns zeros."""
+    looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
     head: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
     """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, whole on every rank; each
     computes with its part of the vocabulary and sums over the ranks itself. The objective, a float32 scalar equal on
-    all ranks of the pipeline, is differentiated; the metrics, scalars, are added up."""
+    all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head that is not split ends in
+    `lax.pmean` over the ranks."""
     context: Callable[[Tree], Tree] = lambda micro_batch: ()
     """`(micro-batch) -> context` of every layer: what is not differentiated, such as rotary angles and documents."""
     accumulate: Tree = None
@@ -67,19 +68,19 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """Results of a pipeline, each device's own part: sums over micro-batches, not reduced over any axis but the
-    pipeline's."""
+    """Results of a pipeline: each device's own sums over micro-batches, reduced over no axis by the executor."""
 
     objective: jax.Array
-    """Sum of the head's objectives; the auxiliary losses are in `auxiliary`."""
+    """Sum of the head's objectives, equal on all ranks of the pipeline; the auxiliary losses are in `auxiliary`."""
     auxiliary: jax.Array
     """Sum of the auxiliary losses of this rank's layers."""
     metrics: Tree
     """Sums of the head's metrics."""
     blocks: Tree
-    """Gradients of `blocks`, or none without gradients."""
+    """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
-    """Gradients of `shared`: partial sums over the pipeline's ranks, like the parameters typed as varying."""
+    """Gradients of `shared`, or None: of a parameter that is whole on every rank of the pipeline a partial sum, to be
+    added over them (unless it is not typed as varying over them: then that is done)."""
 
 
 def pipeline(
@@ -87,7 +88,7 @@ def pipeline(
     stages: Stages,
     blocks: Tree,
     shared: Tree,
-    micro_batches: Tree,
+    microbatches: Tree,
     *,
     stash: str = "residuals",
     divergent: bool = False,
@@ -101,22 +102,19 @@ def pipeline(
       stages: the functions.
       blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk.
       shared: parameters of embedding and head, this rank's part.
-      micro_batches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.
+      microbatches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.
       stash: `residuals` keeps what a layer's backward pass needs from its forward pass on (choose that with
         `jax.checkpoint` in `layer`); `input` keeps a stage's input and runs its forward pass again.
       divergent: each rank runs only its own operations; experimental.
-      lengths: layers of each stage, where fewer than the leaves hold: the rest is padding and is skipped.
+      lengths: layers of each stage (`schedules.stage_layers`); what the leaves hold beyond is padding, and masked.
       axis: the pipeline's mesh axis, manual here.
 
     Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
     it (`sharding.vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
     """
-    if lax.axis_size(axis) != schedule.ranks:
-        raise ValueError(
-            f"schedule of {schedule.ranks} ranks on {lax.axis_size(axis)} devices of axis {axis!r}"
-        )
+    _check(schedule, blocks, microbatches, stash, lengths, axis)
     state = _Executor(
-        schedule, stages, blocks, shared, micro_batches, stash, divergent, lengths, axis
+        schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
     ).run()
     trains, tree = "blocks" in state, jax.tree.structure(blocks)
     return Pipelined(
@@ -128,21 +126,45 @@ def pipeline(
     )
 
 
+def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
+    """Refuse what would give wrong numbers in silence: JAX moves a slice beyond an array's end back into it."""
+    layers = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)})
+    depth, rest = divmod(layers[0], schedule.virtual)
+    counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(microbatches)})
+    m, stages = schedule.microbatches, schedule.num_stages
+    fits = lengths is None or (len(lengths) == stages and max(lengths) <= depth)
+    for ok, why in (
+        (
+            lax.axis_size(axis) == schedule.ranks,
+            f"schedule of {schedule.ranks} ranks on {lax.axis_size(axis)} devices of axis {axis!r}",
+        ),
+        (stash in ("residuals", "input"), f"stash={stash!r}: must be 'residuals' or 'input'"),
+        (counts == [m], f"schedule of {m} micro-batches on arrays of {counts}"),
+        (
+            len(layers) == 1 and not rest,
+            f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
+        ),
+        (fits, f"lengths={lengths}: must be {stages} numbers, one for each stage, up to {depth}"),
+    ):
+        if not ok:
+            raise ValueError(why)
+
+
 class _Executor:
     """The parts of one tick; the arrays travel through `lax.scan` in one dictionary, the state."""
 
     def __init__(
-        self, schedule, stages, blocks, shared, micro_batches, stash, divergent, lengths, axis
+        self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
     ):
         self.program: Program = assemble(schedule, stash)
         self.schedule, self.stages, self.axis = schedule, stages, axis
-        self.shared, self.micro_batches = shared, micro_batches
+        self.shared, self.microbatches = shared, microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = stash == "residuals" and self.trains
         leaves = jax.tree.leaves(blocks)
         self.loop = LayerLoop(
             schedule, stages.layer, stages.context,
-            jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, micro_batches,
+            jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, microbatches,
             axis=axis, trains=self.trains, stashes=self.stashes, divergent=divergent, lengths=lengths,
         )  # fmt: skip
 
@@ -163,9 +185,19 @@ class _Executor:
 
     def _start(self) -> dict:
         """Empty buffers, with the types that the functions give; what is traced here for its type alone is not run."""
-        first, slots = at(self.micro_batches, 0), self.program.slots
-        x, state = self.loop.start(self.stages.embed(self.shared, first), slots)
+        first, slots = at(self.microbatches, 0), self.program.slots
+        x = self.stages.embed(self.shared, first)
+        if self.axis not in varying(x):
+            raise ValueError(
+                f"the embedding is the same on all ranks of {self.axis!r}, and would be added up: return a part, "
+                "or zeros on all ranks but one"
+            )
+        x, state = self.loop.start(x, slots)
         objective, metrics = self.stages.head(self.shared, x, first)
+        if jnp.shape(objective) != () or objective.dtype != jnp.float32:
+            raise ValueError(
+                f"the head's objective must be a float32 scalar, not {jax.typeof(objective)}"
+            )
         if self.axis in varying(objective):
             raise ValueError(
                 f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part"
@@ -178,7 +210,7 @@ class _Executor:
         }
         if self.trains:
             y = lax.psum(x, self.axis)
-            grads = self._head_gradient(y, first, jnp.float32(1.0))[1]
+            grads = self._head_gradient(y, first)[1]
             state |= {
                 "gradients": rows(x, slots.gradients + 1, self.axis),
                 "g": empty(x),
@@ -235,7 +267,7 @@ class _Executor:
 
     def _embed(self, row: Row) -> jax.Array:
         """The first stage's input of the next tick."""
-        x = self.stages.embed(self.shared, at(self.micro_batches, row["next_e_mb"]))
+        x = self.stages.embed(self.shared, at(self.microbatches, row["next_e_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
 
     def _if(self, segment: Segment, name: str, row: Row, run, skip, operand):
@@ -263,39 +295,36 @@ class _Executor:
         def run(operand):
             last = (row["f_on"] * row["f_last"]) > 0
             y_last = lax.psum(jnp.where(last, y, 0), self.axis)
-            micro_batch, on = at(self.micro_batches, row["h_mb"]), row["h"].astype(jnp.float32)
-            sums = dict(zip(names, operand[0], strict=True))
+            micro_batch, dy = at(self.microbatches, row["h_mb"]), y
             if self.trains:
-                (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch, on)
-                more = self.stages.accumulate_shared(grads)
-                sums["shared"] = jax.tree.map(jnp.add, sums["shared"], more)
+                (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch)
+                more = (objective, metrics, self.stages.accumulate_shared(grads))
             else:
-                y_last, dy = self._vary(y_last), y
-                objective, metrics = self.stages.head(self.shared, y_last, micro_batch)
-            sums["objective"] += on * objective
-            sums["metrics"] = jax.tree.map(lambda a, b: a + on * b, sums["metrics"], metrics)
-            return tuple(sums[name] for name in names), dy
+                more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
+            # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
+            on = row["h"] > 0
+            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more), dy
 
         operand = (tuple(state[name] for name in names), y)
         sums, dy = self._if(segment, "h", row, run, lambda operand: operand, operand)
         return state | dict(zip(names, sums, strict=True)), dy
 
-    def _head_gradient(self, y, micro_batch, weight):
-        """(objective, metrics), and the gradients of `weight * objective` for `shared` and for y, the latter summed
-        over the pipeline's ranks, on which y is the same."""
+    def _head_gradient(self, y, micro_batch):
+        """(objective, metrics), and the objective's gradients for `shared` and for y, the latter summed over the
+        pipeline's ranks, on which y is the same."""
 
         def head(shared, y):
             return self.stages.head(shared, vary(y, {self.axis}), micro_batch)
 
         objective, pull_back, metrics = jax.vjp(head, self.shared, y, has_aux=True)
-        grads, dy = pull_back(vary(weight, varying(objective)))
+        grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
         return (objective, metrics), grads, self._vary(dy)
 
     def _embed_gradient(self, segment: Segment, state: dict, row: Row, dx: jax.Array) -> dict:
         def run(sums):
             first = (row["b_on"] * row["b_first"]) > 0
             d = self._vary(lax.psum(jnp.where(first, dx, 0), self.axis))
-            micro_batch = at(self.micro_batches, row["d_mb"])
+            micro_batch = at(self.microbatches, row["d_mb"])
             _, pull_back = jax.vjp(
                 lambda shared: self._vary(self.stages.embed(shared, micro_batch)), self.shared
             )

@@ -30,7 +30,7 @@ class LayerLoop:
         context: Callable,
         accumulate: Sequence[Callable],
         blocks: Tree,
-        micro_batches: Tree,
+        microbatches: Tree,
         *,
         axis: str,
         trains: bool,
@@ -44,11 +44,11 @@ class LayerLoop:
             context,
             accumulate,
         )
-        self.blocks, self.micro_batches, self.axis = blocks, micro_batches, axis
+        self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
         self.trains, self.stashes, self.divergent = trains, stashes, divergent
         self.depth = jax.tree.leaves(blocks)[0].shape[0] // schedule.virtual
         self.lengths = None
-        if lengths is not None and len(set(lengths)) > 1:
+        if lengths is not None and min(lengths) < self.depth:
             table = [
                 [lengths[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
                 for r in range(schedule.ranks)
@@ -61,13 +61,20 @@ class LayerLoop:
             self.axis
         )  # an index that differs between ranks, as those of a tick do
         params = at(self.blocks, here)
-        context = self.context(at(self.micro_batches, here))
+        context = self.context(at(self.microbatches, here))
         if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, context)):
             raise ValueError(
                 "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
                 "in silence; use lock step (divergent=False), or gather instead"
             )
-        y, aux = self.layer(params, x, context)
+        out = self.layer(params, x, context)
+        kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(out)]
+        if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
+            raise ValueError(
+                f"the layer must return y like its x, {x.dtype}{[*x.shape]}, and a float32 scalar, not "
+                + ", ".join(f"{dtype}{[*shape]}" for shape, dtype in kinds)
+            )
+        y, aux = out
         self.axes = varying(x) | varying(y) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}
         x = vary(x, self.axes)
@@ -112,7 +119,7 @@ class LayerLoop:
         """One loop over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
-            k: self.context(at(self.micro_batches, row[f"{k}_mb"]))
+            k: self.context(at(self.microbatches, row[f"{k}_mb"]))
             for k, runs in (("f", forward), ("b", backward), ("w", weights))
             if runs
         }

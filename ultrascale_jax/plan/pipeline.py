@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.buffers import Program
     from ultrascale_jax.plan.hlo import Instruction, Module
 
-ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.5}
+ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.2}
 """As `parallel/pipeline.py` has it: where so much of a segment's ticks need it, all of them run it, masked."""
 
 COLUMNS = {"embed": "e", "head": "h", "embed_gradient": "d"}

@@ -80,16 +80,15 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """The backward pass of one layer, and beside it the forward pass of another where a tick has both.
 
-    Under ZeRO-3 both gather their layer; the sums of the layer's gradients are read and written; what the next layer's
+    Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read and written; what the next layer's
     backward pass reads is read ahead. A stage of which the input alone is stashed has its forward pass repeated.
     """
     a, both = layer.width, beside(run)
     params = weights.attention + run.shape.matrices * weights.matrix
     ahead = sum(kept(run, layer).values()) if both and run.stash == "residuals" else 0
     forward = 2 * a * (layer.ffn + layer.whole + layer.query) if both else 0
-    gathers = (1 + both) if run.zero == 3 and run.shards > 1 else 0
     return {
-        "communication buffers": gathers * a * params,
+        "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
         "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
         "workspace": working_set(run, layer) + forward + ahead,
         "activations: document mask": (1 + both) * document_mask(run, layer),

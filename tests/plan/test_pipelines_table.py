@@ -1,0 +1,98 @@
+"""The table of compiled pipelines: the formulas beside XLA, and how memory grows with the micro-batches."""
+
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from scripts.plan_verbs import memory_table, pipelines_table
+from ultrascale_jax.config import SCHEDULES
+from ultrascale_jax.plan import pipeline
+from ultrascale_jax.plan.activations import kept, layer_of
+from ultrascale_jax.plan.candidates import UNEVEN
+from ultrascale_jax.plan.pipeline_memory import waiting
+from ultrascale_jax.plan.workload import Run
+
+TABLE = Path(__file__).parents[2] / "docs" / "planning" / "pipelines.csv"
+ROWS = memory_table.read(TABLE)
+GROWING = ROWS[: len(pipelines_table.GROWING)]
+
+
+def planned(row: dict[str, str]) -> Run:
+    return Run.of(*memory_table.config(row))
+
+
+def test_the_table_is_complete_and_has_the_formulas_as_they_are():
+    hint = f"run: python -m scripts.plan_verbs.pipelines_table --out {TABLE}"
+    assert [row["mesh"] for row in ROWS] == [row["mesh"] for row in pipelines_table.runs()], hint
+    for row in ROWS:
+        assert pipelines_table.with_formula(row) == row, hint
+
+
+@pytest.mark.parametrize("held", ["-", "held"])
+def test_the_memory_formulas_agree_with_xla(held):
+    errors = [abs(float(row["error_pct"])) for row in ROWS if row["held"] == held]
+    assert len(errors) >= 9
+    assert median(errors) < 2
+    assert max(errors) < 10
+
+
+def test_the_step_by_formula_is_what_the_simulation_of_the_schedule_says():
+    ratios = [float(row["formula_step_s"]) / float(row["step_s"]) for row in ROWS]
+    assert 0.85 < median(ratios) < 1.05
+
+
+def test_the_table_covers_schedules_meshes_and_ways_to_train():
+    assert {row["schedule"] for row in ROWS} == set(SCHEDULES) - set(UNEVEN)
+    assert {planned(row).mesh.pp for row in ROWS} == {2, 4, 8, 16}
+    assert {row["zero"] for row in ROWS} == {"0", "1", "2", "3"}
+    assert {row["stash"] for row in ROWS} == {"residuals", "input"}
+    assert any(planned(row).shape.num_layers % planned(row).mesh.pp for row in ROWS)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_uniform"])
+def test_memory_is_flat_in_the_microbatches(schedule):
+    sizes = [int(row["temporary_bytes"]) for row in GROWING if row["schedule"] == schedule]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.1 * min(sizes)
+    # No more from 32 to 64: a step does not remember how many micro-batches it has.
+    assert sizes[3] == pytest.approx(sizes[2], rel=1e-3)
+
+
+def test_memory_of_afab_grows_by_what_a_stage_keeps():
+    rows = [row for row in GROWING if row["schedule"] == "afab"]
+    for row, more in pairwise(rows):
+        run = planned(row)
+        layer = layer_of(run)
+        # What the layers of a stage keep, and the gradient that waits at the end of the pipeline.
+        stage = run.rank_layers * sum(kept(run, layer).values()) + layer.width * layer.residual
+        grown = int(more["temporary_bytes"]) - int(row["temporary_bytes"])
+        assert grown == pytest.approx(run.microbatches * stage, rel=0.02)
+
+
+def test_zero_bubble_takes_no_more_than_interleaving_and_its_w_queue():
+    for m in ("8", "64"):
+        by = {row["schedule"]: row for row in GROWING if row["microbatches"] == m}
+        run = planned(by["zb_uniform"])
+        chunks = pipeline.counts(run).slots["weights"] + 1
+        queue = chunks * run.chunk_layers * waiting(run, layer_of(run))
+        more = int(by["zb_uniform"]["xla_bytes"]) - int(by["interleaved"]["xla_bytes"])
+        assert more < 1.05 * queue
+
+
+@pytest.mark.slow
+def test_xla_still_takes_what_the_table_says():
+    row = pipelines_table.measure(GROWING[4])
+    assert int(row["xla_bytes"]) == pytest.approx(int(GROWING[4]["xla_bytes"]), rel=0.02)
+
+
+def test_growth_is_shown_by_schedule_and_microbatches():
+    lines = pipelines_table.growth(ROWS).splitlines()
+    assert lines[0] == "| | m 8 | m 16 | m 32 | m 64 |"
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| afab",
+        "| 1f1b",
+        "| interleaved",
+        "| zb_uniform",
+    ]
