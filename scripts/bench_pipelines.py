@@ -5,10 +5,10 @@ forward pass, so long for the input gradient and so long for the weight gradient
 what is measured is the table and the executor. Beside it stands what the table says of itself.
 """
 
-import contextlib
 import importlib.metadata
 import math
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -61,9 +61,9 @@ class Options:
     """Where to write the figures as JSON."""
 
     def __post_init__(self):
-        for name in ("ranks", "microbatches"):
-            values = getattr(self, name)
-            require(values and min(values) >= 1, name, values, "must be at least 1")
+        for name, least in (("ranks", 2), ("microbatches", 1)):
+            for value in getattr(self, name) or (0,):
+                require(value >= least, name, value, f"must be at least {least}")
         require(0 < self.ms < math.inf, "ms", self.ms, "must be positive")
 
 
@@ -228,11 +228,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         command_line.use_fake_devices(max(options.ranks))
         command = ["python", "-m", "scripts.bench_pipelines", *arguments]
         report = Report(options.out, "pipelines", command)
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             bench(options, report)
+        except KeyboardInterrupt:
+            for row in (row for row in report.rows if row["status"] == "running"):
+                row |= {"status": "skipped", "reason": "interrupted"}
         report.save()
         console = Console()
         report.print(console if console.is_terminal else Console(width=150))
+    if not report.complete:
+        raise SystemExit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.plan_verbs import memory_table
+from ultrascale_jax.parallel.schedules import of_config
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.report.draw import draw
+from ultrascale_jax.plan.report.figures import Lines, Point
 from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import GIB, Run
 
@@ -96,9 +99,36 @@ def growth(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def figure(rows: list[dict[str, str]]) -> Lines:
+    """Memory and time of a step over the micro-batches, by schedule; hollow is the time without a bubble."""
+    memory: dict[str, list[Point]] = {}
+    seconds: dict[str, list[Point]] = {}
+    for row in rows[: len(GROWING)]:
+        m, step_s = int(row["microbatches"]), float(row["step_s"])
+        ideal = step_s / (1 + of_config(memory_table.config(row)[0]).bubble())
+        memory.setdefault(row["schedule"], []).append(Point(x=m, y=int(row["xla_bytes"]) / GIB))
+        seconds.setdefault(row["schedule"], []).append(Point(x=m, y=1e3 * step_s / m))
+        seconds.setdefault(f"{row['schedule']}, ideal", []).append(
+            Point(x=m, y=1e3 * ideal / m, solid=False)
+        )
+    return Lines(
+        name="pipelines",
+        title="Llama 3 8B on 8 H100s, pp 4 x fsdp 2: memory and time over the micro-batches",
+        caption="From docs/planning/pipelines.csv: XLA's peak, and the simulated step divided by the micro-batches.",
+        panels={"GiB on a GPU": memory, "ms a micro-batch": seconds},
+        x="micro-batches of a step",
+        y="",
+        hollow="without its bubble",
+        scale="none",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the CSV")
+    parser.add_argument(
+        "--figure", type=Path, help="draw memory and time over the micro-batches, a PNG"
+    )
     parser.add_argument("--limit", type=int, default=len(RUNS), help="compile at most so many rows")
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
@@ -106,6 +136,8 @@ def main() -> None:
     table.fill(measure, with_formula, arguments.limit)
     rows = table.rows
     print(memory_table.summary(rows), growth(rows), sep="\n\n")
+    if arguments.figure:
+        draw(figure(rows), arguments.figure)
 
 
 if __name__ == "__main__":

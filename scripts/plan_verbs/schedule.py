@@ -22,10 +22,10 @@ from ultrascale_jax.parallel.schedules import Schedule
 from ultrascale_jax.plan import pipeline
 
 WHEN = {
-    "afab": "few micro-batches: memory grows with them",
+    "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
     "1f1b": "the usual: fewest messages, memory does not grow with the micro-batches",
-    "interleaved": "few micro-batches: bubble and memory of a stage / v, for v times the messages",
-    "zb_uniform": "the smallest bubble in lock step, where there is memory for the W queue",
+    "interleaved": "the best where m is a multiple of p: bubble and memory / v, v times the messages",
+    "zb_uniform": "the smallest bubble, for a W queue; not faster than interleaved so far",
     "zb_h1": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
     "zb_v": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
     "dualpipe_v": "in lock step for its numerics; experimental with --pp.divergent: F beside B",
@@ -63,7 +63,7 @@ class Options:
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):
-        for name in ("ranks", "microbatches", "virtual", "memory_cap"):
+        for name in ("ranks", "microbatches", "memory_cap"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
         for name in ("figure", "csv"):

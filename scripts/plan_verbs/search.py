@@ -122,11 +122,18 @@ def compiler(recipe: str, options: Options) -> Evaluate:
 
     def evaluate(cfg: Config) -> Compiled:
         command = [sys.executable, "-m", "scripts.plan", "compile", *words(recipe, cfg), *machine]
-        done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*command, "--json"], text=True, **pipes) as process:
+            try:
+                output, errors = process.communicate()
+            except KeyboardInterrupt:
+                process.kill()
+                process.wait()
+                raise
+        if process.returncode:
+            lines = errors.strip().splitlines() or [f"it ended with code {process.returncode}"]
             raise NotCompiled(lines[-1].removeprefix("error: "))
-        result = json.loads(done.stdout)
+        result = json.loads(output)
         parts = {BUSY.get(name, name): seconds for name, seconds in result["busy_s"].items()}
         parts |= {f"exposed {axes}": seconds for axes, seconds in result["exposed_s"].items()}
         parts["other waiting"] = result["step_s"] - sum(parts.values())

@@ -80,8 +80,9 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """The backward pass of one layer, and beside it the forward pass of another where a tick has both.
 
-    Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read and written; what the next layer's
-    backward pass reads is read ahead. A stage of which the input alone is stashed has its forward pass repeated.
+    Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read
+    and written; what the next layer's backward pass reads is read ahead. A stage of which the input alone is stashed
+    has its forward pass repeated.
     """
     a, both = layer.width, beside(run)
     params = weights.attention + run.shape.matrices * weights.matrix

@@ -308,8 +308,14 @@ def _describe_pipeline(cfg: Config) -> list[str]:
     if table.formula is not None:
         bubbles = {"by formula": table.formula, **bubbles}
     stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
-    known = ", ".join(f"{bubble:.3f} {how}" for how, bubble in bubbles.items())
-    return [f"pipeline {table.name}: {stages}, {table.microbatches} micro-batches; bubble {known}"]
+    known = ", ".join(f"{bubble:.1%} {how}" for how, bubble in bubbles.items())
+    count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
+    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
+    if table.microbatches < table.ranks:
+        notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
+    if cfg.pp.divergent:
+        notes.append("pp.divergent is experimental: no GPU has run it")
+    return notes
 
 
 def _write_json(path: Path, value: object) -> None:
