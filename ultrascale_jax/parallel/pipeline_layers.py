@@ -38,12 +38,8 @@ class LayerLoop:
         divergent: bool,
         lengths: Sequence[int] | None,
     ):
-        self.schedule, self.layer, self.context, self.accumulate = (
-            schedule,
-            layer,
-            context,
-            accumulate,
-        )
+        self.schedule, self.accumulate = schedule, accumulate
+        self.layer, self.context = layer, context
         self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
         self.trains, self.stashes, self.divergent = trains, stashes, divergent
         self.depth = jax.tree.leaves(blocks)[0].shape[0] // schedule.virtual
@@ -57,9 +53,8 @@ class LayerLoop:
 
     def start(self, x: jax.Array, slots: Slots) -> tuple[jax.Array, dict]:
         """x typed as layers hand it on, and empty state. What is traced here is traced for its type and never run."""
-        here = 0 * lax.axis_index(
-            self.axis
-        )  # an index that differs between ranks, as those of a tick do
+        # An index that differs between ranks, as those of a tick do.
+        here = 0 * lax.axis_index(self.axis)
         params = at(self.blocks, here)
         context = self.context(at(self.microbatches, here))
         if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, context)):
