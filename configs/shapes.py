@@ -1,6 +1,12 @@
 """The sizes of public models, as their `config.json` on Hugging Face gives them."""
 
+import dataclasses
+
 from ultrascale_jax.config import ModelConfig, RopeScaling
+
+LLAMA31_ROPE = RopeScaling(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+)
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
@@ -25,7 +31,7 @@ LLAMA32_1B = ModelConfig(
     head_dim=64,
     norm_eps=1e-5,
     rope_theta=500_000.0,
-    rope_scaling=RopeScaling(factor=32.0),
+    rope_scaling=dataclasses.replace(LLAMA31_ROPE, factor=32.0),
     tied_embeddings=True,
 )
 
@@ -40,6 +46,8 @@ LLAMA3_8B = ModelConfig(
     norm_eps=1e-5,
     rope_theta=500_000.0,
 )
+
+LLAMA31_8B = dataclasses.replace(LLAMA3_8B, rope_scaling=LLAMA31_ROPE)
 
 LLAMA3_70B = ModelConfig(
     vocab_size=128256,
@@ -64,7 +72,7 @@ LLAMA3_405B = ModelConfig(
     head_dim=128,
     norm_eps=1e-5,
     rope_theta=500_000.0,
-    rope_scaling=RopeScaling(factor=8.0),
+    rope_scaling=LLAMA31_ROPE,
 )
 
 QWEN3_8B = ModelConfig(

@@ -21,7 +21,15 @@ from typing import Annotated, Any
 import tyro
 
 import configs
-from ultrascale_jax.config import AXES, Config, MeshConfig, UserError, parse_mesh, require
+from ultrascale_jax.config import (
+    AXES,
+    Config,
+    MeshConfig,
+    RopeScaling,
+    UserError,
+    parse_mesh,
+    require,
+)
 
 DEFAULT_RECIPE = "demo"
 
@@ -69,6 +77,10 @@ def parse[O: Options](
         if (mesh := _mesh_argument(arguments)) is not None:
             sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
             default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
+        scaling = any(re.match(r"--model\.rope.scaling\.", word) for word in arguments)
+        if scaling and default.model.rope_scaling is None:
+            model = dataclasses.replace(default.model, rope_scaling=RopeScaling())
+            default = dataclasses.replace(default, model=model)
         form: Any = _Command
         command = read(
             form[options],
@@ -150,15 +162,16 @@ def _fields(name: str, value: object) -> list[str]:
 def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
     """Words of the command line that turn the section `before`, called `name`, into `after`.
 
-    Fields in `always` are written even if they are the same. A part that only one of them has cannot be written.
+    Fields in `always` are written even if they are the same. A part that only `before` has cannot be taken away.
     """
     found: list[str] = []
     for field in dataclasses.fields(after):
         old, new = getattr(before, field.name), getattr(after, field.name)
         option = f"--{name}.{field.name}".replace("_", "-")
         if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
-            if old is not None and new is not None:
-                found += changes(f"{name}.{field.name}", old, new)
+            if new is not None:
+                first = () if old is not None else (dataclasses.fields(new)[0].name,)
+                found += changes(f"{name}.{field.name}", old or type(new)(), new, first)
         elif new == old and field.name not in always:
             continue
         elif isinstance(new, bool):

@@ -75,9 +75,9 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
 
-    from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.models import hf
     from ultrascale_jax.training.checkpoint import Checkpoints, describe
+    from ultrascale_jax.training.loop import make_loader
     from ultrascale_jax.training.optim import optimizer
     from ultrascale_jax.training.state import TrainState, abstract_state
 
@@ -98,14 +98,9 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenizer copied")
         # A resumed run must find the data that it began with.
-        loader = Loader(
-            cfg.data,
-            vocab_size=cfg.model.vocab_size,
-            global_batch=cfg.train.global_batch,
-            seed=cfg.train.seed,
-        )
+        meta = describe(cfg, 0, make_loader(cfg).fingerprint)
         state = start(hf.load(folder, abstract_state(cfg, mesh).params))
-        checkpoints.save(state, describe(cfg, 0, loader.fingerprint), wait=True)
+        checkpoints.save(state, meta, wait=True)
 
 
 def _copy_beside(folder: Path, run_dir: Path) -> None:
@@ -171,14 +166,13 @@ def with_model(cfg: Config, hf_dir: str | Path) -> Config:
 def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
     """The command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
 
-    `recipe` is what `arguments` make. A rope scaling can be changed on the command line, but not
-    added or removed; then the command is followed by a remark that says which recipe is needed.
+    `recipe` is what `arguments` make. A rope scaling can be changed or added on the command line, but not
+    removed; then the command is followed by a remark that says which recipe is needed.
     """
     flags = command_line.changes("model", recipe.model, cfg.model)
     flags += command_line.changes("data", recipe.data, cfg.data)
-    scaling = cfg.model.rope_scaling
-    other = (scaling is None) != (recipe.model.rope_scaling is None)
-    remark = f"  # with a recipe whose model.rope_scaling is {scaling}" if other else ""
+    other = cfg.model.rope_scaling is None and recipe.model.rope_scaling is not None
+    remark = "  # with a recipe whose model.rope_scaling is None" if other else ""
     command = ["python", "-m", "scripts.train", *arguments, *flags]
     return shlex.join(command) + remark
 

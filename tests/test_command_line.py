@@ -11,7 +11,7 @@ import pytest
 from configs.debug import config as debug
 from configs.demo import config as demo
 from scripts import command_line, train
-from ultrascale_jax.config import MeshConfig, PipelineConfig
+from ultrascale_jax.config import MeshConfig, PipelineConfig, RopeScaling
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +67,19 @@ def test_fields_of_a_part_that_the_recipe_has_are_there():
     assert cfg.model.rope_scaling is not None
     assert cfg.model.rope_scaling.factor == 8.0
     assert cfg.model.rope_scaling.high_freq_factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "words", [["--model.rope-scaling.kind", "yarn"], ["--model.rope_scaling.kind=yarn"]]
+)
+def test_a_rope_scaling_can_be_added_to_a_recipe_that_has_none(words):
+    cfg, _ = parse("debug", *words)
+    model = dataclasses.replace(debug.model, rope_scaling=RopeScaling(kind="yarn"))
+    assert cfg == dataclasses.replace(debug, model=model)
+    assert command_line.changes("model", debug.model, model) == [
+        "--model.rope-scaling.kind",
+        "yarn",
+    ]
 
 
 @pytest.mark.parametrize(

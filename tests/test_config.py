@@ -17,6 +17,7 @@ from ultrascale_jax.config import (
     AXES,
     CheckpointConfig,
     Config,
+    ContextConfig,
     DataConfig,
     LogConfig,
     MeshConfig,
@@ -36,6 +37,7 @@ SECTIONS = (
     OptimConfig,
     TrainConfig,
     PipelineConfig,
+    ContextConfig,
     CheckpointConfig,
     LogConfig,
     RopeScaling,
@@ -51,10 +53,10 @@ def replaced(cfg: Config, **changes: object) -> Config:
     return cfg
 
 
-def test_there_are_fewer_than_65_fields():
+def test_there_are_fewer_than_70_fields():
     fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
     # `model.rope_scaling` is set through its own fields, which are counted.
-    assert len([field for field in fields if field.name != "rope_scaling"]) < 65
+    assert len([field for field in fields if field.name != "rope_scaling"]) < 70
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -84,6 +86,12 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta=0.0"),
         (lambda: RopeScaling(factor=0.5), "model.rope_scaling.factor=0.5"),
         (lambda: RopeScaling(low_freq_factor=4.0), "model.rope_scaling.low_freq_factor=4.0"),
+        (lambda: RopeScaling(original_seq_len=0), "model.rope_scaling.original_seq_len=0"),
+        (lambda: RopeScaling(attention_factor=1.5), "model.rope_scaling.attention_factor=1.5"),
+        (
+            lambda: RopeScaling(kind="yarn", attention_factor=-1.0),
+            "model.rope_scaling.attention_factor=-1.0",
+        ),
         (lambda: MeshConfig(tp=0), "mesh.tp=0"),
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: DataConfig(seq_len=1), "data.seq_len=1"),
@@ -104,6 +112,7 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: PipelineConfig(schedule="zb_v", virtual=3), "pp.virtual=3"),
         (lambda: PipelineConfig(schedule="mine.csv", virtual=2), "pp.virtual=2"),
         (lambda: PipelineConfig(schedule="zb_h1", group=4), "pp.group=4"),
+        (lambda: ContextConfig(ulysses=0), "cp.ulysses=0"),
         (lambda: CheckpointConfig(dir="../elsewhere"), "checkpoint.dir='../elsewhere'"),
         (lambda: CheckpointConfig(dir="/elsewhere"), "checkpoint.dir='/elsewhere'"),
         (lambda: CheckpointConfig(dir="a/../../b"), "checkpoint.dir='a/../../b'"),
@@ -122,6 +131,7 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
 
 
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
+CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
 
 
@@ -133,6 +143,11 @@ MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
         ({"mesh__sp": 16}, 16, "model.num_heads=8", "mesh.sp*mesh.tp=16"),
         ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
         ({"mesh__sp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
+        ({**CP4, "cp__ulysses": 3}, 8, "cp.ulysses=3", "mesh.cp=4"),
+        ({**CP4, "cp__strategy": "ulysses", "cp__ulysses": 2}, 8, "cp.ulysses=2", "use 1"),
+        ({"mesh__cp": 16, "cp__strategy": "ulysses"}, 16, "cp.strategy='ulysses'", "16 ranks"),
+        ({"mesh__cp": 16, "cp__ulysses": 16}, 16, "cp.ulysses=16", "the 8 query and 4 key/value"),
+        ({**CP4, "mesh__sp": 4, "cp__ulysses": 4}, 32, "cp.ulysses=4", "the 2 query and 1 key"),
         ({"train__global_batch": 12}, 8, "train.global_batch=12", "=8"),
         ({"train__microbatches": 4}, 8, "train.global_batch=16", "microbatches=32"),
         ({"mesh__ep": 2, "train__global_batch": 4}, 8, "train.global_batch=4", "mesh.ep"),
@@ -194,6 +209,31 @@ def test_without_a_pipeline_its_section_has_no_effect():
     assert cfg.check(1) == cfg
 
 
+def test_ranks_that_exchange_heads_and_kv_heads_must_divide_one_another():
+    cfg = replaced(load_recipe("debug"), model__num_heads=12, model__num_kv_heads=4)
+    cfg = replaced(cfg, model__d_model=48, mesh__fsdp=1, mesh__cp=6, data__seq_len=96)
+    assert replaced(cfg, cp__ulysses=2).check(6).cp.ranks(6) == (3, 2)
+    for ulysses in (3, 6):
+        with pytest.raises(UserError, match=rf"^cp.ulysses={ulysses}: .* 4 key/value heads"):
+            replaced(cfg, cp__ulysses=ulysses).check(6)
+
+
+def test_a_cp_axis_is_a_ring_of_places_that_ranks_share():
+    assert ContextConfig().ranks(8) == (8, 1)
+    assert ContextConfig(ulysses=2).ranks(8) == (4, 2)
+    assert ContextConfig(strategy="ring", ulysses=8).ranks(8) == (1, 8)
+    assert ContextConfig(strategy="ulysses").ranks(8) == (1, 8)
+    assert ContextConfig(strategy="ulysses", ulysses=8).ranks(8) == (1, 8)
+    with pytest.raises(UserError, match=r"^cp\.ulysses=3: must divide mesh\.cp=8"):
+        ContextConfig(ulysses=3).ranks(8)
+
+
+def test_without_a_cp_axis_its_section_has_no_effect():
+    cfg = replaced(load_recipe("debug"), mesh__fsdp=1, cp__ulysses=7)
+    assert cfg.check(1) == cfg
+    assert cfg.cp.ranks(1) == (1, 1)
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_every_axis_can_divide_debug_by_8(axis):
     sizes = dict.fromkeys(AXES, 1) | {axis: 8}
@@ -236,6 +276,8 @@ GPUS = {
     "smollm2_135m": (1, 8, 64),
     "llama32_1b": (1, 8),
     "llama3_8b": (8, 16, 32, 64, 128, 256, 512),
+    "llama3_8b_128k": (8, 16, 32, 64),
+    "llama3_8b_1m": (64, 128, 256),
     "llama3_70b": (64, 512, 2048),
     "llama3_405b": (512, 8192),
     "qwen3_8b": (8, 64, 512),
@@ -273,6 +315,7 @@ def num_parameters(model: ModelConfig) -> int:
         (shapes.SMOLLM2_135M, 134_515_008),
         (shapes.LLAMA32_1B, 1_235_814_400),
         (shapes.LLAMA3_8B, 8_030_261_248),
+        (shapes.LLAMA31_8B, 8_030_261_248),
         (shapes.LLAMA3_70B, 70_553_706_496),
         (shapes.LLAMA3_405B, 405_853_388_800),
         (shapes.QWEN3_8B, 8_190_735_360),

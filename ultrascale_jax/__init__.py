@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ultrascale_jax.config import Config, MeshConfig, ModelConfig
+    from ultrascale_jax.config import Config, ContextConfig, MeshConfig, ModelConfig
     from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.mesh import abstract_mesh, make_mesh
     from ultrascale_jax.models.generate import generate
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from ultrascale_jax.models.hf import save as save_hf
     from ultrascale_jax.models.hf_config import read_config as read_hf_config
     from ultrascale_jax.models.transformer import Transformer
+    from ultrascale_jax.parallel.context import (
+        allgather_attention,
+        ring_attention,
+        ulysses_attention,
+        zigzag_attention,
+    )
     from ultrascale_jax.parallel.manual import smap
+    from ultrascale_jax.parallel.order import sequence_order
     from ultrascale_jax.parallel.pipeline import Stages, pipeline
     from ultrascale_jax.parallel.schedules import build as build_schedule
     from ultrascale_jax.parallel.schedules import forward_only, layer_order, stage_layers
@@ -34,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "ContextConfig",
     "Loader",
     "MeshConfig",
     "ModelConfig",
@@ -44,6 +52,7 @@ __all__ = [
     "abstract_mesh",
     "abstract_state",
     "act",
+    "allgather_attention",
     "build_schedule",
     "compile_step",
     "estimate_step",
@@ -59,15 +68,20 @@ __all__ = [
     "pipeline",
     "read_hf_config",
     "read_schedule",
+    "ring_attention",
     "save_hf",
+    "sequence_order",
     "simulate_step",
     "smap",
     "stage_layers",
+    "ulysses_attention",
     "vary",
+    "zigzag_attention",
 ]
 
 _HOME = {
     "Config": "config",
+    "ContextConfig": "config",
     "Loader": "data.loader",
     "MeshConfig": "config",
     "ModelConfig": "config",
@@ -78,6 +92,7 @@ _HOME = {
     "abstract_mesh": "mesh",
     "abstract_state": "training.state",
     "act": "sharding",
+    "allgather_attention": "parallel.context",
     "build_schedule": "parallel.schedules:build",
     "compile_step": "plan.compile",
     "estimate_step": "plan.speed:estimate",
@@ -93,11 +108,15 @@ _HOME = {
     "pipeline": "parallel.pipeline",
     "read_hf_config": "models.hf_config:read_config",
     "read_schedule": "parallel.schedules:read_csv",
+    "ring_attention": "parallel.context",
     "save_hf": "models.hf:save",
+    "sequence_order": "parallel.order",
     "simulate_step": "plan.timeline:simulate",
     "smap": "parallel.manual",
     "stage_layers": "parallel.schedules",
+    "ulysses_attention": "parallel.context",
     "vary": "sharding",
+    "zigzag_attention": "parallel.context",
 }
 
 

@@ -53,25 +53,52 @@ def _require_at_least(minimum: int, section: str, values: object, names: tuple[s
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretch of the rotary embedding by frequency (arXiv 2407.21783, section 3.2)."""
+    """Stretch of the rotary frequencies for a context longer than that of the pre-training.
 
+    `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
+    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep those that turn often in
+    `original_seq_len`, divide those that hardly turn, and blend between them: llama3 along the turns, yarn the dims.
+    """
+
+    kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
+    """Which frequencies are stretched."""
     factor: float = 8.0
     """How many times longer than `original_seq_len` the context is."""
     low_freq_factor: float = 1.0
-    """Wavelengths above `original_seq_len / low_freq_factor` are stretched by `factor`."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below `original_seq_len / high_freq_factor` are kept; interpolated between."""
+    """llama3 and yarn divide frequencies with fewer turns in `original_seq_len` by `factor` (YaRN's beta_slow)."""
+    high_freq_factor: float = 0.0
+    """They keep those with more turns (YaRN's beta_fast); 0 is the kind's own: 4 for llama3, 32 for yarn."""
     original_seq_len: int = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
+    attention_factor: float = 0.0
+    """What yarn multiplies cosines and sines by; 0 is its own, 0.1 ln(factor) + 1."""
 
     def __post_init__(self):
         require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
-        require(
-            0 < self.low_freq_factor < self.high_freq_factor,
-            "model.rope_scaling.low_freq_factor",
-            self.low_freq_factor,
-            f"must lie between 0 and high_freq_factor={self.high_freq_factor}",
-        )
+        low, high = self.thresholds
+        name, value = "model.rope_scaling.low_freq_factor", self.low_freq_factor
+        require(0 < low < high, name, value, f"must lie between 0 and high_freq_factor={high}")
+        _require_at_least(1, "model.rope_scaling", self, ("original_seq_len",))
+        _require_at_least(0, "model.rope_scaling", self, ("attention_factor",))
+        name, value = "model.rope_scaling.attention_factor", self.attention_factor
+        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
+        own = 32.0 if self.kind == "yarn" else 4.0
+        return self.low_freq_factor, self.high_freq_factor or own
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        own = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
+        return self.attention_factor or own
+
+    def base(self, theta: float, head_dim: int) -> float:
+        """The base of the frequencies; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
+        raised = self.kind == "ntk" and head_dim > 2
+        return theta * self.factor ** (head_dim / (head_dim - 2)) if raised else theta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +213,7 @@ class MeshConfig:
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         free = next((axis for axis, size in self.sizes.items() if size == -1), None)
         if free is not None:
-            fix = (
-                f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; "
-                "change the other axes"
-            )
+            fix = f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; change the other axes"
             require(num_devices % fixed == 0, "mesh", text, fix)
             return dataclasses.replace(self, **{free: num_devices // fixed})
         fix = (
@@ -250,17 +274,12 @@ class OptimConfig:
 
     def __post_init__(self):
         require(self.lr > 0, "optim.lr", self.lr, "must be positive")
-        require(
-            0 <= self.min_lr <= 1,
-            "optim.min_lr",
-            self.min_lr,
-            "is a share of optim.lr, from 0 to 1",
-        )
+        fix = "is a share of optim.lr, from 0 to 1"
+        require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, fix)
         names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
         _require_at_least(0, "optim", self, names)
-        require(
-            all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)"
-        )
+        inside = all(0 <= beta < 1 for beta in self.betas)
+        require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,22 +317,17 @@ class TrainConfig:
 
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names to save on the device and to offload to the host; both empty for a named policy."""
-        saved: tuple[str, ...] = ()
-        offloaded: tuple[str, ...] = ()
-        if self.remat in ("none", "full", "selective", "dots"):
-            return saved, offloaded
-        for part in self.remat.split("+"):
+        by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
+        named = self.remat not in ("none", "full", "selective", "dots")
+        for part in self.remat.split("+") if named else ():
             kind, _, names = part.partition(":")
             fix = "must be none, full, selective, dots, or save:NAMES and offload:NAMES joined by +"
-            require(kind in ("save", "offload") and bool(names), "train.remat", self.remat, fix)
+            require(kind in by_kind and bool(names), "train.remat", self.remat, fix)
             for name in names.split(","):
                 fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
                 require(name in REMAT_NAMES, "train.remat", self.remat, fix)
-            if kind == "save":
-                saved += tuple(names.split(","))
-            else:
-                offloaded += tuple(names.split(","))
-        return saved, offloaded
+            by_kind[kind] += tuple(names.split(","))
+        return by_kind["save"], by_kind["offload"]
 
 
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
@@ -379,6 +393,39 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How attention crosses the pieces of a sequence; without effect if mesh.cp is 1."""
+
+    strategy: Literal["ring", "zigzag", "allgather", "ulysses"] = "zigzag"
+    """`ring` and `zigzag` (equal work) pass keys and values on, `allgather` gathers them, `ulysses` exchanges heads."""
+    ulysses: int = 1
+    """Ranks that share one place in the ring and exchange heads for sequence there (USP, arXiv 2405.07719)."""
+
+    def __post_init__(self):
+        _require_at_least(1, "cp", self, ("ulysses",))
+
+    def ranks(self, cp: int) -> tuple[int, int]:
+        """Places in the ring, and ranks of one place, over an axis of `cp` ranks; strategy ulysses is one place."""
+        if cp == 1 or self.strategy == "ulysses":
+            return 1, cp
+        require(cp % self.ulysses == 0, "cp.ulysses", self.ulysses, f"must divide mesh.cp={cp}")
+        return cp // self.ulysses, self.ulysses
+
+    def check(self, cp: int, heads: int, kv_heads: int) -> None:
+        """Refuse ranks that cannot share the query and key/value heads that each has before they exchange any."""
+        _, ranks = self.ranks(cp)
+        name, value = "cp.ulysses", self.ulysses
+        if self.strategy == "ulysses":
+            fix = f"strategy ulysses shares heads among all of mesh.cp={cp}; use 1"
+            require(value in (1, cp), name, value, fix)
+            name, value = "cp.strategy", self.strategy
+        have = f"the {heads} query and {kv_heads} key/value heads that each has"
+        fix = f"{ranks} ranks of mesh.cp cannot share {have}; use fewer, or another strategy"
+        shared = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        require(heads % ranks == 0 and shared, name, value, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save and what to resume."""
 
@@ -423,6 +470,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     pp: PipelineConfig = field(default_factory=PipelineConfig)
+    cp: ContextConfig = field(default_factory=ContextConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -441,11 +489,10 @@ class Config:
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
         require(shared, "model.num_kv_heads", kv, fix)
+        if mesh.cp > 1:
+            self.cp.check(mesh.cp, model.num_heads // mesh.tensor, max(1, kv // mesh.tensor))
         shards = mesh.fsdp * mesh.cp * mesh.ep if train.zero else 1
-        fix = (
-            f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} "
-            f"when train.zero={train.zero}; use mesh.dp too"
-        )
+        fix = f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={train.zero}; use mesh.dp too"
         require(model.d_model % shards == 0, "model.d_model", model.d_model, fix)
         parts = mesh.cp * mesh.sp
         fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"

@@ -20,8 +20,8 @@ def make(spec: dict) -> Contestant:
     import jax
 
     from ultrascale_jax import distributed
-    from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.training.loop import make_loader
     from ultrascale_jax.training.state import init_state
     from ultrascale_jax.training.step import make_train_step
 
@@ -31,14 +31,8 @@ def make(spec: dict) -> Contestant:
     cfg = cfg.check(jax.device_count())
     mesh = make_mesh(cfg.mesh)
     jax.set_mesh(mesh)
-    loader = Loader(
-        cfg.data,
-        vocab_size=cfg.model.vocab_size,
-        global_batch=cfg.train.global_batch,
-        seed=cfg.train.seed,
-    )
     state = init_state(cfg, mesh)
-    batches = loader.device_batches(mesh, 0)
+    batches = make_loader(cfg).device_batches(mesh, 0)
     _, batch, _ = next(batches)
     begun = time.perf_counter()
     step = make_train_step(cfg).lower(state, batch).compile()

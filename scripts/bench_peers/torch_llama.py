@@ -31,8 +31,11 @@ def rope_table(model: dict, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     half = model["head_dim"] // 2
     frequency = model["rope_theta"] ** (-torch.arange(half, dtype=torch.float32) / half)
     if s := model["rope_scaling"]:
+        if s["kind"] != "llama3":
+            raise Unavailable(f"it knows the rope scaling llama3, not {s['kind']}")
         turns = s["original_seq_len"] * frequency / (2 * math.pi)
-        smooth = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        low, high = s["low_freq_factor"], s["high_freq_factor"] or 4.0
+        smooth = (turns - low) / (high - low)
         smooth = smooth.clamp(0, 1)
         frequency = (1 - smooth) * frequency / s["factor"] + smooth * frequency
     angle = torch.arange(seq_len)[:, None] * frequency

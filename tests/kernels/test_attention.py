@@ -5,25 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.attention_oracle import dense_attention
 from ultrascale_jax.kernels.attention import attention
-
-
-def dense(q, k, v, segments=None, window=None):
-    """The definition, one row and head at a time, in float64."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    (B, T, N, H), K = q.shape, k.shape[2]
-    out = np.zeros_like(q)
-    for b, n, t in np.ndindex(B, N, T):
-        seen = [
-            s
-            for s in range(t + 1)
-            if (window is None or t - s < window)
-            and (segments is None or segments[b, s] == segments[b, t])
-        ]
-        scores = k[b, seen, n // (N // K)] @ q[b, t, n] / np.sqrt(H)
-        weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights @ v[b, seen, n // (N // K)] / weights.sum()
-    return out
 
 
 @pytest.fixture(params=[4, 2, 1], ids=["mha", "gqa", "mqa"])
@@ -40,10 +23,31 @@ INDEX = np.arange(13, dtype=np.int32)
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_reference_equals_dense_float64(qkv, window, packed):
-    segments = (SEGMENTS, SEGMENTS) if packed else None
-    out = attention(*qkv, q_index=INDEX, segment_ids=segments, window=window)
-    expected = dense(*qkv, SEGMENTS if packed else None, window)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    segments = SEGMENTS if packed else None
+    pair = (SEGMENTS, SEGMENTS) if packed else None
+    d_out = jax.random.normal(jax.random.key(0), qkv[0].shape)
+    out, pull_back = jax.vjp(
+        lambda *qkv: attention(*qkv, q_index=INDEX, segment_ids=pair, window=window), *qkv
+    )
+    expected = dense_attention(*qkv, d_out, segment_ids=segments, window=window)
+    gradients = expected.dq, expected.dk, expected.dv
+    for got, want in zip((out, *pull_back(d_out)), (expected.out, *gradients), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_the_oracles_gradients_are_its_differences(qkv, which):
+    qkv = [np.asarray(x, np.float64) for x in qkv]
+    d_out, step = np.random.default_rng(0).normal(size=(2, *qkv[0].shape))
+    step, options = step[:, :, : qkv[which].shape[2]], {"segment_ids": SEGMENTS, "window": 4}
+
+    def total(distance):
+        moved = [x + distance * step if i == which else x for i, x in enumerate(qkv)]
+        return np.sum(dense_attention(*moved, d_out, **options).out * d_out)
+
+    difference = (total(1e-5) - total(-1e-5)) / 2e-5
+    gradient = dense_attention(*qkv, d_out, **options)[2 + which]
+    np.testing.assert_allclose(np.sum(gradient * step), difference, rtol=1e-6)
 
 
 def test_recomputing_changes_no_gradient(qkv):

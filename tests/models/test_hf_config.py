@@ -3,10 +3,12 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from ultrascale_jax.config import ModelConfig, RopeScaling
 from ultrascale_jax.models.hf_config import config_dict, parse_config, read_config
+from ultrascale_jax.models.rotary import frequencies
 
 SHAPE = {
     "vocab_size": 320,
@@ -28,6 +30,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 LLAMA3 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=128)
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = RopeScaling(kind="yarn", factor=4.0, high_freq_factor=32.0, original_seq_len=128)
+LINEAR = RopeScaling(kind="linear", factor=4.0, original_seq_len=128)
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -97,6 +102,33 @@ def test_rope_reads_alike_from_the_keys_of_transformers_4_and_5(keys):
     assert parse_config(raw(**keys)) == ours(rope_theta=5e5, rope_scaling=LLAMA3)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 4}, LINEAR),
+        (YARN_ROPE, YARN),
+        ({"type": "yarn", "factor": 4.0}, {"original_seq_len": 512}),
+        (YARN_ROPE | {"beta_fast": None, "beta_slow": 0, "truncate": True}, YARN),
+        (
+            YARN_ROPE | {"beta_fast": 4, "beta_slow": 0.5},
+            {"high_freq_factor": 4.0, "low_freq_factor": 0.5},
+        ),
+        (YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
+        (YARN_ROPE | {"mscale": 2.0}, YARN),
+        # The scaling that transformers 5.23 computes from these.
+        (YARN_ROPE | {"mscale": 0.5, "mscale_all_dim": 2.0}, 0.8371949816203595),
+        (YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ],
+)
+def test_linear_and_yarn_read_as_transformers_does(key, rope, expected):
+    if isinstance(expected, float):
+        expected = {"attention_factor": expected}
+    if isinstance(expected, dict):
+        expected = dataclasses.replace(YARN, **expected)
+    assert parse_config(raw(**{key: rope})) == ours(rope_scaling=expected)
+
+
 @pytest.mark.parametrize(
     ("keys", "theta"),
     [
@@ -130,10 +162,8 @@ REFUSED = [
     ("auto_map", {"AutoModelForCausalLM": "evil.Model"}, "evil.Model"),
     ("rope_interleaved", True, "False"),
     ("sliding_window", 7, "llama has none"),
-    ("rope_scaling", {"type": "linear", "factor": 2.0}, "llama3"),
-    ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "llama3"),
-    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "llama3"),
-    ("rope_parameters", {"rope_type": "longrope"}, "llama3"),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "linear, yarn, llama3"),
+    ("rope_parameters", {"rope_type": "longrope"}, "linear, yarn, llama3"),
     ("rope_parameters", {FULL: {"rope_theta": 1.0}}, "one for all layers"),
     ("rope_parameters", "default", "object"),
     ("layer_types", [FULL] * 3, "4 layers"),
@@ -170,6 +200,23 @@ def test_llama3_rope_with_a_key_missing_is_refused(missing):
 
 
 @pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        (YARN_ROPE | {"truncate": False}, "truncate=False: supported is true"),
+        (YARN_ROPE | {"truncate": None}, "truncate=None: supported is true"),
+        (YARN_ROPE | {"attention_factor": 0.0}, "attention_factor=0.0: must be a positive"),
+        (YARN_ROPE | {"factor": None}, "factor=None: must be a positive"),
+        (YARN_ROPE | {"beta_slow": 64}, "low_freq_factor=64.0: must lie between 0 and"),
+        ({"rope_type": "linear"}, "factor=None: must be a positive"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5: must be at least 1"),
+    ],
+)
+def test_a_stretch_that_is_not_exactly_ours_is_refused_by_key_and_value(rope, said):
+    with pytest.raises(ValueError, match=said):
+        parse_config(raw(rope_scaling=rope))
+
+
+@pytest.mark.parametrize(
     ("model_type", "keys"),
     [
         ("qwen2", {"layer_types": [WINDOWED, FULL, WINDOWED, FULL]}),
@@ -200,6 +247,9 @@ def test_a_folder_without_config_is_refused_by_its_path(tmp_path):
 EXPRESSIBLE = [
     ("llama", OURS),
     ("llama", ours(rope_scaling=LLAMA3, rope_theta=5e5, tied_embeddings=True)),
+    ("llama", ours(rope_scaling=YARN)),
+    ("llama", ours(rope_scaling=dataclasses.replace(YARN, attention_factor=1.5))),
+    ("llama", ours(rope_scaling=LINEAR)),
     ("llama", ours(head_dim=32, num_kv_heads=4)),
     ("mistral", ours(sliding_window=7)),
     ("mistral", ours(d_model=72, num_heads=5, num_kv_heads=1)),
@@ -218,6 +268,13 @@ def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
     assert written["max_position_embeddings"] == 512
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     assert parse_config(json.loads(json.dumps(written))) == cfg
+
+
+def test_an_ntk_stretch_is_written_as_the_base_that_it_is():
+    cfg = ours(rope_scaling=RopeScaling(kind="ntk", factor=4.0))
+    read = parse_config(config_dict(cfg, max_position_embeddings=512, dtype="float32"))
+    assert read == ours(rope_theta=read.rope_theta)
+    np.testing.assert_array_equal(frequencies(read), frequencies(cfg))
 
 
 @pytest.mark.parametrize(

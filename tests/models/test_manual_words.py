@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import abstract_mesh, make_mesh
-from ultrascale_jax.models.layers import map_params, reduce_gradient, rotary
+from ultrascale_jax.models.layers import map_params, reduce_gradient
+from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import act, manual, varying
@@ -215,10 +216,10 @@ LAYER = {  # a half-block gathers its input and scatters its output, and backwar
             {("psum", TP): 4, ("all_gather", ("fsdp",)): 14, ("reduce_scatter", ("fsdp",)): 7},
         ),
         (
-            {"cp": 2, "sp": 4},  # keys, values, documents
+            {"cp": 2, "sp": 4},  # keys with values, positions and documents go round twice, gradients once
             {"zero": 1},
             {"num_kv_heads": 2},
-            {("all_gather", CP): 3, ("reduce_scatter", CP): 2},
+            {("ppermute", CP): 7},
         ),
         (
             {"sp": 4, "tp": 2},  # the mean squares of queries and keys

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from configs.demo import config as demo
+from scripts import command_line
 from scripts.convert_hf import (
     Export,
     export_checkpoint,
@@ -144,12 +145,15 @@ def test_the_printed_command_names_every_field_that_the_recipe_lacks():
             assert f"model.{field.name} = {getattr(cfg.model, field.name)!r}" in printed
 
 
-def test_a_rope_scaling_is_changed_by_flags_or_needs_another_recipe():
+def test_a_rope_scaling_is_changed_or_added_by_flags_but_removed_by_another_recipe():
     cfg = with_model(demo, FIXTURES / "llama3")
-    assert "# with a recipe whose model.rope_scaling is RopeScaling" in train_command(demo, cfg, [])
     scaled = dataclasses.replace(demo.model, rope_scaling=RopeScaling(factor=32.0))
-    command = train_command(dataclasses.replace(demo, model=scaled), cfg, [])
+    recipe = dataclasses.replace(demo, model=scaled)
+    command = train_command(recipe, cfg, [])
     assert "--model.rope-scaling.factor 8.0" in command and "#" not in command
+    words = shlex.split(train_command(demo, cfg, ["demo"]))[3:]
+    assert command_line.parse(words, prog="test")[0].model == cfg.model
+    assert "# with a recipe whose model.rope_scaling is None" in train_command(recipe, demo, [])
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.training import loop
 from ultrascale_jax.training.checkpoint import Checkpoints, describe
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.loop import Diverged, train
@@ -177,16 +178,33 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
 
 
-def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path):
+def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):
     cut(straight, tmp_path / "run")
-    other = dataclasses.replace(BASE, mesh=MeshConfig(dp=2, fsdp=2, sp=2))
+    # The tokens of a row are in another order there.
+    other = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=2, cp=2, sp=2))
     other = change(other, train__zero=1, train__microbatches=2)
     run(other, tmp_path / "run")
+    assert "context parallelism: zigzag over cp=2, 16 tokens a GPU" in capsys.readouterr().out
     rows, expected = step_rows(tmp_path / "run"), step_rows(straight[0])
     assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in expected]
-    np.testing.assert_allclose(
-        [row["loss"] for row in rows], [row["loss"] for row in expected], rtol=1e-5
-    )
+    for name, of_run in (("loss", step_rows), ("eval_loss", eval_rows)):
+        losses = [[row[name] for row in of_run(f)] for f in (tmp_path / "run", straight[0])]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ulysses", "text"),
+    [
+        ("zigzag", 1, "zigzag over cp=4, 8 tokens a GPU"),
+        ("ring", 2, "ring over cp=4 (a ring of 2 x ulysses 2), 8 tokens a GPU"),
+        ("ulysses", 1, "ulysses over cp=4, 8 tokens a GPU"),
+        ("allgather", 4, "ulysses over cp=4, 8 tokens a GPU"),
+    ],
+)
+def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, text):
+    cfg = change(BASE, mesh__cp=4, cp__strategy=strategy, cp__ulysses=ulysses)
+    assert loop._describe_context(cfg) == [f"context parallelism: {text}"]
+    assert loop._describe_context(BASE) == []
 
 
 def test_a_finished_run_only_evaluates_again(straight, tmp_path):

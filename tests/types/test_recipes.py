@@ -27,20 +27,25 @@ RECIPES = {
 
 
 def on_4096(cfg: Config) -> Config:
-    """The recipe on its own mesh, or, where 4,096 is too many for it, on one with every axis that it can fill."""
+    """The recipe on its own mesh, or, where 4,096 is too many for it, on one with every axis that it can fill.
+
+    A recipe with context parallelism keeps its mesh and gets a larger batch.
+    """
     try:
         return cfg.check(NUM_DEVICES)
     except ValueError:
-        m = cfg.model
-        sp = math.gcd(8, m.num_heads, m.num_kv_heads, m.d_ff, m.vocab_size)
-        mesh = MeshConfig(dp=-1, fsdp=math.gcd(m.d_model, 64), sp=sp).resolve(NUM_DEVICES)
+        m, mesh = cfg.model, cfg.mesh
+        if mesh.cp == 1:
+            sp = math.gcd(8, m.num_heads, m.num_kv_heads, m.d_ff, m.vocab_size)
+            mesh = MeshConfig(dp=-1, fsdp=math.gcd(m.d_model, 64), sp=sp)
+        mesh = mesh.resolve(NUM_DEVICES)
         batch = mesh.batch * cfg.train.microbatches
         train = dataclasses.replace(cfg.train, global_batch=batch)
         return dataclasses.replace(cfg, mesh=mesh, train=train).check(NUM_DEVICES)
 
 
 def test_all_recipes_are_found():
-    assert {"demo", "debug", "llama3_8b", "llama3_405b", "qwen3_32b"} <= set(RECIPES)
+    assert {"demo", "debug", "llama3_8b", "llama3_8b_1m", "qwen3_32b"} <= set(RECIPES)
 
 
 PIPELINES = {

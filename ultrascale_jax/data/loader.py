@@ -86,7 +86,8 @@ class Loader:
     `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
     segments count documents from 1, positions start at 0 in each, and the last token of a document
-    has no target; without it the row is one stream.
+    has no target; without it the row is one stream. With `order` every array is handed out as
+    `x[:, order]`; hashes and fingerprint are of the natural order.
 
     Args:
         data: source, tokenizer and packing.
@@ -95,10 +96,11 @@ class Loader:
         seed: sets the order of the training split; the held-out split always has the same.
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
+        order: int [T] order of the tokens of a row, as of `sequence_order`; none is the natural one.
 
     Raises:
         ValueError: a source is missing, damaged or outside the vocabulary, or has no whole row to
-            train on.
+            train on; or `order` does not hold every index of a row once.
     """
 
     def __init__(
@@ -110,10 +112,16 @@ class Loader:
         seed: int,
         split: str = "train",
         sources: Sources | None = None,
+        order: np.ndarray | None = None,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
         self.data, self.vocab_size, self.global_batch = data, vocab_size, global_batch
         self.seed, self.split = seed, split
+        if order is not None:
+            fix = f"must hold every index below data.seq_len={data.seq_len} once"
+            once = np.array_equal(np.sort(order), np.arange(data.seq_len))
+            require(once, "order", order, fix)
+        self._order = order
         self.sources = open_sources(data, vocab_size) if sources is None else sources
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
@@ -130,6 +138,7 @@ class Loader:
             seed=self.seed,
             split="eval",
             sources=self.sources,
+            order=self._order,
         )
 
     @property
@@ -145,11 +154,11 @@ class Loader:
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Rows of the global batch of a step, int32 [rows, T] by name."""
-        return self._load(step, range(self.global_batch)[rows])
+        return self._ordered(self._load(step, range(self.global_batch)[rows]))
 
     def batch_hash(self, step: int) -> str:
         """Hash of the tokens and targets of the whole global batch, the same on every mesh."""
-        return batch_hash(self.batch(step))
+        return batch_hash(self._load(step, range(self.global_batch)))
 
     def device_batches(
         self, mesh: Mesh, start_step: int
@@ -168,9 +177,10 @@ class Loader:
 
         def load(step: int) -> tuple[int, Batch, str]:
             if not hashing:
-                return step, self._load(step, mine), ""
-            batch = self.batch(step)
-            return step, {name: value[mine] for name, value in batch.items()}, batch_hash(batch)
+                return step, self._ordered(self._load(step, mine)), ""
+            batch = self._load(step, range(self.global_batch))
+            local = {name: value[mine] for name, value in batch.items()}
+            return step, self._ordered(local), batch_hash(batch)
 
         def place(local: np.ndarray) -> jax.Array:
             def piece(index):
@@ -228,6 +238,11 @@ class Loader:
         fix = f"step {step} has token {largest}, outside model.vocab_size; a shard was altered"
         require(largest < self.vocab_size, "data.source", self.data.source, fix)
         return batch
+
+    def _ordered(self, batch: Batch) -> Batch:
+        if self._order is None:
+            return batch
+        return {name: value[:, self._order] for name, value in batch.items()}
 
 
 def batch_hash(batch: Batch) -> str:

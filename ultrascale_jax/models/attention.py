@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.layers import (
     INIT_STD,
@@ -13,11 +13,12 @@ from ultrascale_jax.models.layers import (
     own_heads,
     param,
     rms_norm,
-    rotate,
     spread,
 )
+from ultrascale_jax.models.rotary import rotate
+from ultrascale_jax.parallel.context import context_attention
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, einsum, offset, reshard
+from ultrascale_jax.sharding import act, einsum, mesh_size, offset, reshard
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
         *,
         window: int | None = None,
+        context: ContextConfig,
         recompute: bool = False,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
@@ -62,6 +64,9 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
+        if cache is None and mesh_size("cp") > 1:
+            out_BTNH = self._over_context(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context)
+            return self._output(out_BTNH), None
         k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
         start = jnp.int32(0)
         if cache is not None:
@@ -73,8 +78,10 @@ class Attention(nnx.Module):
         out_BTNH = self._core(
             q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
         )
-        out_BTNH = checkpoint_name(out_BTNH, "attn_core")
-        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
+        return self._output(checkpoint_name(out_BTNH, "attn_core")), cache
+
+    def _output(self, out_BTNH: jax.Array) -> jax.Array:
+        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
         """Queries, keys or values, with bias and norm where the family has them."""
@@ -93,10 +100,24 @@ class Attention(nnx.Module):
         weight = getattr(self, name)
         return own_heads(weight[...], dims, weight.on, self.cfg.num_kv_heads)
 
+    def _over_context(self, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context):
+        """Attention on this device's heads and piece of the sequence, whose ranks talk over cp."""
+
+        def core(q, k, v, *segments):
+            return context_attention(
+                context, q, k, v, None, *segments,
+                window=window, implementation=self.cfg.attention,
+            )  # fmt: skip
+
+        segments = () if segment_ids_BT is None else (segment_ids_BT,)
+        specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]
+        run = smap(core, in_specs=specs, out_specs=act("BTNH"))
+        return run(q_BTNH, k_BTKH, v_BTKH, *segments)
+
     def _core(
         self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
     ):
-        """Attention on this device's heads; keys and values are whole over cp (`act("BSKH")` gathered them)."""
+        """Attention on this device's heads; keys and values are whole over cp, in natural order."""
 
         def core(q, k, v, index, *segments):
             return attention(

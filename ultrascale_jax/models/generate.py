@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
-from ultrascale_jax.models.layers import gather_sequence, rotary
+from ultrascale_jax.models.layers import gather_sequence
+from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, vary

@@ -5,6 +5,7 @@ skipped: a model that loads is the same model. Absent keys take the default that
 `transformers`. The keys written are those that both transformers 4 and 5 read.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,18 +151,48 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     share = rope.get("partial_rotary_factor")
     require(share in (None, 1), "partial_rotary_factor", share, "supported is 1, or no such key")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    known = kind in ("default", "llama3")
-    require(known, f"{key}.rope_type", kind, "supported are default, llama3")
+    known = kind in ("default", "linear", "yarn", "llama3")
+    require(known, f"{key}.rope_type", kind, "supported are default, linear, yarn, llama3")
     if kind == "default":
         return theta, None
+    factor = _number(rope, "factor")
+    if kind == "linear":
+        context = _integer(raw, "max_position_embeddings")
+        original = max(1, round(context / factor))
+        return theta, RopeScaling(kind="linear", factor=factor, original_seq_len=original)
     key = "original_max_position_embeddings"
     # As transformers 5: the outer key wins, and the whole context is the fallback.
     original = _integer(raw if raw.get(key) else rope, key, raw.get("max_position_embeddings"))
+    if kind == "yarn":
+        return theta, _yarn(rope, factor, original)
     return theta, RopeScaling(
-        factor=_number(rope, "factor"),
+        factor=factor,
         low_freq_factor=_number(rope, "low_freq_factor"),
         high_freq_factor=_number(rope, "high_freq_factor"),
         original_seq_len=original,
+    )
+
+
+def _yarn(rope: Mapping[str, Any], factor: float, original: int) -> RopeScaling:
+    """YaRN with the defaults that `transformers` has for keys that are absent, null or 0."""
+    keys = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
+    given = {key: _number(rope, key) for key in keys if rope.get(key)}
+    truncate, fix = rope.get("truncate", True), "supported is true, or no such key"
+    require(truncate is True, "truncate", truncate, fix)
+    attention_factor = 0.0
+    if rope.get("attention_factor") is not None:
+        attention_factor = _number(rope, "attention_factor")
+    elif "mscale" in given and "mscale_all_dim" in given:
+        stretch = 0.1 * math.log(factor)
+        attention_factor = stretch * given["mscale"] + 1
+        attention_factor /= stretch * given["mscale_all_dim"] + 1
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        low_freq_factor=given.get("beta_slow", 1.0),
+        high_freq_factor=given.get("beta_fast", 32.0),
+        original_seq_len=original,
+        attention_factor=attention_factor,
     )
 
 
@@ -236,13 +267,7 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         "torch_dtype": dtype,
     }
     if cfg.rope_scaling is not None:
-        raw["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": cfg.rope_scaling.factor,
-            "low_freq_factor": cfg.rope_scaling.low_freq_factor,
-            "high_freq_factor": cfg.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": cfg.rope_scaling.original_seq_len,
-        }
+        raw |= _rope_keys(cfg.rope_scaling, cfg)
     if model_type not in ("qwen2", "mistral"):
         raw["attention_bias"] = False
     if family.window == "all":
@@ -253,6 +278,23 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         raw["sliding_window"] = window
         raw["max_window_layers"] = cfg.first_window_layer if window is not None else cfg.num_layers
     return raw
+
+
+def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
+    """The keys of a stretch; `transformers` has no type for ntk, which is exactly a larger base."""
+    if scaling.kind == "ntk":
+        return {"rope_theta": scaling.base(cfg.rope_theta, cfg.head_dim)}
+    rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return {"rope_scaling": rope}
+    low, high = scaling.thresholds
+    names = ("beta_slow", "beta_fast")
+    if scaling.kind == "llama3":
+        names = ("low_freq_factor", "high_freq_factor")
+    rope |= {names[0]: low, names[1]: high}
+    if scaling.attention_factor:
+        rope["attention_factor"] = scaling.attention_factor
+    return {"rope_scaling": rope | {"original_max_position_embeddings": scaling.original_seq_len}}
 
 
 def _effective_window(cfg: ModelConfig) -> int | None:

@@ -249,27 +249,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, dims: str, on: str, eps: float) ->
     return (x32 * scale * spread(weight, dims, on, x.shape)).astype(x.dtype)
 
 
-def rotary(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine `[B, T, H/2]` float32 of the rotary angles (arXiv 2104.09864), stretched as Llama 3 does."""
-    half = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
-    frequency = cfg.rope_theta**-half
-    if cfg.rope_scaling is not None:
-        s = cfg.rope_scaling
-        turns = s.original_seq_len * frequency / (2 * jnp.pi)
-        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        smooth = jnp.clip(smooth, 0.0, 1.0)
-        frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
-    angle = positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of queries or keys: the first half of H pairs with the second (Hugging Face's convention)."""
-    cos, sin = (t[:, :, None, :] for t in rope)
-    x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)
-
-
 class MLP(nnx.Module):
     """Gated feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202)."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.models.attention import Attention, Cache
 from ultrascale_jax.models.layers import (
     MLP,
@@ -24,12 +24,15 @@ from ultrascale_jax.models.layers import (
     map_params,
     param,
     rms_norm,
-    rotary,
     scatter_sequence,
     together,
 )
 from ultrascale_jax.models.loss import cross_entropy
+from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding import einsum, reshard, stored
+
+NATURAL = ContextConfig(strategy="ring")
+"""Context parallelism for sequences in natural order."""
 
 
 class Block(nnx.Module):
@@ -58,6 +61,7 @@ class Block(nnx.Module):
         segment_ids_BT=None,
         *,
         window=None,
+        context: ContextConfig = NATURAL,
         recompute=False,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
@@ -70,9 +74,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
             h, attn = together((h, self.attn))
-            h, cache = attn(
-                h, rope, segment_ids_BT, window=window, recompute=recompute, cache=cache
-            )
+            settings = {"window": window, "context": context, "recompute": recompute}
+            h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
             h, mlp = together((h, self.mlp))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
             x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
@@ -128,6 +131,7 @@ class Transformer(nnx.Module):
         *,
         dtype: jax.typing.DTypeLike = jnp.float32,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
+        context: ContextConfig = NATURAL,
         recompute: bool = False,
         cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]:
@@ -139,6 +143,8 @@ class Transformer(nnx.Module):
           segment_ids_BT: document of each token, or None for one document a row.
           dtype: type of compute.
           remat: wraps the function of one layer, to say what the backward pass recomputes.
+          context: how attention crosses cp; every sequence stands in its order (`parallel/order.py`), by default the
+            natural one. With a cache it is not used.
           recompute: keep no attention scores for the backward pass.
           cache: keys and values `[L, B, S, K, H]` of earlier positions and their number, for generation.
 
@@ -169,6 +175,7 @@ class Transformer(nnx.Module):
                     rope,
                     segment_ids_BT,
                     window=window,
+                    context=context,
                     recompute=recompute,
                     cache=None if kv is None else (*kv, start),
                 )

@@ -21,6 +21,7 @@ from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
 from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.flops import flops_per_token, peak_tflops
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
@@ -53,26 +54,32 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         Diverged: too many steps in a row were not finite.
     """
     started = time.monotonic()
-    run_dir, pipeline = Path(cfg.log.run_dir), _describe_pipeline(cfg)
+    run_dir, parallel = Path(cfg.log.run_dir), [*_describe_pipeline(cfg), *_describe_context(cfg)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        loader = Loader(
-            cfg.data,
-            vocab_size=cfg.model.vocab_size,
-            global_batch=cfg.train.global_batch,
-            seed=cfg.train.seed,
-        )
+        loader = make_loader(cfg)
         checkpoints = stack.enter_context(Checkpoints(cfg))
         state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
         log = stack.enter_context(RunLog(run_dir, first_step=first_step, num_steps=cfg.train.steps))
         if jax.process_index() == 0:
             _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
-        for note in pipeline + notes:
+        for note in parallel + notes:
             log.note(note)
         tracer = stack.enter_context(_Tracer(run_dir / "profile", profile))
         stop = stack.enter_context(StopRequest())
         run = _Run(cfg, mesh, loader, checkpoints, log, started)
         return run.run(state, first_step, stop, tracer)
+
+
+def make_loader(cfg: Config) -> Loader:
+    """The training batches of `cfg`, in the order of tokens that its context parallelism wants."""
+    return Loader(
+        cfg.data,
+        vocab_size=cfg.model.vocab_size,
+        global_batch=cfg.train.global_batch,
+        seed=cfg.train.seed,
+        order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
+    )
 
 
 SUMMARY = ("loss", "eval_loss", "eval_tokens", "compile_s", "first_step_s", "skipped")
@@ -316,6 +323,18 @@ def _describe_pipeline(cfg: Config) -> list[str]:
     if cfg.pp.divergent:
         notes.append("pp.divergent is experimental: no GPU has run it")
     return notes
+
+
+def _describe_context(cfg: Config) -> list[str]:
+    """A line on the strategy and each device's part of a sequence, where sequences are split."""
+    ranks = cfg.mesh.cp
+    if ranks == 1:
+        return []
+    places, together = cfg.cp.ranks(ranks)
+    strategy = cfg.cp.strategy if places > 1 else "ulysses"
+    shared = f" (a ring of {places} x ulysses {together})" if places > 1 and together > 1 else ""
+    tokens = cfg.data.seq_len // ranks
+    return [f"context parallelism: {strategy} over cp={ranks}{shared}, {tokens} tokens a GPU"]
 
 
 def _write_json(path: Path, value: object) -> None:

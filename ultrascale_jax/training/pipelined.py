@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import map_params, reduce_gradient, rotary, scatter_gradient
+from ultrascale_jax.models.layers import map_params, reduce_gradient, scatter_gradient
+from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.manual import smap
@@ -97,14 +98,16 @@ def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transform
 
 def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
     """The model's parts as functions of their parameters."""
-    dtype, window = COMPUTE[cfg.train.precision], cfg.model.sliding_window
+    dtype, window = COMPUTE[cfg.train.precision], cfg.model.window(0)
 
     def layer(block, x_BRD, context):
         rope, segment_ids_BT = context
-        recompute = cfg.train.remat == "selective"
-        x_BRD, _ = block.gathered(dtype)(
-            x_BRD, rope, segment_ids_BT, window=window, recompute=recompute
-        )
+        settings = {
+            "window": window,
+            "context": cfg.cp,
+            "recompute": cfg.train.remat == "selective",
+        }
+        x_BRD, _ = block.gathered(dtype)(x_BRD, rope, segment_ids_BT, **settings)
         return x_BRD, jnp.float32(0.0)
 
     def embed(shared, batch):

@@ -149,6 +149,7 @@ def objective(
         batch.get("segment_ids"),
         dtype=dtype,
         remat=remat(cfg.train),
+        context=cfg.cp,
         recompute=cfg.train.remat == "selective",
     )
     return used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)

@@ -1,0 +1,39 @@
+"""Llama 3.1 8B at 131,072 tokens, meant for 8 to 64 GPUs of 80 GB: each sequence split over the 8 GPUs of a node.
+
+A batch of 32 sequences (4 M tokens), one at a time in each node: 8 GPUs want `--train.microbatches 32`, 16 want 16, 32
+want 8, 64 the 4 below. It is the stage that stretches 8,192 tokens to 131,072, from a checkpoint of
+`scripts.convert_hf import`. Attention crosses documents, as in arXiv 2504.06214: it is then plain causal, without a
+mask, and every sequence shows the model all distances; positions that restart show only those inside a document.
+"""
+
+from configs import shapes
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=shapes.LLAMA31_8B,
+    mesh=MeshConfig(cp=8, fsdp=-1),
+    data=DataConfig(
+        source="tokens:data/long",
+        tokenizer="data/tokenizer.json",
+        seq_len=131_072,
+        document_mask=False,
+    ),
+    optim=OptimConfig(lr=3e-5, warmup_steps=50),
+    train=TrainConfig(
+        steps=1000,
+        global_batch=32,
+        microbatches=4,
+        remat="save:q,k,v,attn_core,attn_out,gate",
+        eval_every=100,
+    ),
+    checkpoint=CheckpointConfig(every=100),
+    log=LogConfig(run_dir="out/llama3_8b_128k"),
+)

@@ -1,0 +1,56 @@
+"""cuDNN's flash attention with its float32 log-sum-exp, and the backward pass from a given one.
+
+`jax.nn.dot_product_attention` returns the log-sum-exp in bfloat16 and hides the backward pass, so ring attention needs
+the primitives below it. They are private to JAX: this file is the only one that knows them, and what differs between
+the versions that `pyproject.toml` allows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as private
+
+MASKED = -1e9
+"""Added to the scores of keys that a query may not see: finite, so that a row without any has a log-sum-exp."""
+
+
+def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
+    """Result `[B, T, N, H]` in q's type and log-sum-exp `[B, N, T]` float32; arguments as `attention_forward`'s."""
+    optional = _optional(q, visible)
+    params = _params(q, optional, causal, window)
+    return private._dot_product_attention_fwd_p_wrapper.bind(
+        q, k, v, *optional, **params, is_training=True
+    )
+
+
+def backward(q, k, v, out, lse, dout, visible, causal, window):
+    """Gradients of q, k and v in their types, from the whole softmax's `out` and `lse`."""
+    optional = _optional(q, visible)
+    params = _params(q, optional, causal, window)
+    return tuple(
+        private._dot_product_attention_bwd_p_wrapper.bind(
+            q, k, v, *optional, lse, out, dout, **params
+        )
+    )[:3]
+
+
+def _optional(q, visible) -> list[jax.Array]:
+    """Bias, lengths and offsets of packed sequences, page tables: empty where not used."""
+    bias = jnp.zeros(0, q.dtype)
+    if visible is not None:
+        bias = jnp.where(visible, 0.0, MASKED).astype(q.dtype)[:, None]
+    return [bias] + [jnp.zeros(0, jnp.int32)] * 6
+
+
+def _params(q, optional, causal, window) -> dict:
+    mask = private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK
+    newer = {"score_mod": None} if jax.__version_info__ >= (0, 12) else {}
+    return {
+        "scale": q.shape[3] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (optional[0].ndim > 1, False),
+        "mask_type": mask,
+        "layout": private.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+        **newer,
+    }

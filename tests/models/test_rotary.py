@@ -1,0 +1,186 @@
+"""Rotary frequencies equal those of `transformers` for every stretch, and the angles hold at a million tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import MeshConfig, ModelConfig, RopeScaling
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.models.rotary import frequencies, rotary, rotate
+from ultrascale_jax.sharding import act
+
+MODEL = ModelConfig(d_model=32, num_heads=2, num_kv_heads=2, head_dim=16)
+LLAMA = dataclasses.replace(MODEL, rope_theta=500_000.0)
+YARN_64 = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64, attention_factor=1.5)
+YARN_1M = RopeScaling(kind="yarn", factor=128.0, high_freq_factor=4.0)
+
+# `inv_freq` and `attention_scaling` of transformers 5.23's LlamaRotaryEmbedding(LlamaConfig(hidden_size=32,
+# num_attention_heads=2, head_dim=16, rope_parameters=...)) with torch 2.13, to eight digits. NTK-aware is there the
+# default type with rope_theta = 1e4 * 4 ** (16 / 14).
+EXPECTED = {
+    "none": (
+        MODEL,
+        None,
+        1.0,
+        [1.0, 0.31622776, 0.1, 0.031622779, 0.0099999998, 0.0031622779, 0.001, 0.00031622779],
+    ),
+    "linear": (
+        MODEL,
+        RopeScaling(kind="linear", factor=4.0),
+        1.0,
+        [
+            0.25,
+            0.079056941,
+            0.025,
+            0.0079056947,
+            0.0024999999,
+            0.00079056947,
+            0.00025000001,
+            7.9056947e-05,
+        ],
+    ),
+    "ntk": (
+        MODEL,
+        RopeScaling(kind="ntk", factor=4.0),
+        1.0,
+        [
+            1.0,
+            0.25941283,
+            0.067295007,
+            0.017457189,
+            0.0045286184,
+            0.0011747816,
+            0.0003047534,
+            7.9056947e-05,
+        ],
+    ),
+    "yarn": (
+        MODEL,
+        RopeScaling(kind="yarn", factor=8.0, original_seq_len=4096),
+        1.2079441541679836,
+        [
+            1.0,
+            0.31622776,
+            0.1,
+            0.024705295,
+            0.0056249998,
+            0.001087033,
+            0.00012500001,
+            3.9528473e-05,
+        ],
+    ),
+    "yarn with a ramp from the first dim and its own magnitude": (
+        MODEL,
+        YARN_64,
+        1.5,
+        [
+            1.0,
+            0.23717082,
+            0.049999997,
+            0.0079056947,
+            0.0024999999,
+            0.00079056947,
+            0.00025000001,
+            7.9056947e-05,
+        ],
+    ),
+    "yarn to 1M": (
+        LLAMA,
+        YARN_1M,
+        1.4852030263919618,
+        [
+            1.0,
+            0.19392276,
+            0.037606031,
+            0.0072926651,
+            0.00071263098,
+            2.142564e-06,
+            4.1549185e-07,
+            8.0573322e-08,
+        ],
+    ),
+    "llama3": (
+        LLAMA,
+        RopeScaling(),
+        1.0,
+        [
+            1.0,
+            0.19392276,
+            0.037606031,
+            0.0072926651,
+            0.00052484602,
+            3.4281024e-05,
+            6.6478697e-06,
+            1.2891732e-06,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_frequencies_and_magnitude_are_those_of_transformers(name):
+    model, scaling, magnitude, inv_freq = EXPECTED[name]
+    cfg = dataclasses.replace(model, rope_scaling=scaling)
+    np.testing.assert_allclose(frequencies(cfg), inv_freq, rtol=1e-6)
+    positions = jnp.arange(64, dtype=jnp.int32)[None]
+    cos, sin = (np.asarray(t) for t in rotary(positions, cfg))
+    np.testing.assert_allclose(np.hypot(cos, sin), magnitude, rtol=1e-6)
+    angle = np.arange(64)[None, :, None] * np.array(inv_freq)[None, None, :]
+    np.testing.assert_allclose(cos, magnitude * np.cos(angle), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(sin, magnitude * np.sin(angle), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+def test_a_factor_of_one_stretches_nothing(kind):
+    cfg = dataclasses.replace(LLAMA, rope_scaling=RopeScaling(kind=kind, factor=1.0))
+    np.testing.assert_allclose(frequencies(cfg), frequencies(LLAMA), rtol=1e-15)
+    assert RopeScaling(kind=kind, factor=1.0).magnitude == 1.0
+
+
+@pytest.mark.parametrize("kind", ["ntk", "yarn", "llama3"])
+def test_the_fastest_dim_stays_and_the_slowest_is_divided_by_the_factor(kind):
+    model = dataclasses.replace(LLAMA, head_dim=128)
+    cfg = dataclasses.replace(model, rope_scaling=RopeScaling(kind=kind, factor=8.0))
+    share = frequencies(cfg) / frequencies(model)
+    np.testing.assert_allclose(share[[0, -1]], [1.0, 1 / 8], rtol=1e-12)
+    assert np.all(np.diff(share) <= 1e-12)
+
+
+@pytest.mark.parametrize("start", [0, 8192, 2**17, 2**20, 2**24, 2**30])
+def test_angles_are_right_to_1e_6_at_any_position(start):
+    cfg = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
+    positions = np.arange(start - 500, start + 500, dtype=np.int32).clip(0)
+    rope = jax.jit(lambda positions: rotary(positions, cfg))(positions[None])
+    angle = positions[None, :, None].astype(np.float64) * frequencies(cfg)[None, None, :]
+    for got, function in zip(rope, (np.cos, np.sin), strict=True):
+        expected = YARN_1M.magnitude * function(angle)
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-6)
+
+
+def test_scores_depend_on_the_distance_alone_a_million_tokens_in():
+    cfg = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
+    q_BTNH, k_BTNH = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 128))
+    scores = []
+    for start in (0, 2**20 - 64):
+        at = [jnp.full((1, 1), start + offset, jnp.int32) for offset in (50, 3)]
+        q, k = (rotate(x, rotary(p, cfg)) for x, p in zip((q_BTNH, k_BTNH), at, strict=True))
+        scores.append(float(jnp.sum(q * k)))
+    np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=1e-4)
+
+
+def test_positions_split_over_a_mesh_give_the_same_angles():
+    cfg = dataclasses.replace(LLAMA, rope_scaling=YARN_1M)
+    positions = np.arange(2**20 - 64, 2**20, dtype=np.int32).reshape(4, 16)
+    alone = rotary(jnp.asarray(positions), cfg)
+    mesh = make_mesh(MeshConfig(fsdp=2, cp=4))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(positions, NamedSharding(mesh, act("BT")))
+        there = jax.jit(lambda positions: rotary(positions, cfg))(split)
+    for a, b in zip(alone, there, strict=True):
+        assert jax.typeof(b).sharding.spec == P(*act("BT"), None)
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=0, atol=1e-7)

@@ -1,0 +1,86 @@
+"""What the tables of this folder share: a run on its mesh must equal the same run on one device."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding import act
+from ultrascale_jax.training.loop import make_loader
+from ultrascale_jax.training.state import canonical, init_state, layer_order
+from ultrascale_jax.training.step import count, loss_and_gradients, make_eval_step, train_step
+
+TOLERANCE = 1e-5
+
+
+class Outcome(NamedTuple):
+    """Losses of all steps, gradients of the first by name in canonical order, and the evaluation at the end."""
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    evaluation: float
+
+
+def run(cfg: Config) -> Outcome:
+    """Train `cfg`, which is checked, on the first devices."""
+    mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+    loader = make_loader(cfg)
+
+    @jax.jit
+    def step(state, batch):
+        weight = 1.0 / count(batch).astype(np.float32)
+        grads = loss_and_gradients(cfg, state.params, batch, weight)[1]
+        return train_step(cfg, state, batch), grads
+
+    losses, first = [], {}
+    with jax.set_mesh(mesh):
+        state = init_state(cfg, mesh)
+        sharding = NamedSharding(mesh, act("BT"))
+        for i in range(cfg.train.steps):
+            batch = jax.device_put(loader.batch(i), sharding)
+            (state, metrics), grads = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            if i == 0:
+                leaves = jax.tree_util.tree_leaves_with_path(canonical(grads, layer_order(cfg)))
+                first = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        nats, tokens = make_eval_step(cfg)(state.params, batch)
+    return Outcome(losses, first, float(nats) / int(tokens))
+
+
+@functools.cache
+def run_alone(cfg: Config) -> Outcome:
+    return run(cfg)
+
+
+@pytest.fixture(scope="session")
+def assert_equals_one_device():
+    """Refuses a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32.
+
+    That device has no accumulation, no sharding, no recomputation and the natural order of tokens; it trains each
+    model and data once.
+    """
+
+    def compare(cfg: Config) -> None:
+        alone = dataclasses.replace(
+            cfg,
+            mesh=MeshConfig(fsdp=1),
+            pp=PipelineConfig(),
+            cp=ContextConfig(),
+            train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
+        )
+        outcome, expected = run(cfg), run_alone(alone)
+        np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)
+        assert outcome.gradients.keys() == expected.gradients.keys()
+        for path, gradient in expected.gradients.items():
+            error = np.abs(outcome.gradients[path] - gradient).max() / np.abs(gradient).max()
+            assert error < TOLERANCE, f"{path}: relative error {error:.1e}"
+
+    return compare

@@ -1,0 +1,69 @@
+"""Rotary position embeddings (arXiv 2104.09864), and their stretch to contexts longer than that of the pre-training.
+
+Position p turns the i-th pair of a head's H dims by the angle p theta^(-2i/H). Farther away than training ever looked,
+slow pairs reach angles that the model does not know; `RopeScaling` divides their frequencies, so that they stay known.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultrascale_jax.config import ModelConfig, RopeScaling
+
+
+def frequencies(cfg: ModelConfig) -> np.ndarray:
+    """Radians that a position turns each pair of dims by `[H/2]`, float64, stretched as `cfg.rope_scaling` says."""
+    scaling, H = cfg.rope_scaling, cfg.head_dim
+    base = cfg.rope_theta if scaling is None else scaling.base(cfg.rope_theta, H)
+    frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
+    if scaling is None or scaling.kind == "ntk":
+        return frequency
+    if scaling.kind == "linear":
+        kept = np.zeros(1)
+    elif scaling.kind == "llama3":
+        low, high = scaling.thresholds
+        turns = scaling.original_seq_len * frequency / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+    else:
+        kept = _kept_by_yarn(scaling, base, H)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def _kept_by_yarn(scaling: RopeScaling, base: float, head_dim: int) -> np.ndarray:
+    """Share of each frequency that stays `[H/2]`: 1 to 0 between two dims, rounded outwards as `transformers` does."""
+
+    def dim_with(turns: float) -> float:
+        return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / logarithm
+
+    logarithm = 2 * math.log(base)
+    slow, fast = scaling.thresholds
+    first = max(math.floor(dim_with(fast)), 0)
+    last = min(math.ceil(dim_with(slow)), head_dim - 1)
+    width = last - first or 0.001
+    return 1 - np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
+
+
+def rotary(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine `[B, T, H/2]` float32 of the rotary angles of int32 positions, scaled where YaRN does so.
+
+    The product of position and frequency would be wrong by 0.05 at position 10^6 in float32. Here whole turns drop out
+    first: a frequency is a number of 2^-32 turns, whose int32 product wraps, and a float32 rest; right to 10^-6.
+    """
+    frequency = frequencies(cfg)
+    unit = 2 * math.pi / 2**32
+    steps = np.rint(frequency / unit).astype(np.int64)
+    rest = (frequency - steps * unit).astype(np.float32)[None, None, :]
+    positions_BT1 = positions_BT[:, :, None]
+    phase = positions_BT1 * steps.astype(np.int32)[None, None, :]
+    angle = phase.astype(jnp.float32) * np.float32(unit) + positions_BT1.astype(jnp.float32) * rest
+    magnitude = 1.0 if cfg.rope_scaling is None else cfg.rope_scaling.magnitude
+    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+
+
+def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding of queries or keys: the first half of H pairs with the second (Hugging Face's convention)."""
+    cos, sin = (t[:, :, None, :] for t in rope)
+    x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)

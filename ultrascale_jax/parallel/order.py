@@ -1,0 +1,43 @@
+"""The order of a sequence over the context axis: which tokens each rank of `cp` holds.
+
+A causal query has work in proportion to its place, so a rank that holds one stretch of the sequence has less of it the
+earlier the stretch is, and waits. In zigzag each place of a ring of r has two of 2r chunks, one early and one late:
+
+    place    0     1     2     3
+    chunks  0 7   1 6   2 5   3 4
+
+The data are handed out in this order, once a batch, and the model runs in it: positions travel with their tokens.
+"""
+
+import numpy as np
+
+from ultrascale_jax.config import ContextConfig, require
+
+
+def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
+    """int64 [T]: which token stands at each place, so that an array in the strategy's order is `x[:, order]`.
+
+    Rank c of `cp` holds the c-th of `cp` equal pieces of that. The ranks of one place of the ring (`cp.ulysses`) divide
+    its two chunks in this order; of a piece with an odd number of tokens the early chunk has one more. It is the
+    natural order for `ring`, `ulysses` and a ring of one.
+
+    Args:
+        seq_len: tokens of a sequence (T), divisible by `cp`.
+        cp: size of the mesh axis.
+        context: strategy, and ranks that share a place.
+
+    Raises:
+        UserError: `seq_len` or `context.ulysses` does not divide so.
+    """
+    require(seq_len % cp == 0, "seq_len", seq_len, f"must be divisible by mesh.cp={cp}")
+    places, _ = context.ranks(cp)
+    order = np.arange(seq_len)
+    if context.strategy in ("ring", "ulysses"):
+        return order
+    piece = seq_len // places
+    early = -(-piece // 2)
+    chunks = (
+        order[: places * early].reshape(places, early),
+        order[places * early :].reshape(places, piece - early)[::-1],
+    )
+    return np.concatenate(chunks, axis=1).ravel()
