@@ -153,7 +153,7 @@ def test_nothing_shipped_can_run_code_that_it_reads(path):
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_library_files_and_functions_stay_short(path):
     # `config.py` is one file by decision, and grows by two lines with each field: the pipeline's five are in it.
-    limit = {"kernels": 750, "config": 540}.get(layer_of_file(path), 350)
+    limit = {"kernels": 750, "config": 550}.get(layer_of_file(path), 350)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

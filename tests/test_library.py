@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md` and `docs/pipelines.md` run as they stand there."""
+"""The examples of `docs/library.md`, `docs/pipelines.md` and `docs/context.md` run as they stand there."""
 
 import re
 import subprocess
@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.attention_oracle import dense_attention
+
 ROOT = Path(__file__).parent.parent
-DOCS, PIPELINES = ROOT / "docs/library.md", ROOT / "docs/pipelines.md"
+DOCS, PIPELINES, CONTEXT = (
+    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context")
+)
 
 
 def examples(path: Path) -> list[str]:
@@ -56,3 +60,17 @@ def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
     for name, expected in (("blocks", blocks[names["order"]]), ("shared", shared)):
         got = names[f"{name}_gradient"]
         np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_attention_over_a_split_sequence_is_dense_attention():
+    names: dict = {}
+    (source,) = examples(CONTEXT)
+    exec(compile(source, str(CONTEXT), "exec"), names)
+    qkv = [np.asarray(names[name]) for name in ("q", "k", "v")]
+    documents, order = names["documents"], names["order"]
+    out = dense_attention(*qkv, np.zeros_like(qkv[0]), segment_ids=documents).out
+    expected = dense_attention(*qkv, 2 * out, segment_ids=documents)
+    np.testing.assert_allclose(names["out"], out, atol=1e-5 * np.abs(out).max(), rtol=0)
+    for name in ("dq", "dk", "dv"):
+        want = getattr(expected, name)[:, order]
+        np.testing.assert_allclose(names[name], want, atol=1e-5 * np.abs(want).max(), rtol=0)

@@ -520,6 +520,9 @@ class Config:
         mixed = model.sliding_window is not None and model.first_window_layer > 0
         fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
         require(not mixed, "model.first_window_layer", model.first_window_layer, fix)
+        passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
+        fix = "cannot be with pp.divergent, whose ranks part ways; use allgather or ulysses"
+        require(not (pp.divergent and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
 

@@ -12,6 +12,7 @@ import pytest
 
 from ultrascale_jax.config import (
     Config,
+    ContextConfig,
     DataConfig,
     MeshConfig,
     ModelConfig,
@@ -50,16 +51,22 @@ def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comp
 
 @pytest.fixture(scope="session")
 def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
-    """`compiled(num_devices, mesh, pp, **train)`: a small run, checked, and its step on H100s."""
+    """`compiled(num_devices, mesh, pp, cp, seq_len, **train)`: a small run, checked, and its step on H100s."""
 
     def compile_run(
-        num_devices: int, mesh: dict[str, int], pp: dict | None = None, **train
+        num_devices: int,
+        mesh: dict[str, int],
+        pp: dict | None = None,
+        cp: dict | None = None,
+        seq_len: int = 512,
+        **train,
     ) -> tuple[Config, CompiledStep]:
         cfg = Config(
             model=MODEL,
             mesh=MeshConfig(**mesh),
             pp=PipelineConfig(**pp or {}),
-            data=DataConfig(seq_len=512, document_mask=False),
+            cp=ContextConfig(**cp or {}),
+            data=DataConfig(seq_len=seq_len, document_mask=False),
             train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
         )
         return cfg.check(num_devices), compile_once(cfg, num_devices, tuple(FAST.items()))

@@ -63,7 +63,7 @@ def context_attention(
     Raises:
       ValueError: the shapes do not fit each other or the axis.
     """
-    ranks, inner = _check(context, q, k, v, positions, segment_ids, axis)
+    ranks, inner = _check(context, q, k, v, positions, segment_ids, axis, window)
     axes = frozenset({axis}).union(*map(varying, (q, k, v)))
     q, k, v = (vary(x, axes) for x in (q, k, v))
     positions, segment_ids = (
@@ -136,8 +136,10 @@ allgather_attention = _named("allgather")
 ulysses_attention = _named("ulysses")
 
 
-def _check(context, q, k, v, positions, segment_ids, axis) -> tuple[int, int]:
+def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
     """Positions of the ring, and ranks that share one; refuses what does not fit."""
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
     ranks, inner = context.ranks(jax.lax.axis_size(axis))
     (B, T, N, H), K = q.shape, k.shape[2]
     wanted = (B, T, K, H)

@@ -65,7 +65,7 @@ class Plan:
         steps = range(1, self.ranks)
         if self.window is None:
             return list(steps)
-        chunk = T // self.chunks
+        chunk = max(1, T // self.chunks)
         reach = 0 if self.window < 2 else (self.window - 2) // chunk + 1
         wraps = self.chunks == 2
         return [s for s in steps if s <= reach or (wraps and self.ranks - s <= reach)]
@@ -160,12 +160,12 @@ def _ring_backward(plan: Plan, residuals, cotangents):
 
     start = (jnp.zeros_like(last["q"], jnp.float32),) * plan.chunks
     back = _gather_back if plan.gathered else _travel_back
-    dqs, dkv = back(plan, steps, keys, start, add)
+    dqs, sums, home = back(plan, steps, keys, start, add)
     # Not before the ring is through: then the sums' way home passes beside the own block.
-    q, dqs = jax.lax.optimization_barrier((q, dqs))
+    q, sums = jax.lax.optimization_barrier((q, sums))
+    theirs = plan.join(home(sums), T, 2)
     dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **own)
     dq = (plan.join(dqs, T) + dq).astype(q.dtype)
-    theirs = plan.join(dkv, T, 2)
     dk, dv = ((x + y).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True))
     return dq, dk, dv, None, None
 
@@ -252,7 +252,7 @@ def _visit(plan: Plan, steps: list[int], keys, carry, attend):
 
 
 def _travel_back(plan: Plan, steps: list[int], keys, dqs, add):
-    """Gradients of the queries, and of this rank's own keys: their sums follow the keys one step behind, and home."""
+    """Gradients of the queries; sums of the keys' gradients, which follow the keys one step behind; their way home."""
     keys, dkeys = plan.send(keys, steps[0]), None
     for (came, hop), group in _alike(steps, arrivals=True):
 
@@ -264,11 +264,11 @@ def _travel_back(plan: Plan, steps: list[int], keys, dqs, add):
             return (dqs, ahead, arrived + more), None
 
         dqs, keys, dkeys = _repeat(one, (dqs, keys, dkeys), group)
-    return dqs, plan.send(dkeys, plan.ranks - steps[-1])
+    return dqs, dkeys, functools.partial(plan.send, hop=plan.ranks - steps[-1])
 
 
 def _gather_back(plan: Plan, steps: list[int], keys, dqs, add):
-    """The same with gathered keys: their gradients are written side by side and reduce-scattered."""
+    """The same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
     everyone, mine = _gather(plan, keys), plan.mine()
 
     def one(state, step):
@@ -279,7 +279,10 @@ def _gather_back(plan: Plan, steps: list[int], keys, dqs, add):
 
     start = jnp.zeros_like(everyone["kv"], jnp.float32)
     (dqs, dkeys), _ = jax.lax.scan(one, (dqs, start), jnp.array(steps))
-    return dqs, jax.lax.psum_scatter(dkeys, plan.axis, axis_index_groups=plan.members())
+    home = functools.partial(
+        jax.lax.psum_scatter, axis_name=plan.axis, axis_index_groups=plan.members()
+    )
+    return dqs, dkeys, home
 
 
 def _gather(plan: Plan, keys):

@@ -45,7 +45,7 @@ SAME = ("model.", "data.", "optim.name", "optim.moment_dtype", "train.seed", "tr
 Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
 """
 
-FREE = ("model.attention", "mesh.", "pp.", "log.", "checkpoint.")
+FREE = ("model.attention", "mesh.", "pp.", "cp.", "log.", "checkpoint.")
 """Fields that a resumed run may change without a word."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

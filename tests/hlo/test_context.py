@@ -1,0 +1,126 @@
+"""The H100 program of context parallelism: equal work, keys on their way beside a block, memory as 1/cp."""
+
+import dataclasses
+import math
+
+import pytest
+
+from configs import llama3_8b_1m, llama3_8b_128k
+from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.operations import Operations
+from ultrascale_jax.plan.timeline import simulate
+
+RANKS, BF16 = 8, 2
+
+
+def attention_flops(step) -> float:
+    """Operations of all attention calls of a step on one GPU; all GPUs run the same program."""
+    operations = Operations(step.module, find_gpu("h100"))
+    found = 0.0
+    for computation, loops in step.module.walk():
+        for instruction in step.module.computations[computation]:
+            operation = operations.find(computation, instruction)
+            if operation is not None and operation.kind == "attention":
+                found += operation.flops * math.prod(loops)
+    return found
+
+
+def needed_flops(cfg) -> float:
+    """What the mean rank must do: forward twice (remat=full) and backward, over half of the score matrix."""
+    model, T = cfg.model, cfg.data.seq_len
+    products = 2 + 2 + 5
+    scores = cfg.train.global_batch * model.num_heads * T * T / 2
+    return model.num_layers * products * 2 * scores * model.head_dim / RANKS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "excess"),
+    [
+        ("zigzag", 1.0),
+        # The last rank sees all of the n blocks, half of its own; the mean rank half of them.
+        ("ring", (RANKS - 0.5) / (RANKS / 2)),
+        pytest.param("allgather", 1.0, marks=pytest.mark.slow),
+        pytest.param("ulysses", 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_busiest_rank_does_the_mean_of_the_attention_but_in_a_plain_ring(
+    compiled, strategy, excess
+):
+    cfg, step = compiled(RANKS, {"cp": RANKS}, cp={"strategy": strategy})
+    assert attention_flops(step) / needed_flops(cfg) == pytest.approx(excess, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("context", "moved"),
+    [
+        ({}, {"collective-permute"}),
+        ({"strategy": "ulysses"}, {"all-to-all"}),
+        ({"ulysses": 2}, {"collective-permute", "all-to-all"}),
+        pytest.param({"strategy": "ring"}, {"collective-permute"}, marks=pytest.mark.slow),
+    ],
+    ids=["zigzag", "ulysses", "zigzag x ulysses", "ring"],
+)
+def test_attention_moves_what_its_strategy_says(compiled, context, moved):
+    """One array of keys and values a hop forward, once more and with their float32 gradients backward."""
+    cfg, step = compiled(RANKS, {"cp": RANKS}, cp=context)
+    kinds = {c.kind for c in step.collectives if c.kind in ("collective-permute", "all-to-all")}
+    assert kinds == moved
+    ranks, inner = cfg.cp.ranks(RANKS)
+    sends = [c for c in step.collectives if c.kind == "collective-permute"]
+    model, hops = cfg.model, ranks - 1
+    rows = cfg.train.global_batch * cfg.data.seq_len // ranks
+    keys = 2 * rows * max(1, model.num_kv_heads // inner) * model.head_dim * BF16
+    # Twice forward (remat=full) and backward, the first hop of the second and third time being one to XLA; the sums in
+    # float32 start a hop later and go home.
+    sent = sum(c.times * c.operand_bytes for c in sends)
+    assert sent == model.num_layers * max(0, (3 * hops - 1) * keys + hops * 2 * keys)
+
+
+@pytest.mark.slow
+def test_memory_depends_on_the_piece_and_not_on_the_sequence(compiled):
+    """Twice the length over twice the ranks: the activations of a GPU stay, so they fall as 1/cp."""
+
+    def used(seq_len, cp):
+        mesh, batch = {"fsdp": 16 // cp, "cp": cp}, 16 // cp
+        return compiled(16, mesh, seq_len=seq_len, global_batch=batch)[1].temporary_bytes
+
+    assert used(32768, 16) == pytest.approx(used(16384, 8), rel=0.05)
+    assert used(16384, 16) < 0.75 * used(16384, 8)
+
+
+@pytest.fixture(scope="module", params=["128k", "1m"])
+def recipe(request, compile_once):
+    """The recipe's config on 8 or 64 H100s, a sequence each micro-batch, its step and the simulated time of it."""
+    recipe, num_gpus = {"128k": (llama3_8b_128k, 8), "1m": (llama3_8b_1m, 64)}[request.param]
+    train = dataclasses.replace(recipe.config.train, microbatches=recipe.config.train.global_batch)
+    cfg = dataclasses.replace(recipe.config, train=train).check(num_gpus)
+    step = compile_once(cfg, num_gpus)
+    return step, simulate(step.module, step.axes, find_cluster(None, "h100", num_gpus))
+
+
+@pytest.mark.slow
+def test_recipes_fit(recipe):
+    step, _ = recipe
+    assert step.peak_bytes < find_gpu("h100").usable_bytes
+
+
+@pytest.mark.slow
+def test_keys_travel_while_a_block_is_at_work(recipe):
+    """Every send is asynchronous; in the loops attention stands between its start and its end."""
+    step, timeline = recipe
+    sends = [c for c in step.collectives if c.kind == "collective-permute"]
+    assert sends
+    assert all(c.asynchronous for c in sends)
+    attention = {m.name for m in step.matmuls if m.attention}
+    found = 0
+    for computation, loops in step.module.walk():
+        body = step.module.computations[computation]
+        places = {instruction.name: place for place, instruction in enumerate(body)}
+        for end in body:
+            if end.opcode == "collective-permute-done":
+                between = {i.name for i in body[places[end.operands[0]] : places[end.name]]}
+                hops = len(loops) == 3  # inside those over micro-batches and layers
+                assert not hops or between & attention, end.name
+                found += hops
+    assert found == 3  # forward, backward keys, and backward the sums
+    assert sum(timeline.exposed_s.values()) < 0.05 * timeline.step_s
