@@ -30,6 +30,10 @@ HEAVIER = {"full": ("none", "selective"), "selective": ("none",), "dots": ("none
 """Recomputation that keeps more than the policy, most first."""
 
 
+SPREAD = (*(("sp", n) for n in (1, 2, 4, 8)), *(("cp", n) for n in (2, 4, 8, 16, 32, 64)))
+"""Axes that may take GPUs from fsdp, and how many times as many, gentlest first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
     """What to count."""
@@ -127,18 +131,19 @@ def _faster(cfg: Config) -> Iterator[Config]:
 
 
 def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
-    """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp`."""
+    """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp` or `cp`."""
     train, mesh = cfg.train, cfg.mesh.resolve(num_gpus)
-    for sp in (1, 2, 4, 8):
-        if mesh.fsdp % sp:
+    for axis, more in SPREAD:
+        if mesh.fsdp % more:
             continue
-        spread = dataclasses.replace(mesh, fsdp=mesh.fsdp // sp, sp=mesh.sp * sp)
-        counts = [train.microbatches * sp]
+        sizes = {"fsdp": mesh.fsdp // more, axis: mesh.sizes[axis] * more}
+        spread = dataclasses.replace(mesh, **sizes)
+        counts = [train.microbatches * more]
         while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
             counts.append(2 * counts[-1])
         policies = (train.remat, *LIGHTER.get(train.remat, ()))
         for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
-            told = spread if sp > 1 else cfg.mesh
+            told = spread if more > 1 else cfg.mesh
             yield told_to(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
 
 
@@ -168,5 +173,5 @@ def _verdict(summary: dict[str, Any]) -> str:
     if summary["fits"]:
         more = f"; there is room for {hint}" if summary["hint"] else ""
         return f"fits, {common.size(space)} left{more}"
-    nothing = "no change of micro-batch, ZeRO, recomputation or sp is enough"
+    nothing = "no change of micro-batch, ZeRO, recomputation, sp or cp is enough"
     return f"does not fit, {common.size(-space)} short; {f'try {hint}' if summary['hint'] else nothing}"

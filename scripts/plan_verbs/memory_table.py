@@ -17,6 +17,7 @@ from typing import Any
 from configs import shapes
 from ultrascale_jax.config import (
     Config,
+    ContextConfig,
     DataConfig,
     MeshConfig,
     PipelineConfig,
@@ -136,7 +137,11 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
     if "schedule" in row:
         stash: Any = row["stash"]
         pp = PipelineConfig(schedule=row["schedule"], virtual=int(row["virtual"]), stash=stash)
-    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp)
+    cp = ContextConfig()
+    if "strategy" in row:
+        strategy: Any = row["strategy"]
+        cp = ContextConfig(strategy=strategy, ulysses=int(row["ulysses"]))
+    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp, cp=cp)
     return cfg, math.prod(mesh.sizes.values())
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from scripts.plan_verbs import memory_table
 from ultrascale_jax.parallel.schedules import of_config
@@ -57,8 +58,8 @@ def runs() -> Iterator[dict[str, str]]:
     return (dict(zip(NAMES, line.split(), strict=True)) for line in RUNS)
 
 
-def measure(row: dict[str, str]) -> dict[str, str]:
-    """The row with XLA's bytes, its seconds to compile, and the simulated seconds of a step."""
+def compiled(row: dict[str, str]) -> tuple[Any, Any]:
+    """The `CompiledStep` of a row and its `Timeline`."""
     from ultrascale_jax.plan import pipeline
     from ultrascale_jax.plan.compile import compile_step
     from ultrascale_jax.plan.timeline import simulate
@@ -66,15 +67,24 @@ def measure(row: dict[str, str]) -> dict[str, str]:
     cfg, num_gpus = memory_table.config(row)
     step, run = compile_step(cfg, num_gpus, estimates=True), Run.of(cfg, num_gpus)
     cluster = find_cluster(None, "h100", num_gpus)
-    timeline = simulate(step.module, step.axes, cluster, share=pipeline.shares(run, step.module))
-    values = {
+    return step, simulate(step.module, step.axes, cluster, share=pipeline.shares(run, step.module))
+
+
+def measure(row: dict[str, str]) -> dict[str, str]:
+    """The row with XLA's bytes, its seconds to compile, and the simulated seconds of a step."""
+    return row | values(*compiled(row))
+
+
+def values(step: Any, timeline: Any) -> dict[str, str]:
+    """What `compiled` found, by column."""
+    found = {
         "argument_bytes": step.argument_bytes,
         "temporary_bytes": step.temporary_bytes,
         "xla_bytes": step.peak_bytes,
         "compile_s": f"{step.compile_s:.0f}",
         "step_s": f"{timeline.step_s:.3f}",
     }
-    return row | {name: str(value) for name, value in values.items()}
+    return {name: str(value) for name, value in found.items()}
 
 
 def with_formula(row: dict[str, str]) -> dict[str, str]:

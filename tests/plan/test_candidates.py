@@ -8,7 +8,14 @@ import pytest
 
 from configs.debug import config as debug
 from configs.llama3_8b import config as llama3_8b
-from ultrascale_jax.config import AXES, SCHEDULES, MeshConfig, PipelineConfig, UserError
+from ultrascale_jax.config import (
+    AXES,
+    SCHEDULES,
+    ContextConfig,
+    MeshConfig,
+    PipelineConfig,
+    UserError,
+)
 from ultrascale_jax.plan.candidates import (
     REMAT,
     UNEVEN,
@@ -134,6 +141,22 @@ def test_models_that_the_trainer_does_not_have_are_refused():
 def test_what_the_trainer_is_told_is_the_run():
     for run in enumerate_runs(debug, cluster(), {}, SPLIT).runs:
         assert Run.of(configured(debug, run), 8) == run
+
+
+def test_a_candidate_has_the_recipes_way_over_cp_and_heads_that_it_can_share():
+    # debug has 8 query and 4 kv heads.
+    cfg = dataclasses.replace(debug, cp=ContextConfig(strategy="ulysses"))
+    space = enumerate_runs(cfg, cluster(), {}, ("fsdp", "cp", "sp"))
+    assert {run.context for run in space.runs if run.mesh.cp > 1} == {cfg.cp}
+    assert {run.mesh.cp * run.mesh.tensor for run in space.runs} <= {1, 2, 4, 8}
+    assert all(Run.of(configured(cfg, run), 8) == run for run in space.runs)
+    for run in space.runs:
+        heads, ranks = debug.model.num_heads // run.mesh.tensor, run.ring[1]
+        assert heads % ranks == 0
+    one = dataclasses.replace(debug, cp=ContextConfig(ulysses=4))
+    found = enumerate_runs(one, cluster(), {}, ("fsdp", "cp"))
+    assert {run.mesh.cp for run in found.runs} == {1, 4, 8}  # 4 does not divide 2
+    assert found.illegal["cp.ulysses"] > 0
 
 
 def test_a_tensor_group_stays_in_its_node_unless_asked():

@@ -181,15 +181,6 @@ def test_kv_heads_are_repeated_for_a_larger_tensor_group():
     assert weights_of(run_8b({"sp": 16})).attention == 2 * 4096 * 128 * (32 / 16 + 1)
 
 
-def test_context_parallelism_splits_tokens_and_keeps_scores():
-    run = run_8b({"cp": 4})
-    layer = layer_of(run)
-    assert layer.residual == 2048 * 4096
-    assert layer.scores == 32 * 2048 * 8192
-    assert layer_of(run_8b()).scores == 0
-    assert kept(run, layer)["attention"] > 6 * layer.scores
-
-
 def test_a_document_mask_is_one_square_of_the_sequence():
     assert peak(document_mask=True) - peak() == 2 * 8192**2 + 4 * 8192
 

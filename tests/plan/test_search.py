@@ -248,7 +248,27 @@ def test_if_nothing_fits_the_closest_is_known():
     assert run.remat == "full"
 
 
-def test_the_sequence_is_split_over_cp_only_where_nothing_else_fits():
+def longer(cfg, seq_len):
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=seq_len))
+
+
+@pytest.mark.parametrize(("seq_len", "sizes"), [(8192, {1}), (16384, {1}), (32768, {1, 2, 4})])
+def test_long_sequences_are_split_over_cp_in_pieces_that_hide_the_ring(seq_len, sizes):
+    search = searched(longer(llama3_8b, seq_len), 8, "pp=1,dp=1")
+    assert {c.run.mesh.cp for c in search.ranking} == sizes
+    assert {c.run.mesh.cp for c in searched(longer(llama3_8b, seq_len), 8, "cp=8").ranking} == {8}
+
+
+def test_what_is_compiled_with_cp_corrects_only_what_has_it():
+    search = searched(longer(llama3_8b, 32768), 8, "pp=1,dp=1,sp=1,tp=1,zero=3")
+    kinds = {kind(c.run) for c in search.ranking}
+    assert kinds == {(1, 3, False), (1, 3, True)}
+    list(search.compile(lambda cfg: ran(step_s=100.0), 1))
+    corrected = {kind(c.run) for c in search.ranking if c.compiled}
+    assert len(corrected) == 1
+
+
+def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
     assert {c.run.mesh.cp for c in searched(llama3_8b, 8).ranking} == {1}
     # One sequence, and a tensor group of no more than 8: without cp only a pipeline employs 16 GPUs.
     one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))

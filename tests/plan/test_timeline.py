@@ -137,6 +137,26 @@ def test_collectives_of_different_links_run_side_by_side():
     )
 
 
+@pytest.mark.parametrize(
+    ("groups", "kind", "group"),
+    [
+        # cp = 16: pairs of a ring, of which one of eight crosses to the other node.
+        ("{{0,1},{1,2},{7,8},{15,0}}", "collective-permute", Group(ranks=2, per_node=1)),
+        ("{{0,1},{2,3},{6,7}}", "collective-permute", Group(ranks=2, per_node=2)),
+        # Heads for sequence among neighbours of cp, and a gather around the ring of their places.
+        ("{{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", "all-to-all", Group(ranks=8, per_node=8)),
+        ("{{0,4,8,12},{1,5,9,13}}", "all-gather", Group(ranks=4, per_node=2)),
+    ],
+)
+def test_a_part_of_an_axis_talks_over_the_links_that_its_devices_have(groups, kind, group):
+    pairs = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    line = f"%g = bf16[8192,8192] {kind}(%a), channel_id=1, {pairs}={groups}"
+    timeline = run(program(line), CLUSTER, cp=16)
+    seconds = costs.collective_seconds(CLUSTER, kind, 8192 * 8192 * 2, group)
+    assert timeline.link_s == pytest.approx({(kind, "cp"): seconds})
+    assert set(timeline.streams) == {"in node" if group.nodes == 1 else "between nodes"}
+
+
 def test_what_the_wait_is_for_is_what_the_link_does_meanwhile():
     rows = 8192
     module = program(SCATTER + gather(2, rows), gather(2, rows, DONE))
@@ -323,11 +343,14 @@ ATTENTION = (
         ("", "CAUSAL", 0, 2 * 2 * 32 * 8192 * 8192 * 128),
         ("Backward", "CAUSAL", 0, 5 * 2 * 32 * 8192 * 8192 * 128),
         ("", "CAUSAL", 4096, 2 * 2 * 2 * 32 * 8192 * 3072 * 128),  # 4096 - 4096**2 / 16384 keys
+        ("", "NO_MASK", 0, 2 * 2 * 2 * 32 * 8192 * 4096 * 128),  # a block of half as many keys
     ],
 )
 def test_attention_counts_the_scores_that_the_mask_leaves(backward, mask, window, flops):
-    arguments = "%q = bf16[2,8192,32,128] parameter(2)", "%k = bf16[2,8192,8,128] parameter(3)"
-    module = program(*arguments, ATTENTION.format(backward, mask, window))
+    keys = flops // (2 * 2 * 2 * 32 * 8192 * 128) if mask == "NO_MASK" else 8192
+    arguments = "%q = bf16[2,8192,32,128] parameter(2)", f"%k = bf16[2,{keys},8,128] parameter(3)"
+    call = ATTENTION.replace('"8192", "8192"', f'"8192", "{keys}"')
+    module = program(*arguments, call.format(backward, mask, window))
     call = module.by_name["main"]["o"]
     assert attention_flops(call, 128) == flops
     seconds = costs.attention_seconds(GPU, flops, backward=bool(backward))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from configs import llama3_8b, llama3_70b, llama32_1b, shapes
-from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, UserError
+from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig, UserError
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.plan.workload import Group, Run, Shape, group
 from ultrascale_jax.training.flops import flops_per_token
@@ -77,6 +77,46 @@ def test_a_run_has_its_pipeline_from_the_configuration():
     assert Run.of(piped(schedule="interleaved"), 8).virtual_stages == 2
     flat = dataclasses.replace(piped(schedule="interleaved"), mesh=MeshConfig(fsdp=8))
     assert Run.of(flat, 8).pipeline == [] and Run.of(flat, 8).schedule == "1f1b"
+
+
+def split(cp: int, **fields) -> Run:
+    """Llama 3 8B with a sequence of 65,536 over cp."""
+    cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(cp=cp), cp=ContextConfig(**fields))
+    data = dataclasses.replace(cfg.data, seq_len=65536)
+    return Run.of(dataclasses.replace(cfg, data=data), cp)
+
+
+def test_a_run_knows_how_attention_crosses_cp():
+    assert split(8).ring == (8, 1) and split(8, ulysses=2).ring == (4, 2)
+    assert split(8, strategy="ulysses").ring == (1, 8) and split(1, ulysses=2).ring == (1, 1)
+    labels = [split(8, **fields).label for fields in ({}, {"strategy": "ring"}, {"ulysses": 2})]
+    assert [label.split(" zero")[0] for label in labels] == ["cp8", "cp8 ring", "cp8 u2"]
+    assert split(8, strategy="ulysses").exchange == ["ulysses"] and split(1).exchange == []
+    with pytest.raises(UserError, match=r"cp\.ulysses=3"):
+        split(8, ulysses=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys"),
+    [
+        ({}, 65536 / 2),
+        ({"strategy": "allgather"}, 65536 / 2),
+        ({"strategy": "ulysses"}, 65536 / 2),
+        ({"ulysses": 2}, 65536 / 2),
+        ({"strategy": "ring"}, (8 - 1 / 2) * 8192),  # whole blocks, seen or not
+    ],
+)
+def test_attention_computes_the_keys_of_whole_blocks(fields, keys):
+    assert split(8, **fields).keys(None) == keys
+
+
+def test_a_window_leaves_out_the_blocks_beyond_it():
+    natural, dealt = split(8, strategy="ring"), split(8)
+    assert [natural.steps(window) for window in (None, 4096, 8193, 8194, 65536)] == [7, 1, 1, 2, 7]
+    # Zigzag's late chunks meet their neighbours from the other side of the ring.
+    assert [dealt.steps(window) for window in (None, 4096, 4098, 65536)] == [7, 2, 4, 7]
+    assert natural.keys(4096) == 4096 - 4096**2 / 16384 + 8192
+    assert dealt.keys(4096) == 4096 + 2 * 4096
 
 
 def test_a_run_has_the_stages_of_the_users_table(tmp_path):

@@ -102,7 +102,7 @@ def test_a_small_run_is_shown_in_mib(capsys):
 def test_a_run_that_nothing_helps_says_so(capsys):
     arguments = ["llama3_405b", "--gpus", "8", "--mesh", "fsdp=8"]
     assert answer(capsys, *arguments)["hint"] == ""
-    assert "no change of micro-batch, ZeRO, recomputation or sp" in text(capsys, *arguments)
+    assert "no change of micro-batch, ZeRO, recomputation, sp or cp" in text(capsys, *arguments)
 
 
 def test_a_pipeline_keeps_micro_batches_by_its_schedule(capsys):

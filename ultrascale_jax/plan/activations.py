@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.plan import context
 from ultrascale_jax.plan.workload import Run
 
 CHUNK_BYTES = 2**29
@@ -29,9 +30,9 @@ class Layer:
     ffn: float
     """Gate, or up, or their product."""
     scores: float
-    """Attention scores, where they are in memory; 0 with flash attention."""
+    """Attention scores of a block, where they are in memory; 0 with flash attention."""
     statistics: float
-    """Flash attention's log-sum-exp; 0 without."""
+    """Flash attention's log-sum-exp, or a ring's; 0 without."""
     width: int
     """Bytes of one activation."""
     input_width: int
@@ -42,10 +43,9 @@ def layer_of(run: Run) -> Layer:
     """The layer of `run`; without experts."""
     shape, mesh, tokens = run.shape, run.mesh, run.tokens
     heads, head_dim = shape.num_heads / mesh.tensor, shape.head_dim
-    # As kernels/attention.py decides; XLA's attention is also the one that knows a sequence split over cp.
+    # As kernels/attention.py decides.
     flash = (
         run.precision != "fp32"
-        and mesh.cp == 1
         and head_dim % 8 == 0
         and head_dim <= 256
         and shape.attention != "xla"
@@ -57,8 +57,8 @@ def layer_of(run: Run) -> Layer:
         query=tokens * heads * head_dim,
         key=tokens * head_dim * shape.num_kv_heads / min(mesh.tensor, shape.num_kv_heads),
         ffn=tokens * shape.d_ff / mesh.tensor,
-        scores=0 if flash else tokens * run.seq_len * heads,
-        statistics=tokens * heads if flash else 0,
+        scores=0 if flash else tokens * run.seq_len / run.ring[0] * heads,
+        statistics=tokens * heads if flash or mesh.cp > 1 else 0,
         width=width,
         input_width=1 if run.precision == "fp8" else width,
     )
@@ -76,26 +76,33 @@ def kept(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def document_mask(run: Run, layer: Layer) -> float:
-    """Bytes of the mask that cuDNN's attention reads where documents end inside a sequence."""
-    return 2 * run.tokens * run.seq_len if run.document_mask and layer.statistics else 0
+    """Bytes of the masks that cuDNN's attention reads where documents end inside a sequence.
+
+    On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
+    """
+    if layer.scores or not run.document_mask:
+        return 0
+    others = context.block_share(run) if run.ring[0] > 1 else 0
+    return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
 
 
 def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
     full: its input. selective: the named tensors of `training/remat.py`, and cuDNN's residuals, so attention's result
-    is there twice. none: also gate and up through silu and product, and each norm's float32 insides (3 arrays); the
-    norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
+    is there twice, of a ring once. none: also gate and up through silu and product, and each norm's float32 insides (3
+    arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
     """
     a, i = layer.width, layer.input_width
     residual, query, key = layer.residual, layer.query, layer.key
     flash = a * query + 4 * layer.statistics if layer.statistics else 0
+    core = i * query if run.mesh.cp == 1 else 0
     mlp = a * layer.ffn * (2 if run.shape.gated else 1)
     parts = {"layer inputs": a * residual}
     if run.remat == "full":
         return parts
     if run.remat == "selective":
-        parts["attention"] = a * (query + 2 * key + residual) + i * query + flash
+        parts["attention"] = a * (query + 2 * key + residual) + core + flash
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual
     elif run.remat == "dots":
@@ -103,9 +110,9 @@ def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = mlp
     elif run.remat == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
-        scores = (4 + a) * layer.scores
+        scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
         parts["layer inputs"] = 0
-        parts["attention"] = a * (query + 2 * key) + i * query + flash + qk_norms + scores
+        parts["attention"] = a * (query + 2 * key) + core + flash + qk_norms + scores
         parts["mlp"] = 3 * mlp
         parts["norms"] = 24 * residual + 2 * i * layer.whole
     else:
@@ -143,14 +150,14 @@ def expert_ffn(run: Run) -> float:
 def working_set(run: Run, layer: Layer) -> float:
     """Bytes of activations that the backward pass of one layer has in hand at its largest moment.
 
-    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up; or the scores where
-    they are in memory, value and gradient in float32 and in the type of compute.
+    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up; or in attention the
+    scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
     """
     a, shape = layer.width, run.shape
     wide = {"none": 2, "selective": 3, "dots": 3}.get(run.remat, 4)
     ffn = expert_ffn(run) if shape.moe_layers else layer.ffn
-    mlp = a * ffn * (wide if shape.gated else wide - 1)
-    attention = 2 * (4 + a) * layer.scores
+    mlp = a * ffn * (wide if shape.gated else wide - 1) + context.left(run, a)
+    attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
     return max(mlp, attention) + a * (
         (2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query

@@ -3,11 +3,10 @@
 import functools
 from dataclasses import dataclass
 
-from ultrascale_jax.plan import costs
+from ultrascale_jax.plan import context, costs
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.software import Software
 from ultrascale_jax.plan.workload import Run, group
-from ultrascale_jax.training.flops import attention_flops_per_token
 
 type Product = tuple[float, float, float, float]
 """Rows, columns and contracted dim of a matrix product, and how many of it."""
@@ -99,14 +98,22 @@ class Arithmetic:
     def attention(self) -> tuple[float, float]:
         """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
-        per_token = attention_flops_per_token(shape, run.seq_len) / shape.num_layers
-        flops = run.tokens * per_token / self.tensor.ranks / self.software.attention
+        query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks
+        flops = 12 * query * self.keys() / self.software.attention
         flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
+        joining = context.joining(run, self.gpu)
         return (
-            costs.attention_seconds(self.gpu, flops / 3, **one),
-            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one),
+            costs.attention_seconds(self.gpu, flops / 3, **one) + joining,
+            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one) + joining,
         )
+
+    def keys(self) -> float:
+        """Keys that attention computes for a query of a mean layer."""
+        shape, window = self.shape, self.shape.sliding_window
+        windowed = 0 if window is None else max(1 - shape.first_window_layer / shape.num_layers, 0)
+        keys = (1 - windowed) * self.run.keys(None) if windowed < 1 else 0.0
+        return keys + (windowed * self.run.keys(window) if windowed else 0.0)
 
     def traffic(self) -> float:
         """Norms, residual sums, rotary embeddings, activation functions; forward and backward.

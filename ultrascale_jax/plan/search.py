@@ -3,13 +3,13 @@
 The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
 maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
 `speed.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`, and the
-winner is the fastest of those. `cp` is tried only where nothing that this release runs fits without.
+winner is the fastest of those. `cp` is tried for long sequences, and where nothing that this release runs fits without.
 """
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ultrascale_jax.plan.candidates import (
     Choices,
     Space,
     configured,
+    divisors,
     drawback,
     enumerate_runs,
 )
@@ -40,6 +41,10 @@ NEAR_MISSES = 3
 PROMISING = 1.5
 """A kind of candidate is not compiled if by formula the best of it is so many times slower than the best of all."""
 
+LONG, PIECE = 2**15, 2**13
+"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's piece of it at least: of
+so many the attention of Llama-3-8B hides keys and values that come from another node."""
+
 NEEDLESS = "recomputes without need"
 """The reason of what `MARGIN` prunes."""
 
@@ -56,6 +61,10 @@ class Compiled:
 
 type Evaluate = Callable[[Config], Compiled]
 """Compiles one configuration and times it; may raise `NotCompiled`."""
+
+
+type Kind = tuple[int, int, bool]
+"""What the candidates have in common of which one is compiled to correct the formulas of all."""
 
 
 class NotCompiled(Exception):
@@ -111,21 +120,29 @@ class Search:
         self._misses: list[tuple[int, Run]] = []
         self._choices, self._shape, self._precision = choices or {}, shape, precision
         self._space = Space()
-        self._ratios: dict[tuple[int, int], list[float]] = {}
+        self._ratios: dict[Kind, list[float]] = {}
 
     def predict(self, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Rank all candidates by formula; `advance` is told how many of how many are done."""
         experts = self._shape is not None and self._shape.num_experts > 0
         axes = [axis for axis in AXES if axis != "cp" and (axis != "ep" or experts)]
-        self._predict(axes, advance)
+        self._predict(axes, {**self._pieces(), **self._choices}, advance)
         usable = any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
         if not usable and "cp" not in self._choices:
-            self._predict([*axes, "cp"], advance)
+            self._predict([*axes, "cp"], self._choices, advance)
 
-    def _predict(self, axes: list[str], advance: Callable[[int, int], None]) -> None:
+    def _pieces(self) -> dict[str, Sequence[int]]:
+        """Sizes of cp that are tried beside everything else."""
+        tokens = self.cfg.data.seq_len
+        sizes = divisors(self.cluster.num_gpus) if tokens >= LONG else ()
+        return {"cp": [size for size in sizes if tokens >= size * PIECE]} if sizes else {}
+
+    def _predict(
+        self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
+    ) -> None:
         known = set(self._space.runs)
         self._space = enumerate_runs(
-            self.cfg, self.cluster, self._choices, axes, self._shape, self._precision
+            self.cfg, self.cluster, choices, axes, self._shape, self._precision
         )
         runs = [run for run in self._space.runs if run not in known]
         self.counts["candidates"] += len(runs)
@@ -180,7 +197,7 @@ class Search:
                 self._ratios.setdefault(kind(done.run), []).append(ratio)
             self._candidates[done.run] = done
 
-    def _next(self, known: set[tuple[int, int]]) -> Candidate | None:
+    def _next(self, known: set[Kind]) -> Candidate | None:
         """What to compile next, where something of the kinds in `known` is compiled."""
         ours = [c for c in self.ranking if not c.refusal]
         waiting = [c for c in ours if not (c.compiled or c.failure)]
@@ -295,9 +312,9 @@ class Search:
         return f"{text}: {name} {sign * cost / sum(other.values()):+.1%}" if cost > 0 else text
 
 
-def kind(run: Run) -> tuple[int, int]:
-    """Tensor group and ZeRO stage: on these it depends what communication is hidden, where the formulas err most."""
-    return run.mesh.tensor, run.zero
+def kind(run: Run) -> Kind:
+    """Tensor group, ZeRO stage, cp: on these it depends what communication is hidden, where the formulas err most."""
+    return run.mesh.tensor, run.zero, run.mesh.cp > 1
 
 
 def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:

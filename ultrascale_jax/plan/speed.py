@@ -7,7 +7,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
-from ultrascale_jax.plan import costs, nanotron, pipeline, pipeline_memory
+from ultrascale_jax.plan import context, costs, nanotron, pipeline, pipeline_memory
 from ultrascale_jax.plan.activations import kept, layer_of
 from ultrascale_jax.plan.arithmetic import Arithmetic, Product
 from ultrascale_jax.plan.hardware import Cluster
@@ -153,7 +153,7 @@ class Step(Arithmetic):
             + self.copies(),
             "recomputation": repeated,
             self.tensor_axes: self.tensor_group(),
-            "exposed cp": self.ring(passes.attention),
+            "exposed cp": sum(self.exchanged()),
             "exposed ep": self.experts(),
             "exposed fsdp": self.parameters(self.layer_params(), forward_s, backward_s),
             "exposed offload": self.offload(forward_s + backward_s),
@@ -202,7 +202,9 @@ class Step(Arithmetic):
             return seconds
         groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
         kept = {name for names in groups for name in names}
-        seconds += passes.traffic / 3 + (0.0 if "attn_core" in kept else passes.attention)
+        seconds += passes.traffic / 3
+        if "attn_core" not in kept:
+            seconds += passes.attention + self.exchanged()[0]
         for product, names in RESULTS.items():
             seconds += (
                 passes.products[product] * sum(name not in kept for name in names) / len(names)
@@ -234,14 +236,12 @@ class Step(Arithmetic):
             seconds = passes / 2 * self.collective("all-reduce", size, self.tensor)
         return seconds * (self.software.tensor if self.tensor.nodes == 1 else 1.0)
 
-    def ring(self, attention: float) -> float:
-        """Keys and values once around the cp group, and with their gradients once more, beyond attention."""
-        ranks = self.group("cp")
-        heads = self.shape.head_dim * max(self.shape.num_kv_heads, self.tensor.ranks)
-        size = 2 * 2 * self.run.tokens * heads / self.tensor.ranks
-        step = self.collective("collective-permute", size, ranks)
-        each = attention / ranks.ranks
-        return (ranks.ranks - 1) * (max(0.0, step - each) + max(0.0, 2 * step - 2 * each))
+    def exchanged(self) -> tuple[float, float]:
+        """What attention waits for over cp, forward and backward."""
+        if self.mesh.cp == 1:
+            return 0.0, 0.0
+        passes = self.passes
+        return context.waited(self.run, self.cluster, passes.attention, passes.attention_backward)
 
     def experts(self) -> float:
         """Tokens to their experts and back, forward and backward."""

@@ -18,17 +18,16 @@ that XLA starts and finishes apart runs beside it:
 
 import copy
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ultrascale_jax.config import AXES, MeshConfig
 from ultrascale_jax.plan import costs, traffic
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.hlo import Instruction, Module
 from ultrascale_jax.plan.operations import Operation, Operations
-from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.plan.workload import Group, Run
 
 NCCL_CORES = 16
 """Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
@@ -154,7 +153,7 @@ class _Replay:
         self.module = module
         self.operations = Operations(module, cluster.gpu)
         self.collectives = {
-            (c.computation, c.name): (c, *_on_link(c, axes, cluster))
+            (c.computation, c.name): (c, *_on_link(c, cluster))
             for c in traffic.collectives(module, axes)
         }
         self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
@@ -318,15 +317,19 @@ class _Replay:
             self.streams[stream].append(event)
 
 
-def _on_link(
-    collective: traffic.Collective, axes: Mapping[str, int], cluster: Cluster
-) -> tuple[str, float]:
-    """Over which link a collective runs, and for how long."""
-    mesh = MeshConfig(**(dict.fromkeys(AXES, 1) | dict(axes)))
-    members = group(mesh, collective.axes, cluster.gpus_per_node)
+def _on_link(collective: traffic.Collective, cluster: Cluster) -> tuple[str, float]:
+    """Over which link a collective runs, and for how long: in the group that is spread over most nodes."""
+    spread = (_members(devices, cluster.gpus_per_node) for devices in collective.groups)
+    members = max(spread, key=lambda group: group.nodes)
     size = max(collective.operand_bytes, collective.result_bytes)
     seconds = costs.collective_seconds(cluster, collective.kind, size, members)
     return (IN_NODE if members.nodes == 1 else BETWEEN_NODES), seconds
+
+
+def _members(devices: tuple[int, ...], gpus_per_node: int) -> Group:
+    """How many devices, and how many of them share a node at most."""
+    per_node = Counter(device // gpus_per_node for device in devices)
+    return Group(ranks=len(devices), per_node=max(per_node.values()))
 
 
 def _same(state: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -63,8 +63,10 @@ class Collective:
     """What a device gives."""
     results: tuple[Array, ...]
     """What a device gets."""
+    groups: tuple[tuple[int, ...], ...]
+    """Devices that talk to each other; of a collective-permute, senders and receivers."""
     axes: tuple[str, ...]
-    """Mesh axes along which devices talk, in mesh order."""
+    """Mesh axes along which they talk, in mesh order."""
     asynchronous: bool
     """Whether it runs beside what stands between its start and its done."""
     hidden_by: int
@@ -117,6 +119,7 @@ def _collective(
             last, between = later, body[start + 1 : number]
             break
     work = [i for i in between if _takes_time(i, module)]
+    talking = groups(source.attributes, math.prod(axes.values()))
     given = (i.arrays for name in first.operands for i in body if i.name == name)
     return Collective(
         kind=source.opcode.removesuffix("-start"),
@@ -125,7 +128,8 @@ def _collective(
         loops=loops,
         operands=tuple(itertools.chain.from_iterable(given)),
         results=last.arrays,
-        axes=_spanned(groups(source.attributes, math.prod(axes.values())), axes),
+        groups=tuple(talking),
+        axes=_spanned(talking, axes),
         asynchronous=last is not first and '"is_sync":true' not in first.attributes,
         hidden_by=len(work),
         hidden_by_heavy=sum(is_heavy(i, module.heavy) for i in work),

@@ -7,20 +7,21 @@ layers), so that a plan can be made before the machine is rented.
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ultrascale_jax.config import (
     AXES,
     SCHEDULES,
     Config,
+    ContextConfig,
     MeshConfig,
     ModelConfig,
     PipelineConfig,
     require,
 )
 from ultrascale_jax.parallel import schedules
-from ultrascale_jax.training.flops import attention_flops_per_token
+from ultrascale_jax.training.flops import attention_flops_per_token, mean_keys
 
 GIB = 2**30
 
@@ -142,6 +143,8 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment."""
+    context: ContextConfig = field(default_factory=ContextConfig)
+    """As the section `cp`; it matters if mesh.cp > 1."""
     schedule: str = "1f1b"
     """As `pp.schedule`; this and the next four matter if mesh.pp > 1."""
     virtual_stages: int = 1
@@ -180,6 +183,8 @@ class Run:
             "document_mask": cfg.data.document_mask,
             "moment_bytes": 6 if cfg.optim.moment_dtype == "bfloat16" else 8,
         }
+        if mesh.cp > 1:
+            fields["context"] = cfg.cp
         if mesh.pp > 1:
             own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
             fields |= {name: getattr(cfg.pp, name) for name in PIPELINE}
@@ -227,6 +232,39 @@ class Run:
         return self.step_tokens * self.shape.flops_per_token(self.seq_len)
 
     @property
+    def ring(self) -> tuple[int, int]:
+        """Places in the ring over cp, and ranks of one place, which exchange heads for sequence."""
+        return self.context.ranks(self.mesh.cp)
+
+    def steps(self, window: int | None) -> int:
+        """Blocks of others' keys that a place of the ring attends to, as `parallel/ring.py` counts them."""
+        places = self.ring[0]
+        if window is None or places == 1:
+            return places - 1
+        halves = self.context.strategy != "ring"
+        chunk = self.seq_len // places // (2 if halves else 1)
+        reach = 0 if window < 2 else (window - 2) // chunk + 1
+        return sum(s <= reach or (halves and places - s <= reach) for s in range(1, places))
+
+    def keys(self, window: int | None) -> float:
+        """Keys that attention computes for a query on average: where blocks are whole also such as it does not see."""
+        places, halves = self.ring[0], self.context.strategy != "ring"
+        if places == 1:
+            return mean_keys(self.seq_len, window)
+        piece = self.seq_len // places
+        own = mean_keys(piece, None if halves else window)
+        return own + self.steps(window) * piece / (2 if halves else 1)
+
+    @property
+    def exchange(self) -> list[str]:
+        """What is not the default of how attention crosses cp; empty without cp."""
+        if self.mesh.cp == 1:
+            return []
+        strategy, (_, together) = self.context.strategy, self.ring
+        named = [strategy] if strategy != "zigzag" else []
+        return [*named, *([f"u{together}"] if together > 1 and strategy != "ulysses" else [])]
+
+    @property
     def pipeline(self) -> list[str]:
         """Schedule, and what is not the default of stages of a rank and stash; empty without a pipeline."""
         if self.mesh.pp == 1:
@@ -239,7 +277,7 @@ class Run:
         """A short name: axes larger than 1, then what is not the default."""
         axes = [f"{axis}{self.mesh.sizes[axis]}" for axis in AXES if self.mesh.sizes[axis] > 1]
         work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.microbatches}", self.remat]
-        return " ".join([*(axes or ["1 GPU"]), *self.pipeline, *work])
+        return " ".join([*(axes or ["1 GPU"]), *self.exchange, *self.pipeline, *work])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,188 @@
+"""What a split sequence costs: by hand, beside the program's own plan, and what must hold between strategies."""
+
+import dataclasses
+
+import pytest
+
+from ultrascale_jax.config import ContextConfig, MeshConfig
+from ultrascale_jax.parallel.ring import Plan
+from ultrascale_jax.plan import context, costs
+from ultrascale_jax.plan.activations import document_mask, kept, layer_of, working_set
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.speed import estimate
+from ultrascale_jax.plan.workload import Group, Run, Shape
+
+LLAMA3_8B = Shape(
+    vocab_size=128256,
+    d_model=4096,
+    d_ff=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+def split(cp: int = 8, seq_len: int = 131072, **fields) -> Run:
+    """Llama 3 8B, one sequence over cp."""
+    sizes = {name: fields.pop(name) for name in list(fields) if name in MeshConfig().sizes}
+    section = {name: fields.pop(name) for name in ("strategy", "ulysses") if name in fields}
+    mesh = MeshConfig(**({"fsdp": 1} | sizes | {"cp": cp}))
+    fields = {"shape": LLAMA3_8B, "sequences": 1, "remat": "full"} | fields
+    return Run(mesh=mesh, seq_len=seq_len, context=ContextConfig(**section), **fields)
+
+
+def parts(run: Run) -> dict[str, float]:
+    return estimate(run, find_cluster(None, "h100", run.num_gpus)).parts
+
+
+@pytest.mark.parametrize("strategy", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize("window", [None, 1, 2, 9, 10, 64, 128])
+def test_a_run_counts_the_blocks_that_the_program_computes(strategy, window):
+    run = split(8, seq_len=128, strategy=strategy)
+    plan = Plan(
+        axis="cp",
+        ranks=8,
+        inner=1,
+        chunks=1 if strategy == "ring" else 2,
+        gathered=False,
+        window=window,
+        local_mask=False,
+        implementation="xla",
+    )
+    assert run.steps(window) == len(plan.steps(16))
+
+
+def test_the_groups_of_an_exchange_and_of_a_ring():
+    run = split(64, ulysses=8)
+    assert context.groups(run, 8) == (Group(ranks=8, per_node=8), Group(ranks=8, per_node=1))
+    apart = split(16, ulysses=2, sp=4)
+    assert context.groups(apart, 8) == (Group(ranks=2, per_node=2), Group(ranks=8, per_node=1))
+    assert context.groups(split(8), 8) == (Group(ranks=1, per_node=1), Group(ranks=8, per_node=8))
+
+
+def test_kv_heads_are_repeated_where_the_ranks_of_a_place_outnumber_them():
+    tokens = 131072 / 8
+    assert context.values(split(8)) == (tokens * 4096, tokens * 1024)
+    assert context.values(split(8, sp=4)) == (tokens * 1024, tokens * 256)
+    assert context.values(split(8, sp=4, strategy="ulysses")) == (tokens * 1024, tokens * 1024)
+    assert context.values(split(8, sp=16)) == (tokens * 256, tokens * 128)
+
+
+def test_a_hop_waits_for_what_its_block_does_not_hide():
+    run, cluster = split(16), find_cluster(None, "h100", 16)
+    ring = Group(ranks=16, per_node=8)
+    tokens = 131072 / 16
+    hop, back = (
+        costs.collective_seconds(cluster, "collective-permute", size * tokens * 1024, ring)
+        for size in (4, 8)
+    )
+    assert context.waited(run, cluster, 16 * 2 * hop, 16 * 2 * (hop + back)) == (0, 0)
+    forward, backward = context.waited(run, cluster, 16 * hop / 2, 16 * hop)
+    assert forward == pytest.approx(15 * hop / 2)
+    assert backward == pytest.approx(15 * back)
+
+
+def test_gathered_keys_wait_for_the_scatter_of_their_gradients():
+    run, cluster = split(8, strategy="allgather"), find_cluster(None, "h100", 8)
+    forward, backward = context.waited(run, cluster, 1.0, 1.0)
+    node = Group(ranks=8, per_node=8)
+    scattered = costs.collective_seconds(cluster, "reduce-scatter", 8 * 131072 * 1024, node)
+    assert (forward, backward) == (0, pytest.approx(scattered))
+
+
+def test_heads_are_exchanged_four_times_each_way():
+    run, cluster = split(8, strategy="ulysses"), find_cluster(None, "h100", 8)
+    node, tokens = Group(ranks=8, per_node=8), 131072 / 8
+    seconds = sum(
+        2 * costs.collective_seconds(cluster, "all-to-all", 2 * tokens * width, node)
+        for width in (4096, 1024)
+    )
+    assert context.waited(run, cluster, 1.0, 1.0) == (pytest.approx(seconds),) * 2
+
+
+def test_zigzag_has_half_the_attention_of_a_ring_in_natural_order():
+    attention = {name: parts(split(strategy=name))["attention"] for name in ("ring", "zigzag")}
+    assert attention["ring"] / attention["zigzag"] == pytest.approx(15 / 8, rel=0.05)
+    whole = parts(split(1, fsdp=8))["attention"]
+    assert attention["zigzag"] == pytest.approx(whole / 8, rel=0.1)
+
+
+def test_long_pieces_hide_the_ring_and_short_ones_do_not():
+    def exposed(seq_len: int) -> float:
+        run = split(64, seq_len=seq_len)
+        step = estimate(run, find_cluster(None, "h100", 64))
+        return step.parts.get("exposed cp", 0.0) / step.step_s
+
+    assert exposed(64 * 16384) == 0 < exposed(64 * 4096) < exposed(64 * 1024)
+
+
+def test_heads_stay_in_the_node_where_a_ring_would_leave_it():
+    short = {"seq_len": 64 * 4096}
+    both = parts(split(64, ulysses=8, **short))["exposed cp"]
+    assert both < parts(split(64, **short))["exposed cp"]
+    assert both < parts(split(64, strategy="ulysses", shape=HEADS, **short))["exposed cp"]
+
+
+HEADS = Shape.of(LLAMA3_8B, num_heads=64, num_kv_heads=64, head_dim=64)
+
+
+def test_a_split_sequence_keeps_no_scores():
+    run = split(4, seq_len=8192)
+    layer = layer_of(run)
+    assert (layer.residual, layer.scores) == (2048 * 4096, 0)
+    single = dataclasses.replace(run, precision="fp32", remat="none")
+    slow = layer_of(single)
+    assert slow.scores == 32 * 2048 * 2048  # those of the own block, for the backward pass alone
+    assert "attention" in kept(single, slow)
+    whole = dataclasses.replace(single, mesh=MeshConfig(fsdp=4))
+    assert kept(whole, layer_of(whole))["attention"] > 4 * kept(single, slow)["attention"]
+
+
+def test_a_document_mask_is_that_of_a_place():
+    masked = {
+        cp: document_mask(run, layer_of(run))
+        for cp in (1, 2, 8)
+        if (run := split(cp, document_mask=True))
+    }
+    # The own block, and two blocks of half as many queries and keys.
+    assert masked == {cp: 2 * (131072 / cp) ** 2 * (1 if cp == 1 else 1.5) for cp in (1, 2, 8)}
+    exchanged = split(8, document_mask=True, ulysses=2)
+    assert document_mask(exchanged, layer_of(exchanged)) == masked[8] * 4
+
+
+def test_a_ring_whose_forward_pass_is_repeated_leaves_its_chunks():
+    query, key = context.values(split(8))
+    found = {
+        (strategy, remat): context.left(split(8, strategy=strategy, remat=remat), 2)
+        for strategy in ("ring", "zigzag", "allgather", "ulysses")
+        for remat in ("full", "selective")
+    }
+    assert found["zigzag", "full"] == 2 * (3 * query + 4 * key)
+    assert found["allgather", "full"] == 2 * (3 * query + 16 * key)
+    assert found["ring", "full"] == 2 * 4 * key
+    assert found["ulysses", "full"] == 0  # one place, no ring
+    assert {size for (_, remat), size in found.items() if remat == "selective"} == {0}
+    assert context.left(split(8, remat="save:q,attn_core"), 2) == 0
+
+
+def test_gathered_keys_take_all_places():
+    zigzag, gathered = (split(32, strategy=name, seq_len=2**20) for name in ("zigzag", "allgather"))
+    more = working_set(gathered, layer_of(gathered)) - working_set(zigzag, layer_of(zigzag))
+    query, key = context.values(gathered)
+    layer = layer_of(zigzag)
+    mlp = 2 * 4 * layer.ffn + context.left(zigzag, 2)
+    assert more == 2 * 10 * query + 12 * 32 * key - mlp
+
+
+def test_cp_divides_what_a_sequence_takes():
+    def activations(run: Run) -> float:
+        found = breakdown(run).parts
+        return sum(size for name, size in found.items() if name.startswith("activations: "))
+
+    one, eight = activations(split(1, fsdp=8)), activations(split(8))
+    assert one == pytest.approx(8 * eight, rel=0.05)
+    assert (
+        working_set(split(8), layer_of(split(8))) < working_set(split(4), layer_of(split(4))) / 1.8
+    )

@@ -1,0 +1,93 @@
+"""The table of compiled long sequences: the formulas beside XLA, and what it says of the strategies."""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from scripts.plan_verbs import context_table, memory_table, pipelines_table
+from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.plan.workload import Run
+
+TABLE = Path(__file__).parents[2] / "docs" / "planning" / "context.csv"
+ROWS = memory_table.read(TABLE)
+
+
+def planned(row: dict[str, str]) -> Run:
+    return Run.of(*memory_table.config(row))
+
+
+def step_s(**wanted: str) -> float:
+    """Simulated seconds of the row with these columns."""
+    (row,) = (r for r in ROWS if wanted.items() <= r.items() and r["remat"] == "full")
+    return float(row["step_s"])
+
+
+def test_the_table_is_complete_and_has_the_formulas_as_they_are():
+    hint = f"run: python -m scripts.plan_verbs.context_table --out {TABLE}"
+    names = context_table.NAMES
+    listed = [[run[name] for name in names] for run in context_table.runs()]
+    assert [[row[name] for name in names] for row in ROWS] == listed, hint
+    for row in ROWS:
+        assert pipelines_table.with_formula(row) == row, hint
+
+
+@pytest.mark.parametrize("held", ["-", "held"])
+def test_the_memory_formulas_agree_with_xla(held):
+    errors = [abs(float(row["error_pct"])) for row in ROWS if row["held"] == held]
+    assert len(errors) >= 5
+    assert median(errors) < 3
+    assert max(errors) < 10
+
+
+def test_the_step_by_formula_is_what_the_simulation_of_the_schedule_says():
+    ratios = [float(row["formula_step_s"]) / float(row["step_s"]) for row in ROWS]
+    assert 0.9 < median(ratios) < 1.02
+    assert 0.8 < min(ratios) and max(ratios) < 1.1
+
+
+def test_the_table_covers_lengths_strategies_and_ways_to_train():
+    runs = [planned(row) for row in ROWS]
+    assert {run.seq_len for run in runs} >= {2**n for n in range(15, 21)}
+    assert {run.context.strategy for run in runs} == {"ring", "zigzag", "allgather", "ulysses"}
+    assert {run.mesh.cp for run in runs} >= {1, 2, 4, 8, 32, 64}
+    assert {run.remat for run in runs} >= {"none", "selective", "dots", "full"}
+    assert {run.document_mask for run in runs} == {True, False}
+
+
+def test_everything_fits_that_the_table_shows():
+    usable = find_gpu("h100").usable_bytes
+    assert all(int(row["xla_bytes"]) <= usable for row in ROWS)
+
+
+def test_zigzag_is_faster_than_natural_order_and_exchanged_heads_than_a_long_ring():
+    eight = {"mesh": "cp=8", "seq_len": "131072", "model": "LLAMA3_8B"}
+    zigzag = step_s(**eight, strategy="zigzag", ulysses="1")
+    assert step_s(**eight, strategy="ring") > 1.5 * zigzag
+    assert step_s(**eight, strategy="ulysses") < zigzag
+    many = {"mesh": "cp=64", "seq_len": "1048576", "strategy": "zigzag"}
+    assert step_s(**many, ulysses="8") < step_s(**many, ulysses="1")
+
+
+def test_communication_is_hidden_where_pieces_are_long():
+    for row in ROWS:
+        run = planned(row)
+        if run.ring[0] > 1 and run.context.strategy != "allgather" and run.mesh.tensor == 1:
+            hidden = run.seq_len / run.ring[0] >= 16384
+            share = float(row["exposed_cp_s"]) / float(row["step_s"])
+            assert share < (0.02 if hidden else 0.1), row
+
+
+def test_the_table_is_shown_beside_published_runs():
+    lines = context_table.table(ROWS).splitlines()
+    assert lines[0].split(" | ")[0] == "| tokens"
+    peers = [line.split("|")[-2].strip() for line in lines[2:]]
+    assert sorted(filter(None, peers)) == ["1,071", "2,540", "3,890", "548"]
+    first = lines[2].removeprefix("| ").split(" | ")
+    assert first[:5] == ["32,768", "8", "`fsdp=8`", "flash", "full"]
+
+
+@pytest.mark.slow
+def test_xla_still_takes_what_the_table_says():
+    row = context_table.measure(ROWS[7])
+    assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[7]["xla_bytes"]), rel=0.02)
