@@ -4,8 +4,9 @@
           where it is installed). They take turns step by step, so all see the same disturbances; tokens per second
           of CPU time is the figure to compare, since it says little about what else the machine is doing.
     gpu   the recipe llama32_1b at sequence 4096 and 8192 in bfloat16 on one GPU, beside PyTorch. One at a time, since
-          each wants the whole memory. First one figure for each, with the least recomputation that fits; then, in the
-          time that is left, the other ways of recomputing.
+          each wants the whole memory. First one figure for each, with the least recomputation that fits; then
+          attention alone, over a mesh axis of size 1 and in zigzag's blocks, beside cuDNN directly; then, in the time
+          that is left, the other ways of recomputing.
 
 Every contestant is a process of its own. A part that cannot run here is reported as skipped, with its reason.
 """
@@ -17,6 +18,7 @@ import itertools
 import os
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,12 +32,15 @@ import tyro
 from rich.console import Console
 
 from scripts import command_line
+from scripts.bench_peers.attention import PROGRAMS, flops
 from scripts.bench_peers.contestant import Unavailable
-from scripts.bench_peers.report import Report, figures
+from scripts.bench_peers.report import Report, figures, spread
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from ultrascale_jax.config import Config, require
 
-OURS, BARE, TORCH = (f"scripts.bench_peers.{name}" for name in ("ours", "bare_jax", "torch_llama"))
+OURS, BARE, TORCH, ATTENTION = (
+    f"scripts.bench_peers.{name}" for name in ("ours", "bare_jax", "torch_llama", "attention")
+)
 
 TINY_MODEL = {
     **{"vocab-size": 256, "d-model": 64, "d-ff": 128, "num-layers": 2},
@@ -50,6 +55,12 @@ REMAT = ("none", "dots", "full")
 
 TORCH_SETTINGS = ({}, {"loss_chunks": 8}, {"loss_chunks": 8, "recompute": True})
 """The same for PyTorch."""
+
+ATTENTION_TOKENS = (8192, 16384, 32768)
+"""Where attention is timed alone; a step makes so many calls that it takes the same time at each length."""
+
+ALLOWANCE = 1.02
+"""What ring attention over one rank may take of cuDNN's time."""
 
 FIRST_STEP = "scripts.train, to its first step"
 
@@ -136,6 +147,8 @@ class Bench:
             for parts in (ours[n], torch[n])
             for part in self._first_that_fits(parts)
         ]
+        for n in (64, 128) if self.options.tiny else ATTENTION_TOKENS:
+            self._attention(attention_part(n, tiny=self.options.tiny))
         for part in (part for n in seq_lens for part in ours[n] if part not in tried):
             self._measure(part)
         for n in () if self.options.tiny else seq_lens:
@@ -165,6 +178,33 @@ class Bench:
             row |= figures(part.cfg, facts, answer["step_s"], [], answer["peak_bytes"])
             row["status"] = "measured"
         return row
+
+    def _attention(self, part: Part) -> None:
+        """Time attention's programs, which take turns: a row for their process, one for each of them, the goals."""
+        row, turn = self._row(part), len(PROGRAMS)
+        with self._recorded(row), self._start(part) as process:
+            facts = process.ready()
+            process.run(turn)
+            answer = process.run(turn * self.options.steps)
+            row |= {"peak_gb": answer["peak_bytes"] / 1e9, **facts, "status": "measured"}
+            first, ratios = {}, {}
+            for i, program in enumerate(PROGRAMS):
+                step_s = answer["step_s"][i::turn]
+                # Of neighbours in time: the clock of a GPU moves by more than what is looked for.
+                pairs = zip(step_s, first.setdefault(program.work, step_s), strict=True)
+                relative = statistics.median(ours / theirs for ours, theirs in pairs)
+                ratios.setdefault(program.work, []).append(relative)
+                values = spread([seconds / part.spec["calls"] for seconds in step_s])
+                self.report.add(
+                    f"{part.workload}: {program.work}",
+                    program.contestant,
+                    **values,
+                    tflops_per_device=flops(program, part.spec) / values["step_s"]["median"] / 1e12,
+                    relative=relative,
+                )
+            for work in () if self.options.tiny else ("forward", "forward and backward"):
+                text = f"{part.workload}: {work}: time over one rank relative to cuDNN, below {ALLOWANCE}"
+                self.report.goal(text, max(ratios[work]), max(ratios[work]) < ALLOWANCE)
 
     def _row(self, part: Part) -> dict:
         self.console.print(f"{part.workload}: {part.contestant}", markup=False)
@@ -309,6 +349,30 @@ def gpu_torch_part(seq_len: int, settings: dict, *, tiny: bool) -> Part:
         module=TORCH,
         spec={**spec, **_numbers(ours.cfg)},
         environ={**_one_gpu(), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )
+
+
+def attention_part(seq_len: int, *, tiny: bool) -> Part:
+    """Attention with the heads of Llama 3 8B on one sequence: all programs of `bench_peers/attention.py`."""
+    arguments = [*"llama3_8b --mesh fsdp=1 --data.seq-len".split(), str(seq_len)]
+    arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
+    cfg, _ = command_line.parse(arguments, prog="bench")
+    heads = {name: getattr(cfg.model, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    calls = 1 if tiny else (max(ATTENTION_TOKENS) // seq_len) ** 2
+    implementation = "xla" if tiny else "cudnn"
+    return Part(
+        workload=f"{'tiny ' if tiny else ''}attention, sequence {seq_len}",
+        contestant="all of its programs",
+        module=ATTENTION,
+        cfg=cfg,
+        spec={
+            **heads,
+            "seq_len": seq_len,
+            "calls": calls,
+            "implementation": implementation,
+            "needs_gpu": not tiny,
+        },
+        environ={**_one_gpu(), **_ENVIRON},
     )
 
 

@@ -132,6 +132,11 @@ def offset(dim: str, size: int) -> jax.Array | int:
     return jax.lax.axis_index(axes) * size if manual() and axes else 0
 
 
+def specs[T](tree: T) -> T:
+    """The shardings of a tree's arrays, as their types say."""
+    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
 def varying(x: jax.Array) -> frozenset[str]:
     """The manual axes over which `x` may differ, as its type says."""
     return frozenset(jax.typeof(x).mat.varying)

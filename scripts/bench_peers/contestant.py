@@ -31,8 +31,8 @@ class Contestant:
     """Largest memory in use so far: of the device, or on a CPU of the process."""
     compile_s: float
     """Seconds spent compiling the step."""
-    loss: float
-    """Loss of the first step, in nats."""
+    loss: float | None = None
+    """Loss of the first step, in nats; none where nothing is trained."""
     first_step: tuple[float, float]
     """`moment()` when the first step was done."""
     device: str
@@ -53,9 +53,10 @@ def serve(make: Callable[[dict], Contestant]) -> None:
 
     try:
         contestant = make(json.loads(sys.argv[1]))
+        loss = {} if contestant.loss is None else {"loss": contestant.loss}
         answer(
             compile_s=contestant.compile_s,
-            loss=contestant.loss,
+            **loss,
             first_step=contestant.first_step,
             device=contestant.device,
             versions={name: importlib.metadata.version(name) for name in contestant.libraries},

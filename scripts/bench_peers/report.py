@@ -24,6 +24,7 @@ COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f"),
     "tokens_per_cpu_s": ("tokens/CPU-s", ",.0f"),
     "tflops_per_device": ("TFLOP/s", ".3g"),
+    "relative": ("of its first", ".3f"),
     "mfu": ("MFU", ".1%"),
     "peak_gb": ("peak GB", ".2f"),
     "compile_s": ("compile s", ".1f"),
@@ -55,14 +56,10 @@ def figures(
       `tflops_per_device`, `mfu` (where the device's peak is known), `peak_gb` (1e9 bytes), and `facts`.
     """
     tokens = cfg.train.global_batch * cfg.data.seq_len
-    deciles = (
-        statistics.quantiles(step_s, n=10, method="inclusive") if len(step_s) > 1 else [*step_s] * 9
-    )
     median = statistics.median(step_s)
     tflops = tokens * flops_per_token(cfg.model, cfg.data.seq_len) / median / 1e12
     row = {
-        "num_steps": len(step_s),
-        "step_s": {"median": median, "p10": deciles[0], "p90": deciles[-1]},
+        **spread(step_s),
         "tokens_per_s": tokens / median,
         "tflops_per_device": tflops,
         "peak_gb": peak_bytes / 1e9,
@@ -73,6 +70,18 @@ def figures(
     if peak is not None:
         row["mfu"] = tflops / peak
     return row | facts
+
+
+def spread(step_s: Sequence[float]) -> dict:
+    """`num_steps`, and `step_s`: their median, p10 and p90."""
+    deciles = (
+        statistics.quantiles(step_s, n=10, method="inclusive") if len(step_s) > 1 else [*step_s] * 9
+    )
+    middle = statistics.median(step_s)
+    return {
+        "num_steps": len(step_s),
+        "step_s": {"median": middle, "p10": deciles[0], "p90": deciles[-1]},
+    }
 
 
 class Report:

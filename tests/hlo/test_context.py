@@ -1,12 +1,22 @@
 """The H100 program of context parallelism: equal work, keys on their way beside a block, memory as 1/cp."""
 
-import dataclasses
+import functools
 import math
+from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from configs import llama3_8b_1m, llama3_8b_128k
+from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.distributed import GPU_FLAGS
+from ultrascale_jax.parallel.context import context_attention
+from ultrascale_jax.plan.compile import BOOLEANS, target_checks, target_devices, uncached
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.hlo import matmuls, parse
 from ultrascale_jax.plan.operations import Operations
 from ultrascale_jax.plan.timeline import simulate
 
@@ -38,7 +48,7 @@ def needed_flops(cfg) -> float:
     [
         ("zigzag", 1.0),
         # The last rank sees all of the n blocks, half of its own; the mean rank half of them.
-        ("ring", (RANKS - 0.5) / (RANKS / 2)),
+        pytest.param("ring", (RANKS - 0.5) / (RANKS / 2), marks=pytest.mark.slow),
         pytest.param("allgather", 1.0, marks=pytest.mark.slow),
         pytest.param("ulysses", 1.0, marks=pytest.mark.slow),
     ],
@@ -54,8 +64,8 @@ def test_the_busiest_rank_does_the_mean_of_the_attention_but_in_a_plain_ring(
     ("context", "moved"),
     [
         ({}, {"collective-permute"}),
-        ({"strategy": "ulysses"}, {"all-to-all"}),
-        ({"ulysses": 2}, {"collective-permute", "all-to-all"}),
+        pytest.param({"strategy": "ulysses"}, {"all-to-all"}, marks=pytest.mark.slow),
+        pytest.param({"ulysses": 2}, {"collective-permute", "all-to-all"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "ring"}, {"collective-permute"}, marks=pytest.mark.slow),
     ],
     ids=["zigzag", "ulysses", "zigzag x ulysses", "ring"],
@@ -81,19 +91,17 @@ def test_memory_depends_on_the_piece_and_not_on_the_sequence(compiled):
     """Twice the length over twice the ranks: the activations of a GPU stay, so they fall as 1/cp."""
 
     def used(seq_len, cp):
-        mesh, batch = {"fsdp": 16 // cp, "cp": cp}, 16 // cp
-        return compiled(16, mesh, seq_len=seq_len, global_batch=batch)[1].temporary_bytes
+        mesh, batch = {"fsdp": RANKS // cp, "cp": cp}, RANKS // cp
+        return compiled(RANKS, mesh, seq_len=seq_len, global_batch=batch)[1].temporary_bytes
 
-    assert used(32768, 16) == pytest.approx(used(16384, 8), rel=0.05)
-    assert used(16384, 16) < 0.75 * used(16384, 8)
+    assert used(32768, 8) == pytest.approx(used(16384, 4), rel=0.1)
 
 
 @pytest.fixture(scope="module", params=["128k", "1m"])
 def recipe(request, compile_once):
     """The recipe's config on 8 or 64 H100s, a sequence each micro-batch, its step and the simulated time of it."""
     recipe, num_gpus = {"128k": (llama3_8b_128k, 8), "1m": (llama3_8b_1m, 64)}[request.param]
-    train = dataclasses.replace(recipe.config.train, microbatches=recipe.config.train.global_batch)
-    cfg = dataclasses.replace(recipe.config, train=train).check(num_gpus)
+    cfg = recipe.config.check(num_gpus)
     step = compile_once(cfg, num_gpus)
     return step, simulate(step.module, step.axes, find_cluster(None, "h100", num_gpus))
 
@@ -124,3 +132,45 @@ def test_keys_travel_while_a_block_is_at_work(recipe):
                 found += hops
     assert found == 3  # forward, backward keys, and backward the sums
     assert sum(timeline.exposed_s.values()) < 0.05 * timeline.step_s
+
+
+@pytest.mark.parametrize("strategy", ["ring", "zigzag", "allgather", "ulysses"])
+def test_over_one_rank_there_is_nothing_beside_cudnns_two_calls(strategy):
+    """Result and gradients of q, k and v: the program of cuDNN's attention called directly, and nothing copied."""
+    mesh = jax.make_mesh((1,), ("cp",), devices=target_devices(1))
+    shapes = [(1, 1024, heads, 128) for heads in (32, 8, 8, 32)]
+    pieces = P(None, "cp")
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, pieces))
+        for shape in shapes
+    ]
+
+    def instructions(attend):
+        local = jax.shard_map(attend, in_specs=pieces, out_specs=pieces)
+
+        def run(q, k, v, d_out):
+            out, pull_back = jax.vjp(local, q, k, v)
+            return out, pull_back(d_out)
+
+        flags = {name: BOOLEANS.get(value, value) for name, value in GPU_FLAGS.items()}
+        with jax.set_mesh(mesh), target_checks(find_gpu("h100")), uncached():
+            text = jax.jit(run).lower(*arrays).compile(compiler_options=flags).as_text()
+        module = parse(text or "")
+        return module, module.computations[module.entry]
+
+    ours, program = instructions(
+        functools.partial(context_attention, ContextConfig(strategy=strategy))
+    )
+    free = {"parameter", "get-tuple-element", "bitcast", "tuple"}
+    kernels = [i for i in program if i.opcode not in free]
+    assert [i.opcode for i in kernels] == ["custom-call"] * 2
+    assert [m.name for m in matmuls(ours) if m.attention] == [i.name for i in kernels]
+    assert 'fmhaSoftmax"' in kernels[0].attributes
+    assert 'fmhaSoftmaxBackward"' in kernels[1].attributes
+
+    _, direct = instructions(
+        functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    )
+    assert Counter((i.opcode, i.arrays) for i in program) == Counter(
+        (i.opcode, i.arrays) for i in direct
+    )

@@ -83,7 +83,9 @@ def test_memory_of_1f1b_is_flat_in_micro_batches_and_that_of_afab_is_not(piped):
     assert grown == pytest.approx(24 * slope, rel=0.1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_uniform"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow), "zb_uniform"]
+)
 def test_the_program_does_not_grow_with_micro_batches(piped, schedule):
     few, many = (piped(m, schedule=schedule)[1] for m in (8, 32))
     sizes = [

@@ -18,7 +18,7 @@ from ultrascale_jax.models.layers import map_params, reduce_gradient
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, manual, varying
+from ultrascale_jax.sharding import act, manual, specs, varying
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.state import init_state, initial_state
 from ultrascale_jax.training.step import loss_and_gradients, objective
@@ -69,10 +69,6 @@ def configure(mesh, train, model) -> Config:
     return cfg.check(8)
 
 
-def specs_of(tree):
-    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-
-
 def by_pieces(fn, params, *rest):
     """`fn(params, *rest)`, a loss and gradients, in a region manual over all axes."""
 
@@ -83,8 +79,8 @@ def by_pieces(fn, params, *rest):
         )
         return jax.lax.psum(loss, tuple(varying(loss))), grads
 
-    specs = specs_of(params)
-    return smap(region, in_specs=(specs, *specs_of(rest)), out_specs=(P(), specs))(params, *rest)
+    rests = specs(params)
+    return smap(region, in_specs=(rests, *specs(rest)), out_specs=(P(), rests))(params, *rest)
 
 
 def assert_same(found, expected):
@@ -183,8 +179,8 @@ def trace_layer(cfg, in_region):
         x = jax.ShapeDtypeStruct((8, 32, 32), jnp.float32, sharding=NamedSharding(mesh, act("BRD")))
         ids = jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=NamedSharding(mesh, act("BT")))
         if in_region:
-            specs = jax.tree.map(lambda p: P() if p.sharding is None else p.sharding.spec, params)
-            fn = smap(fn, in_specs=(specs, act("BRD"), act("BT")), out_specs=act("BRD"))
+            rests = jax.tree.map(lambda p: P() if p.sharding is None else p.sharding.spec, params)
+            fn = smap(fn, in_specs=(rests, act("BRD"), act("BT")), out_specs=act("BRD"))
         jax.eval_shape(fn, params, x, ids)
     return found
 
@@ -216,7 +212,10 @@ LAYER = {  # a half-block gathers its input and scatters its output, and backwar
             {("psum", TP): 4, ("all_gather", ("fsdp",)): 14, ("reduce_scatter", ("fsdp",)): 7},
         ),
         (
-            {"cp": 2, "sp": 4},  # keys with values, positions and documents go round twice, gradients once
+            {
+                "cp": 2,
+                "sp": 4,
+            },  # keys with values, positions and documents go round twice, gradients once
             {"zero": 1},
             {"num_kv_heads": 2},
             {("ppermute", CP): 7},

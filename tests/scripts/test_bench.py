@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from scripts import bench
-from scripts.bench_peers import bare_jax
+from scripts.bench_peers import attention, bare_jax
 from scripts.bench_peers.contestant import pipelined
 from scripts.bench_peers.report import Report, figures
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
@@ -98,14 +98,78 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
     assert {row["status"] for row in report["results"]} == {"skipped"}
     assert all(row["reason"] for row in report["results"])
     names = {row["contestant"] for row in report["results"]}
-    assert {"PyTorch", *(f"ultrascale_jax, remat {remat}" for remat in bench.REMAT)} == names
+    ours = {f"ultrascale_jax, remat {remat}" for remat in bench.REMAT}
+    assert names == {"PyTorch", *ours, "all of its programs"}
 
-    part = bench.gpu_part(4096, "none", tiny=False)
-    with Process(
-        part.module, part.spec, environ=ENVIRON, deadline=time.monotonic() + 60
-    ) as process:
-        with pytest.raises(bench.Unavailable, match="JAX sees no GPU, only cpu"):
-            process.ready()
+    for part in (bench.gpu_part(4096, "none", tiny=False), bench.attention_part(8192, tiny=False)):
+        deadline = time.monotonic() + 60
+        with Process(part.module, part.spec, environ=ENVIRON, deadline=deadline) as process:
+            with pytest.raises(bench.Unavailable, match="JAX sees no GPU, only cpu"):
+                process.ready()
+
+
+@pytest.mark.slow
+def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
+    options = bench.Options(suite="gpu", tiny=True, steps=2)
+    report = Report(tmp_path / "gpu.json", "gpu", [])
+    bench.Bench(options, report)._attention(bench.attention_part(64, tiny=True))
+    whole, *rows = report.rows
+    assert {row["status"] for row in report.rows} == {"measured"}, whole
+    assert whole["compile_s"] > 0 and whole["peak_gb"] > 0.05 and "loss" not in whole
+    assert [(row["workload"].rpartition(": ")[2], row["contestant"]) for row in rows] == [
+        (program.work, program.contestant) for program in attention.PROGRAMS
+    ]
+    for row, program in zip(rows, attention.PROGRAMS, strict=True):
+        assert row["num_steps"] == 2 and row["step_s"]["median"] > 0
+        # 4 heads of 16 over half of 64 x 64 scores.
+        operations = program.products * 2 * 4 * 16 * 64 * 64 / 2
+        assert row["tflops_per_device"] == pytest.approx(
+            operations / row["step_s"]["median"] / 1e12
+        )
+    first = [row["relative"] for row in rows if row["contestant"] in ("jax.nn", "one causal")]
+    assert first == [1] * 4
+    assert report.goals == []
+
+
+def test_attentions_programs_compute_what_their_names_say():
+    spec = bench.attention_part(64, tiny=True).spec
+    with jax.set_mesh(attention.one_rank()):
+        given = attention.arrays(spec)
+        results = {
+            program: jax.jit(run)(*given[program])
+            for program, run in attention.functions(spec["implementation"]).items()
+        }
+
+    def same(got, want):
+        want = np.asarray(want, np.float32)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), want, atol=0.02 * np.abs(want).max(), rtol=0
+        )
+
+    found = {(p.work, p.contestant): x for p, x in results.items()}
+    arguments = {(p.work, p.contestant): x for p, x in given.items()}
+    both, backward = "forward and backward", "block, backward"
+    out, *gradients = found[both, "jax.nn"]
+    for name in attention.RING:
+        same(found["forward", name], out)
+        jax.tree.map(same, found[both, name], (out, *gradients))
+    same(found["block, forward", "one causal"][0], out)
+    jax.tree.map(same, found[backward, "one causal"], tuple(gradients))
+    for i in range(2):
+        q, k, v, dout = (pair[i] for pair in arguments[backward, "two halves"][:4])
+        assert q.shape[1] == k.shape[1] == 32
+        out, pull_back = jax.vjp(jax.nn.dot_product_attention, q, k, v)
+        same(found["block, forward", "two halves"][i][0], out)
+        jax.tree.map(same, found[backward, "two halves"][i], pull_back(dout))
+
+
+def test_attention_is_timed_with_the_heads_of_llama_3_8b():
+    specs = [bench.attention_part(n, tiny=False).spec for n in bench.ATTENTION_TOKENS]
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    for spec in specs:
+        assert spec | heads | {"implementation": "cudnn", "needs_gpu": True} == spec
+    ring = attention.PROGRAMS[1]
+    assert len({spec["calls"] * attention.flops(ring, spec) for spec in specs}) == 1
 
 
 @pytest.mark.slow

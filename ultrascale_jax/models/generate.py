@@ -17,7 +17,7 @@ from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, vary
+from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, specs, vary
 
 
 def generate(
@@ -121,10 +121,9 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
         return model(tokens_BT, positions_BT, dtype=dtype, cache=cache)
     *kv, start = cache
     x_BRD = model.embedding(tokens_BT, dtype)
-    specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, model.blocks)
     run = smap(
         functools.partial(_visit_all, model.cfg, dtype, _visits(model)),
-        in_specs=(specs, _stacked("BSKH"), act("BRD"), act("BT"), P()),
+        in_specs=(specs(model.blocks), _stacked("BSKH"), act("BRD"), act("BT"), P()),
         out_specs=(act("BRD"), _stacked("BTKH")),
     )
     x_BRD, kv = run(model.blocks, kv, x_BRD, positions_BT, start)

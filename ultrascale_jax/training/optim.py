@@ -8,7 +8,7 @@ import optax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.sharding import is_matrix
+from ultrascale_jax.sharding import is_matrix, specs
 
 
 def schedule(cfg: Config) -> optax.Schedule:
@@ -71,7 +71,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
 
     def update(grads, state, params=None):
         arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
-        rest = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays[:2])
+        rest = specs(arrays[:2])
         run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
         updates, state = run(*arrays)
         return jax.tree.unflatten(jax.tree.structure(grads), updates), state

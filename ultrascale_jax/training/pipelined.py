@@ -20,7 +20,7 @@ from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.parallel.pipeline import Stages, pipeline
 from ultrascale_jax.parallel.schedules import Schedule
-from ultrascale_jax.sharding import act, varying
+from ultrascale_jax.sharding import act, specs, varying
 from ultrascale_jax.training.precision import COMPUTE
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.zero import use
@@ -33,7 +33,6 @@ def loss_and_gradients(
     cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array
 ) -> tuple[jax.Array, Transformer]:
     """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
-    specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, params)
 
     def region(params, parts, weight):
         loss, grads = _run(cfg, schedules.of_config(cfg), params, parts, weight)
@@ -41,7 +40,8 @@ def loss_and_gradients(
             lambda g, dims, on, value: reduce_gradient(g, dims, value), grads, params
         )
 
-    run = smap(region, in_specs=(specs, act("MBT"), P()), out_specs=(P(), specs))
+    rest = specs(params)
+    run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest))
     return run(params, parts, weight)
 
 
@@ -51,12 +51,11 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
     forward = schedules.forward_only(
         table.ranks, table.virtual, table.placement, cfg.train.microbatches
     )
-    specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, params)
 
     def region(params, parts, weight):
         return _run(cfg, forward, params, parts, weight)[0]
 
-    run = smap(region, in_specs=(specs, act("MBT"), P()), out_specs=P())
+    run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
     return run(params, parts, weight)
 
 

@@ -66,7 +66,7 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     """
     tokens = count(batch)
     # Every position counts for the backward pass, so that it need not wait for the sum of `tokens` over the devices.
-    positions = batch["targets"].size
+    positions = float(batch["targets"].size)
     loss, grads = loss_and_gradients(cfg, state.params, batch, jnp.float32(1 / positions))
     share = positions / jnp.maximum(tokens, 1).astype(jnp.float32)
     loss, norm = share * loss, share * global_norm(grads)
