@@ -71,7 +71,8 @@ def attention_forward(
 
     Returns:
       The result `[B, T, N, H]` in q's type, and the log-sum-exp of the scores `[B, N, T]` float32. A query that sees
-      none of the keys has a finite result and a log-sum-exp below -1e8: it counts for nothing beside any other block.
+      none of the keys has a finite result and a log-sum-exp far below any other: it counts for nothing beside a block
+      with keys that it sees.
     """
     if _choose(implementation, q, k, visible is not None, causal) == "cudnn":
         return attention_cudnn.forward(q, k, v, visible, causal, window)
@@ -143,6 +144,8 @@ def visible_keys(
 
 def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str:
     """`cudnn` or `xla`, as `implementation` and these arrays say."""
+    if implementation not in ("auto", "cudnn", "xla"):
+        raise ValueError(f"implementation={implementation!r}: must be auto, cudnn or xla")
     if implementation == "auto":
         return "cudnn" if cudnn_applies(q, k, masked, causal) else "xla"
     if implementation == "cudnn" and not cudnn_applies(q, k, masked, causal):

@@ -35,10 +35,13 @@ def backward(q, k, v, out, lse, dout, visible, causal, window):
 
 def _optional(q, visible) -> list[jax.Array]:
     """Bias, lengths and offsets of packed sequences, page tables: empty where not used."""
-    bias = jnp.zeros(0, q.dtype)
+    # Not constants: those JAX carries round a loop over layers, and XLA of JAX 0.11 crashes where they are not used.
+    bias = q[0, 0, 0, :1]
+    unused = bias.astype(jnp.int32)
     if visible is not None:
-        bias = jnp.where(visible, 0.0, MASKED).astype(q.dtype)[:, None]
-    return [bias] + [jnp.zeros(0, jnp.int32)] * 6
+        masked = max(MASKED, float(jnp.finfo(q.dtype).min))  # float16's own is -65504
+        bias = jnp.where(visible, 0.0, masked).astype(q.dtype)[:, None]
+    return [bias] + [unused] * 6
 
 
 def _params(q, optional, causal, window) -> dict:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE
-from ultrascale_jax.distributed import GPU_FLAGS, detect, set_environment
+from ultrascale_jax.distributed import CPU_FLAGS, GPU_FLAGS, detect, set_environment
 
 SLURM = {
     "SLURM_JOB_ID": "70001",
@@ -121,10 +121,11 @@ def test_flags_are_added_but_never_override_the_users():
     assert len(words) == len(GPU_FLAGS) == len({word.partition("=")[0] for word in words})
 
 
-def test_flags_are_left_alone_on_the_cpu():
+def test_a_cpu_gets_its_own_flags_and_no_share_of_memory():
     environ = {"JAX_PLATFORMS": "cpu"}
     set_environment(environ)
-    assert environ == {"JAX_PLATFORMS": "cpu"}
+    flags = " ".join(f"--{name}={value}" for name, value in CPU_FLAGS.items())
+    assert environ == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 PAIR = """

@@ -37,6 +37,13 @@ The combine thresholds that older recipes raise to a whole layer are left at XLA
 collectives into one that no matrix product hides (seen in the compiled Llama-3-8B step for 8 H100s).
 """
 
+CPU_FLAGS = {
+    # With the other scheduler a program that XLA:CPU loads from JAX's compilation cache may pair sends that are in flight
+    # together wrongly: it hangs, or its numbers are wrong.
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
+"""XLA flags for the CPU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -97,20 +104,19 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100) -> Launch | None
     return launch
 
 
-def set_environment(
-    environ: MutableMapping[str, str], flags: Mapping[str, str] = GPU_FLAGS
-) -> None:
-    """Add `flags` to `XLA_FLAGS`, and the memory's share, keeping what the user set; nothing for the CPU.
+def set_environment(environ: MutableMapping[str, str]) -> None:
+    """Add the flags of the CPU or the GPU to `XLA_FLAGS`, and a GPU's memory's share, keeping what the user set.
 
     The CPU is asked for by `JAX_PLATFORMS`.
     """
-    if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return
+    cpu = environ.get("JAX_PLATFORMS", "").startswith("cpu")
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))
+    flags = CPU_FLAGS if cpu else GPU_FLAGS
     added = [f"--{name}={value}" for name, value in flags.items() if name not in present]
     environ["XLA_FLAGS"] = " ".join([text, *added]).strip()
-    environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+    if not cpu:
+        environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 class StopRequest:

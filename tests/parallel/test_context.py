@@ -245,6 +245,15 @@ def test_random_documents(context):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("context", slow_but(set(), PLAIN))
+def test_a_window_counts_given_positions_and_not_places(context):
+    """Two documents take turns, so that a key is twice as far away as its position says."""
+    T = 4 * PIECE[4]
+    index = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    check(context, over(4), T, index // 2, index % 2, WINDOW, heads=["gqa"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zigzag", "allgather"])
 @pytest.mark.parametrize(
     ("n", "piece", "window"),
@@ -292,7 +301,8 @@ def test_bfloat16_has_less_than_twice_the_error_of_one_device(context):
     qkv, d_out = ({"mha": x["mha"]} for x in inputs(seq_len))
     qkv, d_out = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (qkv, d_out))
     arrays = jax.tree.map(lambda x: x[:, order], (qkv, d_out))
-    got = program(context, over(4))(*arrays, None, None)["mha"]
+    with jax.numpy_dtype_promotion("strict"):
+        got = program(context, over(4))(*arrays, None, None)["mha"]
     assert got.lse.dtype == np.float32
     exact = dense_attention(*qkv["mha"], d_out["mha"])
     reference = functools.partial(attention_reference, q_index=np.arange(seq_len))
@@ -340,6 +350,8 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
         (ContextConfig(strategy="zigzag"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),
         (ContextConfig(strategy="ulysses"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),
         (ContextConfig(strategy="ring"), (4, 4, 4), {"window": 0}, "window=0"),
+        (ContextConfig(strategy="ring"), (4, 4, 4), {"implementation": "flash"}, "must be auto"),
+        (ContextConfig(strategy="ulysses"), (4, 4, 4), {"ulysses": 2}, "leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(context, heads, options, message):

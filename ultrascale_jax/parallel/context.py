@@ -52,7 +52,8 @@ def context_attention(
         document, and a query sees keys up to its own. Every block then takes a mask.
       segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block takes a mask.
       axis: mesh axis that the sequence is split over.
-      window: a query sees the last `window` keys, itself included; blocks out of reach are neither sent nor computed.
+      window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
+        sent nor computed, unless `positions` are given.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
       with_lse: return the log-sum-exp too.
 
@@ -64,7 +65,8 @@ def context_attention(
       ValueError: the shapes do not fit each other or the axis.
     """
     ranks, inner = _check(context, q, k, v, positions, segment_ids, axis, window)
-    axes = frozenset({axis}).union(*map(varying, (q, k, v)))
+    documents = [x for x in (positions, segment_ids) if x is not None]
+    axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
     q, k, v = (vary(x, axes) for x in (q, k, v))
     positions, segment_ids = (
         None if x is None else vary(x, {axis}) for x in (positions, segment_ids)
@@ -90,6 +92,7 @@ def context_attention(
     plan = Plan(
         axis=axis, ranks=ranks, inner=inner, chunks=chunks, gathered=context.strategy == "allgather",
         window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
+        placed=positions is None,
     )  # fmt: skip
     if masked and positions is None:
         positions = vary(plan.index(T), {axis})
@@ -138,6 +141,10 @@ ulysses_attention = _named("ulysses")
 
 def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
     """Positions of the ring, and ranks that share one; refuses what does not fit."""
+    if context.strategy == "ulysses" and context.ulysses not in (1, jax.lax.axis_size(axis)):
+        raise ValueError(
+            f"ulysses={context.ulysses}: ulysses_attention shares heads among all ranks of {axis!r}; leave it out"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
     ranks, inner = context.ranks(jax.lax.axis_size(axis))

@@ -46,6 +46,8 @@ class Plan:
     local_mask: bool
     """The own block needs more than a causal mask."""
     implementation: str
+    placed: bool = True
+    """Positions are the places in the sequence: only then is a rank known to be out of a window's reach."""
 
     def mine(self) -> jax.Array:
         """This rank's position on the ring."""
@@ -63,7 +65,7 @@ class Plan:
     def steps(self, T: int) -> list[int]:
         """The distances on the ring over which some rank sees keys of another, in increasing order."""
         steps = range(1, self.ranks)
-        if self.window is None:
+        if self.window is None or not self.placed:
             return list(steps)
         chunk = max(1, T // self.chunks)
         reach = 0 if self.window < 2 else (self.window - 2) // chunk + 1
@@ -165,8 +167,10 @@ def _ring_backward(plan: Plan, residuals, cotangents):
     q, sums = jax.lax.optimization_barrier((q, sums))
     theirs = plan.join(home(sums), T, 2)
     dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **own)
-    dq = (plan.join(dqs, T) + dq).astype(q.dtype)
-    dk, dv = ((x + y).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True))
+    dq = (plan.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
+    dk, dv = (
+        (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True)
+    )
     return dq, dk, dv, None, None
 
 
