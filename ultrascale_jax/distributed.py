@@ -38,8 +38,8 @@ collectives into one that no matrix product hides (seen in the compiled Llama-3-
 """
 
 CPU_FLAGS = {
-    # With the other scheduler a program that XLA:CPU loads from JAX's compilation cache may pair sends that are in flight
-    # together wrongly: it hangs, or its numbers are wrong.
+    # With the other scheduler a program that XLA:CPU loads from JAX's compilation cache may pair sends wrongly that are
+    # in flight together: it hangs, or its numbers are wrong.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 """XLA flags for the CPU."""
