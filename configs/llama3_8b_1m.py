@@ -37,6 +37,7 @@ config = Config(
     train=TrainConfig(
         steps=250,
         global_batch=4,
+        microbatches=4,
         remat="save:q,k,v,attn_core,attn_out,gate",
         eval_every=50,
         eval_batches=1,
