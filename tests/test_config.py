@@ -276,8 +276,8 @@ GPUS = {
     "smollm2_135m": (1, 8, 64),
     "llama32_1b": (1, 8),
     "llama3_8b": (8, 16, 32, 64, 128, 256, 512),
-    "llama3_8b_128k": (8, 16, 32, 64),
-    "llama3_8b_1m": (64, 128, 256),
+    "llama3_8b_128k": (8,),
+    "llama3_8b_1m": (64,),
     "llama3_70b": (64, 512, 2048),
     "llama3_405b": (512, 8192),
     "qwen3_8b": (8, 64, 512),
@@ -298,6 +298,11 @@ def test_a_recipe_passes_its_check_on_the_hardware_it_names(name):
     assert cfg.log.run_dir == f"out/{name}"
     for num_devices in GPUS[name]:
         cfg.check(num_devices)
+
+
+def test_a_batch_of_too_many_micro_batches_is_told_how_many_fit():
+    with pytest.raises(UserError, match=r"train\.global_batch=32: .*or set train\.microbatches=16"):
+        load_recipe("llama3_8b_128k").check(16)
 
 
 def num_parameters(model: ModelConfig) -> int:

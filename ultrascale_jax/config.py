@@ -403,6 +403,9 @@ class ContextConfig:
 
     def __post_init__(self):
         _require_at_least(1, "cp", self, ("ulysses",))
+        known = ("ring", "zigzag", "allgather", "ulysses")
+        fix = f"must be one of {', '.join(known)}"
+        require(self.strategy in known, "cp.strategy", self.strategy, fix)
 
     def ranks(self, cp: int) -> tuple[int, int]:
         """Places in the ring, and ranks of one place, over an axis of `cp` ranks; strategy ulysses is one place."""
@@ -498,10 +501,10 @@ class Config:
         fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
         require(data.seq_len % parts == 0, "data.seq_len", data.seq_len, fix)
         parts = mesh.batch * train.microbatches
-        fix = (
-            f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; "
-            "change the batch, an axis or train.microbatches"
-        )
+        rows, left = divmod(train.global_batch, mesh.batch)
+        fits = math.gcd(rows, train.microbatches)
+        more = "or an axis" if left else f", an axis or set train.microbatches={fits}"
+        fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; change the batch {more}"
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"

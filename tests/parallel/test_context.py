@@ -362,3 +362,9 @@ def test_what_cannot_be_is_refused_in_one_line(context, heads, options, message)
         with pytest.raises(ValueError, match=message) as error:
             jax.eval_shape(region, *arrays)
     assert "\n" not in str(error.value)
+
+
+def test_a_call_outside_of_a_region_says_where_it_belongs():
+    q = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"axis='cp': is not manual here; .*shard_map"):
+        uj.ring_attention(q, q, q)

@@ -23,6 +23,7 @@ from ultrascale_jax.config import (
     ModelConfig,
     OptimConfig,
     TrainConfig,
+    UserError,
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
@@ -205,6 +206,14 @@ def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, 
     cfg = change(BASE, mesh__cp=4, cp__strategy=strategy, cp__ulysses=ulysses)
     assert loop._describe_context(cfg) == [f"context parallelism: {text}"]
     assert loop._describe_context(BASE) == []
+
+
+def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        UserError, match=r"model\.attention='cudnn': needs a GPU, and this is a cpu"
+    ):
+        run(change(BASE, model__attention="cudnn"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_only_evaluates_again(straight, tmp_path):

@@ -141,6 +141,10 @@ ulysses_attention = _named("ulysses")
 
 def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
     """Positions of the ring, and ranks that share one; refuses what does not fit."""
+    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
+        )
     if context.strategy == "ulysses" and context.ulysses not in (1, jax.lax.axis_size(axis)):
         raise ValueError(
             f"ulysses={context.ulysses}: ulysses_attention shares heads among all ranks of {axis!r}; leave it out"

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
 from ultrascale_jax.parallel import schedules
@@ -53,7 +53,10 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.
         Diverged: too many steps in a row were not finite.
     """
-    started = time.monotonic()
+    started, platform = time.monotonic(), mesh.devices.flat[0].platform
+    forced = cfg.model.attention == "cudnn"
+    fix = f"needs a GPU, and this is a {platform}; use auto or xla"
+    require(platform == "gpu" or not forced, "model.attention", cfg.model.attention, fix)
     run_dir, parallel = Path(cfg.log.run_dir), [*_describe_pipeline(cfg), *_describe_context(cfg)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
