@@ -116,8 +116,10 @@ def ring(plan: Plan, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Ar
 def _ring_forward(plan: Plan, q, k, v, positions, segment_ids):
     out, lse = attention_forward(q, k, v, **_local(plan, positions, segment_ids))
     if steps := plan.steps(q.shape[1]):
-        queries = _chunks(plan, positions, segment_ids, q=q)
-        keys = _chunks(plan, positions, segment_ids, kv=jnp.stack([k, v]))
+        # So the masks are this layer's: else JAX makes those of all steps once, before the loop over layers.
+        documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
+        queries = _chunks(plan, *documents, q=q)
+        keys = _chunks(plan, *documents, kv=jnp.stack([k, v]))
         mine, last = plan.mine(), _at(queries, plan.chunks - 1)
         done = tuple(zip(plan.split(out.astype(jnp.float32)), plan.split(lse, 2), strict=True))
 
