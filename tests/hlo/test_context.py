@@ -66,9 +66,8 @@ def test_the_busiest_rank_does_the_mean_of_the_attention_but_in_a_plain_ring(
         ({}, {"collective-permute"}),
         pytest.param({"strategy": "ulysses"}, {"all-to-all"}, marks=pytest.mark.slow),
         pytest.param({"ulysses": 2}, {"collective-permute", "all-to-all"}, marks=pytest.mark.slow),
-        pytest.param({"strategy": "ring"}, {"collective-permute"}, marks=pytest.mark.slow),
     ],
-    ids=["zigzag", "ulysses", "zigzag x ulysses", "ring"],
+    ids=["zigzag", "ulysses", "zigzag x ulysses"],
 )
 def test_attention_moves_what_its_strategy_says(compiled, context, moved):
     """One array of keys and values a hop forward, once more and with their float32 gradients backward."""

@@ -64,12 +64,6 @@ TABLE = {
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},
     ),
     "1f1b_cp4_ulysses": ({"pp": 2, "cp": 4}, {}, {"remat": "full"}, LLAMA, {"strategy": "ulysses"}),
-    "zb_v_cp4_zigzag_x_ulysses2": (
-        {"pp": 2, "cp": 4}, {"schedule": "zb_v"}, {"remat": "selective"}, OLMO2, {"ulysses": 2},
-    ),
-    "interleaved_fsdp_cp_allgather": (
-        FSDP_CP, {"schedule": "interleaved"}, {"zero": 2}, QWEN3, {"strategy": "allgather"},
-    ),
 }  # fmt: skip
 
 # What `make test-fast` runs of it.
