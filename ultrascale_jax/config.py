@@ -11,12 +11,14 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, get_args
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
 
 GPUS_PER_NODE = 8
+
+Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
 
 GPU_MEMORY_SHARE = 0.92
 """What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
@@ -396,16 +398,20 @@ class PipelineConfig:
 class ContextConfig:
     """How attention crosses the pieces of a sequence; without effect if mesh.cp is 1."""
 
-    strategy: Literal["ring", "zigzag", "allgather", "ulysses"] = "zigzag"
+    strategy: Strategy = "zigzag"
     """`ring` and `zigzag` (equal work) pass keys and values on, `allgather` gathers them, `ulysses` exchanges heads."""
     ulysses: int = 1
     """Ranks that share one place in the ring and exchange heads for sequence there (USP, arXiv 2405.07719)."""
 
     def __post_init__(self):
         _require_at_least(1, "cp", self, ("ulysses",))
-        known = ("ring", "zigzag", "allgather", "ulysses")
-        fix = f"must be one of {', '.join(known)}"
-        require(self.strategy in known, "cp.strategy", self.strategy, fix)
+        fix = f"must be one of {', '.join(get_args(Strategy))}"
+        require(self.strategy in get_args(Strategy), "cp.strategy", self.strategy, fix)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a place in a ring: 2 where the sequence is dealt out, early and late; 1 in natural order."""
+        return 2 if self.strategy in ("zigzag", "allgather") else 1
 
     def ranks(self, cp: int) -> tuple[int, int]:
         """Places in the ring, and ranks of one place, over an axis of `cp` ranks; strategy ulysses is one place."""
@@ -501,10 +507,10 @@ class Config:
         fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
         require(data.seq_len % parts == 0, "data.seq_len", data.seq_len, fix)
         parts = mesh.batch * train.microbatches
-        rows, left = divmod(train.global_batch, mesh.batch)
-        fits = math.gcd(rows, train.microbatches)
-        more = "or an axis" if left else f", an axis or set train.microbatches={fits}"
-        fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; change the batch {more}"
+        fits = math.gcd(train.global_batch // mesh.batch, train.microbatches)
+        more = f", an axis or set train.microbatches={fits}"
+        more = " or an axis" if train.global_batch % mesh.batch else more
+        fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; change the batch{more}"
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"

@@ -18,12 +18,12 @@ sends keys, values and the float32 sums of their gradients round once.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.config import ContextConfig, Strategy
 from ultrascale_jax.parallel.ring import Plan, ring
 from ultrascale_jax.sharding import vary, varying
 
@@ -85,7 +85,7 @@ def context_attention(
             else jax.lax.all_gather(x, axis, axis=1, axis_index_groups=groups, tiled=True)
             for x in (positions, segment_ids)
         )
-    chunks = 2 if context.strategy in ("zigzag", "allgather") and ranks > 1 else 1
+    chunks = context.chunks if ranks > 1 else 1
     T = q.shape[1]
     apart = segment_ids is not None or positions is not None
     masked = apart or (ranks > 1 and window is not None) or T % chunks > 0
@@ -103,7 +103,7 @@ def context_attention(
     return (out, jax.lax.stop_gradient(lse)) if with_lse else out
 
 
-def _named(strategy: Literal["ring", "zigzag", "allgather", "ulysses"]) -> Callable:
+def _named(strategy: Strategy) -> Callable:
     """The function of one strategy."""
 
     def attend(

@@ -32,7 +32,7 @@ def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
     require(seq_len % cp == 0, "seq_len", seq_len, f"must be divisible by mesh.cp={cp}")
     places, _ = context.ranks(cp)
     order = np.arange(seq_len)
-    if context.strategy in ("ring", "ulysses"):
+    if context.chunks == 1:
         return order
     piece = seq_len // places
     early = -(-piece // 2)

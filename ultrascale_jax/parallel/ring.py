@@ -24,6 +24,7 @@ from ultrascale_jax.kernels.attention import (
     attention_forward,
     visible_keys,
 )
+from ultrascale_jax.parallel.reach import steps_in_reach
 
 NEVER = 2**30
 """Position of what fills up an odd piece: no query sees it."""
@@ -64,13 +65,8 @@ class Plan:
 
     def steps(self, T: int) -> list[int]:
         """The distances on the ring over which some rank sees keys of another, in increasing order."""
-        steps = range(1, self.ranks)
-        if self.window is None or not self.placed:
-            return list(steps)
-        chunk = max(1, T // self.chunks)
-        reach = 0 if self.window < 2 else (self.window - 2) // chunk + 1
-        wraps = self.chunks == 2
-        return [s for s in steps if s <= reach or (wraps and self.ranks - s <= reach)]
+        window = self.window if self.placed else None
+        return steps_in_reach(self.ranks, self.chunks, T, window)
 
     def send(self, tree: Any, hop: int) -> Any:
         """What the rank `hop` positions before this one holds."""

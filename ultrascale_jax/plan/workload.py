@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.reach import steps_in_reach
 from ultrascale_jax.training.flops import attention_flops_per_token, mean_keys
 
 GIB = 2**30
@@ -237,23 +238,18 @@ class Run:
         return self.context.ranks(self.mesh.cp)
 
     def steps(self, window: int | None) -> int:
-        """Blocks of others' keys that a place of the ring attends to, as `parallel/ring.py` counts them."""
+        """Blocks of others' keys that a place of the ring attends to."""
         places = self.ring[0]
-        if window is None or places == 1:
-            return places - 1
-        halves = self.context.strategy != "ring"
-        chunk = self.seq_len // places // (2 if halves else 1)
-        reach = 0 if window < 2 else (window - 2) // chunk + 1
-        return sum(s <= reach or (halves and places - s <= reach) for s in range(1, places))
+        return len(steps_in_reach(places, self.context.chunks, self.seq_len // places, window))
 
     def keys(self, window: int | None) -> float:
         """Keys that attention computes for a query on average: where blocks are whole also such as it does not see."""
-        places, halves = self.ring[0], self.context.strategy != "ring"
+        places, chunks = self.ring[0], self.context.chunks
         if places == 1:
             return mean_keys(self.seq_len, window)
         piece = self.seq_len // places
-        own = mean_keys(piece, None if halves else window)
-        return own + self.steps(window) * piece / (2 if halves else 1)
+        own = mean_keys(piece, None if chunks > 1 else window)
+        return own + self.steps(window) * piece / chunks
 
     @property
     def exchange(self) -> list[str]:

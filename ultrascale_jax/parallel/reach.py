@@ -1,0 +1,17 @@
+"""Which places of a ring a sliding window reaches; standard library only, for the planner counts it too."""
+
+
+def steps_in_reach(places: int, chunks: int, piece: int, window: int | None) -> list[int]:
+    """The distances on a ring over which some place sees keys of another, in increasing order.
+
+    Args:
+        places: positions of the ring.
+        chunks: of each place; two have neighbours on both sides.
+        piece: tokens of a place.
+        window: a query sees the last `window` keys, itself included; none: all.
+    """
+    steps = range(1, places)
+    if window is None:
+        return list(steps)
+    reach = 0 if window < 2 else (window - 2) // max(1, piece // chunks) + 1
+    return [s for s in steps if s <= reach or (chunks == 2 and places - s <= reach)]
