@@ -105,8 +105,9 @@ def test_nothing_imports_bare_kernels_and_the_library_knows_no_script_or_test(pa
 
 
 def test_config_imports_the_standard_library_only():
-    roots = {dotted.split(".")[0] for dotted in imports(ROOT / "ultrascale_jax/config.py")}
-    assert roots <= sys.stdlib_module_names
+    for path in (ROOT / "ultrascale_jax/config").glob("*.py"):
+        names = {name for name in imports(path) if not name.startswith("ultrascale_jax.config.")}
+        assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -152,8 +153,8 @@ def test_nothing_shipped_can_run_code_that_it_reads(path):
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_library_files_and_functions_stay_short(path):
-    # `config.py` is one file by decision, and grows by two lines with each field: the pipeline's five are in it.
-    limit = {"kernels": 750, "config": 550}.get(layer_of_file(path), 350)
+    # `config/__init__.py` holds all sections of a run, and grows by two lines with each field.
+    limit = {"kernels": 750, "config": 500}.get(layer_of_file(path), 350)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

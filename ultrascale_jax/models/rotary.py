@@ -15,7 +15,7 @@ from ultrascale_jax.config import ModelConfig, RopeScaling
 
 def frequencies(cfg: ModelConfig) -> np.ndarray:
     """Radians that a position turns each pair of dims by `[H/2]`, float64, stretched as `cfg.rope_scaling` says."""
-    scaling, H = cfg.rope_scaling, cfg.head_dim
+    scaling, H = cfg.rope_scaling, cfg.rotary_dim
     base = cfg.rope_theta if scaling is None else scaling.base(cfg.rope_theta, H)
     frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
     if scaling is None or scaling.kind == "ntk":

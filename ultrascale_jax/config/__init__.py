@@ -13,12 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from ultrascale_jax.config.base import UserError as UserError
+from ultrascale_jax.config.base import require as require
+from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.model import Experts as Experts
+from ultrascale_jax.config.model import LatentAttention as LatentAttention
+from ultrascale_jax.config.model import ModelConfig as ModelConfig
+from ultrascale_jax.config.model import RopeScaling as RopeScaling
+
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
 
 GPUS_PER_NODE = 8
 
 Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
+
+Dispatch = Literal["dropless", "capacity", "allgather"]
 
 GPU_MEMORY_SHARE = 0.92
 """What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
@@ -31,133 +41,6 @@ REMAT_NAMES = (
     *("mlp_norm", "gate", "up", "mlp_out"),
 )
 """The tensors of a block that `train.remat` may name, in the order in which it makes them."""
-
-
-class UserError(ValueError):
-    """Something the user can mend; scripts show its message alone, without a traceback."""
-
-    exit_code = 2
-    """What a script that ends for this reason returns."""
-
-
-def require(ok: bool, name: str, value: object, fix: str) -> None:
-    """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
-    if not ok:
-        raise UserError(f"{name}={value!r}: {fix}")
-
-
-def _require_at_least(minimum: int, section: str, values: object, names: tuple[str, ...]) -> None:
-    fix = f"must be at least {minimum}" if minimum else "must not be negative"
-    for name in names:
-        value = getattr(values, name)
-        require(value >= minimum, f"{section}.{name}", value, fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Stretch of the rotary frequencies for a context longer than that of the pre-training.
-
-    `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
-    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep those that turn often in
-    `original_seq_len`, divide those that hardly turn, and blend between them: llama3 along the turns, yarn the dims.
-    """
-
-    kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
-    """Which frequencies are stretched."""
-    factor: float = 8.0
-    """How many times longer than `original_seq_len` the context is."""
-    low_freq_factor: float = 1.0
-    """llama3 and yarn divide frequencies with fewer turns in `original_seq_len` by `factor` (YaRN's beta_slow)."""
-    high_freq_factor: float = 0.0
-    """They keep those with more turns (YaRN's beta_fast); 0 is the kind's own: 4 for llama3, 32 for yarn."""
-    original_seq_len: int = 8192
-    """Sequence length of the pre-training before the stretch, in tokens."""
-    attention_factor: float = 0.0
-    """What yarn multiplies cosines and sines by; 0 is its own, 0.1 ln(factor) + 1."""
-
-    def __post_init__(self):
-        require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
-        low, high = self.thresholds
-        name, value = "model.rope_scaling.low_freq_factor", self.low_freq_factor
-        require(0 < low < high, name, value, f"must lie between 0 and high_freq_factor={high}")
-        _require_at_least(1, "model.rope_scaling", self, ("original_seq_len",))
-        _require_at_least(0, "model.rope_scaling", self, ("attention_factor",))
-        name, value = "model.rope_scaling.attention_factor", self.attention_factor
-        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
-
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
-        own = 32.0 if self.kind == "yarn" else 4.0
-        return self.low_freq_factor, self.high_freq_factor or own
-
-    @property
-    def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
-        own = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
-        return self.attention_factor or own
-
-    def base(self, theta: float, head_dim: int) -> float:
-        """The base of the frequencies; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
-        raised = self.kind == "ntk" and head_dim > 2
-        return theta * self.factor ** (head_dim / (head_dim - 2)) if raised else theta
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of one decoder; the families it covers are those of `models/hf.py`."""
-
-    vocab_size: int = 256
-    """Number of token ids (V)."""
-    d_model: int = 256
-    """Width of the residual stream (D)."""
-    d_ff: int = 1024
-    """Width of the gated feed-forward layer (F)."""
-    num_layers: int = 4
-    """Number of blocks (L)."""
-    num_heads: int = 4
-    """Number of query heads (N)."""
-    num_kv_heads: int = 4
-    """Number of key/value heads (K); fewer than `num_heads` is grouped-query attention."""
-    head_dim: int = 64
-    """Width of one head (H)."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    norm_placement: Literal["pre", "post"] = "pre"
-    """Normalise the input of each half-block (Llama) or its output (OLMo-2)."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
-    qkv_bias: bool = False
-    """Add a bias to the query, key and value projections (Qwen2)."""
-    tied_embeddings: bool = False
-    """Use the embedding table as the output head."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
-    """Stretch of the rotary frequencies, or none."""
-    sliding_window: int | None = None
-    """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
-    first_window_layer: int = 0
-    """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
-
-    def __post_init__(self):
-        widths = ("vocab_size", "d_model", "d_ff", "head_dim")
-        _require_at_least(1, "model", self, (*widths, "num_layers", "num_heads", "num_kv_heads"))
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        fix = f"must divide model.num_heads={heads}"
-        require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)
-        fix = "must be even for rotary embeddings"
-        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, fix)
-        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be positive")
-        window = self.sliding_window
-        fix = "must be at least 1, or none"
-        require(window is None or window >= 1, "model.sliding_window", window, fix)
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer."""
-        return self.sliding_window if layer >= self.first_window_layer else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +162,7 @@ class OptimConfig:
         fix = "is a share of optim.lr, from 0 to 1"
         require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, fix)
         names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
-        _require_at_least(0, "optim", self, names)
+        require_at_least(0, "optim", self, names)
         inside = all(0 <= beta < 1 for beta in self.betas)
         require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
 
@@ -313,8 +196,8 @@ class TrainConfig:
 
     def __post_init__(self):
         names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")
-        _require_at_least(1, "train", self, names)
-        _require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
+        require_at_least(1, "train", self, names)
+        require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
         self.remat_names()
 
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -358,7 +241,7 @@ class PipelineConfig:
         name, from_file = self.schedule, self.from_file
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
-        _require_at_least(0, "pp", self, ("virtual", "group"))
+        require_at_least(0, "pp", self, ("virtual", "group"))
         wanted = {"interleaved": (2, math.inf), "zb_uniform": (1, math.inf)}
         wanted |= {"zb_v": (2, 2), "dualpipe_v": (2, 2)}
         least, most = wanted.get(name, (1, 1))
@@ -404,7 +287,7 @@ class ContextConfig:
     """Ranks that share one place in the ring and exchange heads for sequence there (USP, arXiv 2405.07719)."""
 
     def __post_init__(self):
-        _require_at_least(1, "cp", self, ("ulysses",))
+        require_at_least(1, "cp", self, ("ulysses",))
         fix = f"must be one of {', '.join(get_args(Strategy))}"
         require(self.strategy in get_args(Strategy), "cp.strategy", self.strategy, fix)
 
@@ -435,6 +318,45 @@ class ContextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """How tokens travel to their experts over mesh.ep, and what keeps experts equally busy."""
+
+    dispatch: Dispatch = "dropless"
+    """All-to-all in as many rounds as it takes, all-to-all that drops what is over `bound`, or gather all tokens."""
+    bound: float = 1.5
+    """Rows that a buffer holds, as a multiple of those that balanced routing would send."""
+    nodes: int = 1
+    """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
+    overlap: bool = False
+    """Halve the batch: one half travels while the experts work on the other."""
+    implementation: Literal["auto", "mosaic", "xla"] = "auto"
+    """Products of the experts: the Mosaic kernel on ragged groups, or batched GEMMs on groups padded to `bound`."""
+    aux_loss: float = 0.0
+    """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
+    aux_over: Literal["batch", "sequence"] = "batch"
+    """What is to be balanced: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    bias_rate: float = 0.001
+    """What the bias of an expert rises by in a step in which it had less than the mean, and falls by otherwise."""
+
+    def __post_init__(self):
+        fix = f"must be one of {', '.join(get_args(Dispatch))}"
+        require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
+        require(self.bound >= 1, "moe.bound", self.bound, "must be at least 1")
+        require_at_least(1, "moe", self, ("nodes",))
+        require_at_least(0, "moe", self, ("aux_loss", "z_loss", "bias_rate"))
+        fix = "allgather has no levels; use 1, or another dispatch"
+        require(self.nodes == 1 or self.dispatch != "allgather", "moe.nodes", self.nodes, fix)
+
+    def check(self, experts: Experts, ep: int) -> None:
+        """Refuse ranks that cannot share the experts."""
+        fix = f"must divide model.experts.num={experts.num}"
+        require(experts.num % ep == 0, "mesh.ep", ep, fix)
+        require(ep % self.nodes == 0, "moe.nodes", self.nodes, f"must divide mesh.ep={ep}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save and what to resume."""
 
@@ -453,8 +375,8 @@ class CheckpointConfig:
         inside = not path.is_absolute() and ".." not in path.parts
         usable = self.dir != "" and "\0" not in self.dir
         require(inside and usable, "checkpoint.dir", self.dir, fix)
-        _require_at_least(0, "checkpoint", self, ("every",))
-        _require_at_least(1, "checkpoint", self, ("keep",))
+        require_at_least(0, "checkpoint", self, ("every",))
+        require_at_least(1, "checkpoint", self, ("keep",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,6 +402,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     pp: PipelineConfig = field(default_factory=PipelineConfig)
     cp: ContextConfig = field(default_factory=ContextConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -494,6 +417,11 @@ class Config:
             size = getattr(model, name)
             fix = f"must be divisible by {group}; use a smaller group"
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
+        if model.experts is not None:
+            self.moe.check(model.experts, mesh.ep)
+            fix = f"must be divisible by {group}; use a smaller group"
+            width = model.expert_d_ff
+            require(width % mesh.tensor == 0, "model.experts.d_ff", width, fix)
         kv = model.num_kv_heads
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0

@@ -1,0 +1,240 @@
+"""The shape of one decoder: everything that its checkpoint fixes."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ultrascale_jax.config.base import require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretch of the rotary frequencies for a context longer than that of the pre-training.
+
+    `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
+    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep those that turn often in
+    `original_seq_len`, divide those that hardly turn, and blend between them: llama3 along the turns, yarn the dims.
+    """
+
+    kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
+    """Which frequencies are stretched."""
+    factor: float = 8.0
+    """How many times longer than `original_seq_len` the context is."""
+    low_freq_factor: float = 1.0
+    """llama3 and yarn divide frequencies with fewer turns in `original_seq_len` by `factor` (YaRN's beta_slow)."""
+    high_freq_factor: float = 0.0
+    """They keep those with more turns (YaRN's beta_fast); 0 is the kind's own: 4 for llama3, 32 for yarn."""
+    original_seq_len: int = 8192
+    """Sequence length of the pre-training before the stretch, in tokens."""
+    attention_factor: float = 0.0
+    """What yarn multiplies cosines and sines by; 0 is its own, 0.1 ln(factor) + 1."""
+    mscale_all_dim: float = 0.0
+    """Of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)."""
+
+    def __post_init__(self):
+        require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
+        low, high = self.thresholds
+        name, value = "model.rope_scaling.low_freq_factor", self.low_freq_factor
+        require(0 < low < high, name, value, f"must lie between 0 and high_freq_factor={high}")
+        require_at_least(1, "model.rope_scaling", self, ("original_seq_len",))
+        require_at_least(0, "model.rope_scaling", self, ("attention_factor",))
+        name, value = "model.rope_scaling.attention_factor", self.attention_factor
+        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
+        name, value = "model.rope_scaling.mscale_all_dim", self.mscale_all_dim
+        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
+        own = 32.0 if self.kind == "yarn" else 4.0
+        return self.low_freq_factor, self.high_freq_factor or own
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        own = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
+        return self.attention_factor or own
+
+    @property
+    def score_factor(self) -> float:
+        """What latent attention multiplies its scores by."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+
+    def base(self, theta: float, head_dim: int) -> float:
+        """The base of the frequencies; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
+        raised = self.kind == "ntk" and head_dim > 2
+        return theta * self.factor ** (head_dim / (head_dim - 2)) if raised else theta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward layers of experts: a router sends each token to `per_token` of them and weighs what they return.
+
+    Mixtral (arXiv 2401.04088) and Qwen3-MoE are softmax scores, normalised; DeepSeek-V3 (arXiv 2412.19437) has sigmoid
+    scores, a shared expert, first layers without experts, groups, and a bias instead of a loss that balances.
+    """
+
+    num: int = 8
+    """Routed experts of a layer (E)."""
+    per_token: int = 2
+    """Routed experts that a token visits (k)."""
+    d_ff: int = 0
+    """Width of one expert (F); 0 is `model.d_ff`, the width of layers without experts."""
+    shared: int = 0
+    """Experts that every token visits; together one gated layer of `shared` times the width."""
+    dense_layers: int = 0
+    """First layers that have one gated layer of `model.d_ff` instead of experts."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits, in float32."""
+    normalize: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    scale: float = 1.0
+    """Multiplies the weights of the routed experts (DeepSeek's `routed_scaling_factor`)."""
+    groups: int = 1
+    """Groups of neighbouring experts (DeepSeek's `n_group`): one group's experts rest on as few nodes as possible."""
+    groups_per_token: int = 1
+    """Groups that a token may visit: those with the highest sum of their two best scores."""
+    bias: bool = False
+    """Experts are chosen by score plus a bias that is no part of their weight; `moe.bias_rate` says how it moves."""
+
+    def __post_init__(self):
+        names = ("num", "per_token", "groups", "groups_per_token")
+        require_at_least(1, "model.experts", self, names)
+        require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
+        name, groups, fix = "model.experts.groups", self.groups, f"must divide num={self.num}"
+        require(self.num % groups == 0, name, groups, fix)
+        name, chosen = "model.experts.groups_per_token", self.groups_per_token
+        require(chosen <= groups, name, chosen, f"there are only groups={groups}")
+        reach = self.num // groups * chosen
+        fix = f"a token can reach only {reach} experts; use fewer"
+        require(self.per_token <= reach, "model.experts.per_token", self.per_token, fix)
+        require(self.scale > 0, "model.experts.scale", self.scale, "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values are made of short latents.
+
+    A head's H dims are `head_dim - rope_dim` without and then `rope_dim` with rotary positions; the latter are one
+    rotary key that all heads share.
+    """
+
+    q_rank: int = 1536
+    """Width of the queries' latent (Q); 0 makes queries of the residual stream itself."""
+    kv_rank: int = 512
+    """Width of the latent of keys and values (J)."""
+    rope_dim: int = 64
+    """Dims of a head that have rotary positions."""
+    v_dim: int = 128
+    """Width of a head's values (W)."""
+    interleaved: bool = True
+    """Rotary pairs are neighbours in the weights (DeepSeek), not halves."""
+
+    def __post_init__(self):
+        require_at_least(1, "model.latent", self, ("kv_rank", "rope_dim", "v_dim"))
+        require_at_least(0, "model.latent", self, ("q_rank",))
+        fix = "must be even"
+        require(self.rope_dim % 2 == 0, "model.latent.rope_dim", self.rope_dim, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of one decoder; the families it covers are those of `models/hf.py`."""
+
+    vocab_size: int = 256
+    """Number of token ids (V)."""
+    d_model: int = 256
+    """Width of the residual stream (D)."""
+    d_ff: int = 1024
+    """Width of the gated feed-forward layer (F)."""
+    num_layers: int = 4
+    """Number of blocks (L)."""
+    num_heads: int = 4
+    """Number of query heads (N)."""
+    num_kv_heads: int = 4
+    """Number of key/value heads (K); fewer than `num_heads` is grouped-query attention."""
+    head_dim: int = 64
+    """Width of one head (H)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Normalise the input of each half-block (Llama) or its output (OLMo-2)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
+    qkv_bias: bool = False
+    """Add a bias to the query, key and value projections (Qwen2)."""
+    tied_embeddings: bool = False
+    """Use the embedding table as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch of the rotary frequencies, or none."""
+    sliding_window: int | None = None
+    """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
+    first_window_layer: int = 0
+    """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
+    experts: Experts | None = None
+    """Experts in the feed-forward layers, or none."""
+    latent: LatentAttention | None = None
+    """Multi-head latent attention, or none: grouped-query attention."""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
+
+    def __post_init__(self):
+        widths = ("vocab_size", "d_model", "d_ff", "head_dim")
+        require_at_least(1, "model", self, (*widths, "num_layers", "num_heads", "num_kv_heads"))
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        fix = f"must divide model.num_heads={heads}"
+        require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)
+        fix = "must be even for rotary embeddings"
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, fix)
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be positive")
+        window = self.sliding_window
+        fix = "must be at least 1, or none"
+        require(window is None or window >= 1, "model.sliding_window", window, fix)
+        if self.experts is not None:
+            name, dense = "model.experts.dense_layers", self.experts.dense_layers
+            fix = f"must be less than model.num_layers={self.num_layers}"
+            require(dense < self.num_layers, name, dense, fix)
+            name, placement = "model.norm_placement", self.norm_placement
+            require(
+                placement == "pre", name, placement, "a model with experts has its norms before"
+            )
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        rope, heads = latent.rope_dim, self.num_heads
+        fix = f"must be more than model.latent.rope_dim={rope}, which is a part of it"
+        require(self.head_dim > rope, "model.head_dim", self.head_dim, fix)
+        fix = f"must be at most model.head_dim={self.head_dim}"
+        require(latent.v_dim <= self.head_dim, "model.latent.v_dim", latent.v_dim, fix)
+        fix = f"latent attention has as many as model.num_heads={heads}"
+        require(self.num_kv_heads == heads, "model.num_kv_heads", self.num_kv_heads, fix)
+        fix = "latent attention normalises its latents; use none"
+        require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, fix)
+        require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that have rotary positions."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.v_dim
+
+    @property
+    def expert_d_ff(self) -> int:
+        """Width of one expert; 0 without experts."""
+        return 0 if self.experts is None else self.experts.d_ff or self.d_ff
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without experts, the first ones."""
+        return self.num_layers if self.experts is None else self.experts.dense_layers
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer."""
+        return self.sliding_window if layer >= self.first_window_layer else None
