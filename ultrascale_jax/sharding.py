@@ -2,9 +2,14 @@
 
     B batch   T positions   R positions of the residual stream   S key/value positions   D model   F ffn
     N query heads   K kv heads   G queries per kv head   H head dim   V vocab   E experts   L layers
+    X experts as the router sees them   C rows of an expert   Z statistics
+    of latent attention: Q latent of queries   J latent of keys and values   A = J and the rotary key
+    W value width   I = a head's key without positions and its value
 
     activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
     parameters:   D:(fsdp,cp,ep)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
+
+ZeRO splits the first of D, Q and J that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
 
 Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
 `unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
@@ -83,9 +88,20 @@ def act(
     return _spec((_axes(ACTIVATION, dim) for dim in dims), reduced, unreduced)
 
 
+def zero_dim(dims: str) -> int:
+    """Which dim of a matrix ZeRO splits: the model's, else that of a latent."""
+    return next(dims.index(dim) for dim in "DQJ" if dim in dims)
+
+
 def is_matrix(dims: str) -> bool:
-    """Whether a parameter is a matrix: it maps the model dim to others or back."""
-    return "D" in dims and dims.strip("L") != "D"
+    """Whether a parameter is a matrix: it maps the model dim, or a latent's, to others or back."""
+    return bool(set("DQJ") & set(dims)) and len(dims.strip("L")) > 1
+
+
+def shard_axes(dims: str) -> tuple[str, ...]:
+    """The axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
+    taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
+    return tuple(axis for axis in SHARD if axis not in taken)
 
 
 def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
@@ -101,12 +117,12 @@ def stored(
 ) -> P:
     """Sharding in which a parameter, its gradient and its moments rest between steps.
 
-    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), if they divide it (`Config.check` asks for it).
-    Vectors stay whole: gathering them would cost a collective each and save nothing.
+    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it
+    (`Config.check` asks for it). Vectors stay whole: gathering them would cost a collective each and save nothing.
     """
     parts = _partitions(dims, shape)
-    if zero and is_matrix(dims) and shape[dims.index("D")] % mesh_size(*SHARD) == 0:
-        parts[dims.index("D")] = SHARD
+    if zero and is_matrix(dims) and shape[zero_dim(dims)] % mesh_size(*shard_axes(dims)) == 0:
+        parts[zero_dim(dims)] = shard_axes(dims)
     return _spec(parts, reduced)
 
 

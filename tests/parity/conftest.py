@@ -14,7 +14,7 @@ from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineCon
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.loop import make_loader
-from ultrascale_jax.training.state import canonical, init_state, layer_order
+from ultrascale_jax.training.state import canonical, init_state
 from ultrascale_jax.training.step import count, loss_and_gradients, make_eval_step, train_step
 
 TOLERANCE = 1e-5
@@ -48,7 +48,7 @@ def run(cfg: Config) -> Outcome:
             (state, metrics), grads = step(state, batch)
             losses.append(float(metrics["loss"]))
             if i == 0:
-                leaves = jax.tree_util.tree_leaves_with_path(canonical(grads, layer_order(cfg)))
+                leaves = jax.tree_util.tree_leaves_with_path(canonical(grads, state.params.order_of))
                 first = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
         nats, tokens = make_eval_step(cfg)(state.params, batch)
     return Outcome(losses, first, float(nats) / int(tokens))

@@ -38,7 +38,7 @@ NVIDIA runs MaxText with 90% (JAX-Toolbox) or 94% (dgxc-benchmarking); JAX by it
 
 REMAT_NAMES = (
     *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
-    *("mlp_norm", "gate", "up", "mlp_out"),
+    *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
 )
 """The tensors of a block that `train.remat` may name, in the order in which it makes them."""
 

@@ -64,24 +64,11 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
-        if cache is None and mesh_size("cp") > 1:
-            out_BTNH = self._over_context(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context)
-            return self._output(out_BTNH), None
-        k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
-        start = jnp.int32(0)
-        if cache is not None:
-            cached_k, cached_v, start = cache
-            k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
-            v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
-            cache = (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
-        implementation = self.cfg.attention if cache is None else "xla"
-        out_BTNH = self._core(
-            q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
+        settings = {"window": window, "context": context, "recompute": recompute}
+        out_BTNH, cache = attend(
+            self.cfg, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, **settings, cache=cache
         )
-        return self._output(checkpoint_name(out_BTNH, "attn_core")), cache
-
-    def _output(self, out_BTNH: jax.Array) -> jax.Array:
-        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
+        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
         """Queries, keys or values, with bias and norm where the family has them."""
@@ -100,43 +87,76 @@ class Attention(nnx.Module):
         weight = getattr(self, name)
         return own_heads(weight[...], dims, weight.on, self.cfg.num_kv_heads)
 
-    def _over_context(self, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context):
-        """Attention on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
-        def core(q, k, v, *segments):
-            return context_attention(
-                context, q, k, v, None, *segments,
-                window=window, implementation=self.cfg.attention,
-            )  # fmt: skip
+def attend(
+    cfg: ModelConfig,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    context: ContextConfig,
+    recompute: bool = False,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """Attention over the sequence, wherever it is split: `[B, T, N, H]`, and the cache with these keys and values.
 
-        segments = () if segment_ids_BT is None else (segment_ids_BT,)
-        specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]
-        run = smap(core, in_specs=specs, out_specs=act("BTNH"))
-        return run(q_BTNH, k_BTKH, v_BTKH, *segments)
+    Queries and keys have their positions already.
+    """
+    if cache is None and mesh_size("cp") > 1:
+        return _over_context(
+            cfg.attention, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context
+        ), None
+    k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
+    start = jnp.int32(0)
+    if cache is not None:
+        cached_k, cached_v, start = cache
+        k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
+        v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
+        cache = (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
+    implementation = cfg.attention if cache is None else "xla"
+    out_BTNH = _core(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
+    )
+    return checkpoint_name(out_BTNH, "attn_core"), cache
 
-    def _core(
-        self, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
-    ):
-        """Attention on this device's heads; keys and values are whole over cp, in natural order."""
 
-        def core(q, k, v, index, *segments):
-            return attention(
-                q, k, v, q_index=index, segment_ids=segments or None, window=window, recompute=recompute,
-                implementation=implementation,
-            )  # fmt: skip
+def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context):
+    """Attention on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
-        T = q_BTNH.shape[1]
-        index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
-        segments = ()
-        if segment_ids_BT is not None:
-            segments = (segment_ids_BT, reshard("BT->BS", segment_ids_BT))
-        specs = (
-            act("BTNH"),
-            act("BSKH"),
-            act("BSKH"),
-            act("T"),
-            *(act("BT"), act("BS"))[: len(segments)],
+    def core(q, k, v, *segments):
+        return context_attention(
+            context, q, k, v, None, *segments, window=window, implementation=implementation
         )
-        return smap(core, in_specs=specs, out_specs=act("BTNH"))(
-            q_BTNH, k_BSKH, v_BSKH, index_T, *segments
-        )
+
+    segments = () if segment_ids_BT is None else (segment_ids_BT,)
+    specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]
+    run = smap(core, in_specs=specs, out_specs=act("BTNH"))
+    return run(q_BTNH, k_BTKH, v_BTKH, *segments)
+
+
+def _core(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation):
+    """Attention on this device's heads; keys and values are whole over cp, in natural order."""
+
+    def core(q, k, v, index, *segments):
+        return attention(
+            q, k, v, q_index=index, segment_ids=segments or None, window=window, recompute=recompute,
+            implementation=implementation,
+        )  # fmt: skip
+
+    T = q_BTNH.shape[1]
+    index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
+    segments = ()
+    if segment_ids_BT is not None:
+        segments = (segment_ids_BT, reshard("BT->BS", segment_ids_BT))
+    specs = (
+        act("BTNH"),
+        act("BSKH"),
+        act("BSKH"),
+        act("T"),
+        *(act("BT"), act("BS"))[: len(segments)],
+    )
+    return smap(core, in_specs=specs, out_specs=act("BTNH"))(
+        q_BTNH, k_BSKH, v_BSKH, index_T, *segments
+    )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import require
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.models.transformer import FeedForward, Transformer
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, specs, vary
 
@@ -134,14 +134,14 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
     rope = rotary(positions_BT, cfg)
-    for rank, first, size, window in visits:
+    for rank, first, size, window, kind in visits:
 
         def layer(x_BRD, block_and_kv, window=window):
             block, kv = block_and_kv
-            x_BRD, kv = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
+            x_BRD, kv, _ = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
             return x_BRD, list(kv[:2])
 
-        part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks, kv))
+        part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks.of(kind), kv))
         out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
         mine = jax.lax.axis_index("pp") == rank
         x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
@@ -152,17 +152,20 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     return x_BRD, kv
 
 
-def _visits(model: Transformer) -> list[tuple[int, int, int, int | None]]:
-    """(rank, first position on it, number of layers, their window) for each run of layers that rest together."""
+def _visits(model: Transformer) -> list[tuple[int, int, int, int | None, FeedForward]]:
+    """(rank, first position on it, number of layers, window, feed-forward layer) of layers alike that rest together."""
     order, size = model.layer_order, len(model.layer_order) // mesh_size("pp")
 
     def run(layer: int) -> tuple:
         """What layers of one run share: the last is the distance from the layer to where it rests."""
         rank, position = divmod(order.index(layer), size)
-        return rank, model.cfg.window(layer), position - layer
+        kind = "mlp" if layer < model.cfg.dense_layers else "moe"
+        return rank, model.cfg.window(layer), kind, position - layer
 
     found = []
-    for (rank, window, distance), run_of in itertools.groupby(range(model.cfg.num_layers), run):
+    for (rank, window, kind, distance), run_of in itertools.groupby(
+        range(model.cfg.num_layers), run
+    ):
         layers = list(run_of)
-        found.append((rank, layers[0] + distance, len(layers), window))
+        found.append((rank, layers[0] + distance, len(layers), window, kind))
     return found

@@ -25,9 +25,11 @@ from ultrascale_jax.sharding import (
     mesh_size,
     offset,
     reshard,
+    shard_axes,
     stored,
     vary,
     varying,
+    zero_dim,
 )
 
 INIT_STD = 0.02
@@ -68,26 +70,34 @@ def gradient_axes(dims: str, on: str) -> frozenset[str]:
 
 
 def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A parameter in the type of compute; vectors (norm scales and biases) stay float32."""
-    return value.astype(dtype) if is_matrix(dims) else value
+    """A parameter in the type of compute; vectors (norm scales and biases) and the router stay float32."""
+    return value.astype(dtype) if is_matrix(dims) and "X" not in dims else value
+
+
+def whole(value: jax.Array, dims: str, cfg: ModelConfig) -> bool:
+    """Whether a piece of a parameter is whole over the axes of ZeRO."""
+    latent = cfg.latent
+    sizes = {"D": cfg.d_model}
+    sizes |= {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
+    return not is_matrix(dims) or value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]
 
 
 def gather_param(
-    value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike, d_model: int
+    value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike, cfg: ModelConfig
 ) -> jax.Array:
     """A parameter as it is used: cast, and whole over (fsdp, cp, ep), an all-gather where it rests sharded.
 
-    Its cotangent stays unreduced over the axes that split what it meets. What is whole already stays as it is; of a
-    piece it is `d_model`, the size of D, that tells.
+    Its cotangent stays unreduced over the axes that split what it meets. What is whole already stays as it is.
     """
     value = cast(value, dims, dtype)
     if not manual():
         spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
         return jax.reshard(row_major(value), spec)
     value = vary(value, _met(dims, on))
-    if not is_matrix(dims) or value.shape[dims.index("D")] == d_model:
+    if whole(value, dims, cfg):
         return value
-    return jax.lax.all_gather(row_major(value), SHARD, axis=dims.index("D"), tiled=True)
+    axes = shard_axes(dims)
+    return jax.lax.all_gather(row_major(value), axes, axis=zero_dim(dims), tiled=True)
 
 
 def shard_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -109,8 +119,8 @@ def scatter_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
     """
     if not is_matrix(dims) or grad.shape == value.shape:
         return grad
-    axis = dims.index("D")
-    return jax.lax.psum_scatter(row_major(grad), SHARD, scatter_dimension=axis, tiled=True)
+    axes, dim = shard_axes(dims), zero_dim(dims)
+    return jax.lax.psum_scatter(row_major(grad), axes, scatter_dimension=dim, tiled=True)
 
 
 def reduce_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
@@ -252,9 +262,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, dims: str, on: str, eps: float) ->
 class MLP(nnx.Module):
     """Gated feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202)."""
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
+    def __init__(self, cfg: ModelConfig, key: jax.Array, d_ff: int | None = None):
         k_gate, k_up, k_down = jax.random.split(key, 3)
-        D, F = cfg.d_model, cfg.d_ff
+        D, F = cfg.d_model, d_ff or cfg.d_ff
         self.w_gate = param(k_gate, "DF", "BTD", (D, F))
         self.w_up = param(k_up, "DF", "BTD", (D, F))
         self.w_down = param(k_down, "FD", "BTF", (F, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)

@@ -7,6 +7,7 @@ parameters as the first thing it does, inside the scan, so that XLA moves one la
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ContextConfig, ModelConfig
+from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
 from ultrascale_jax.models.attention import Attention, Cache
 from ultrascale_jax.models.layers import (
     MLP,
@@ -28,6 +29,8 @@ from ultrascale_jax.models.layers import (
     together,
 )
 from ultrascale_jax.models.loss import cross_entropy
+from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding import einsum, reshard, stored
 
@@ -35,22 +38,35 @@ NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""
 
 
+type FeedForward = Literal["mlp", "moe"]
+
+
 class Block(nnx.Module):
-    """Attention and MLP, each with its norm and residual connection."""
+    """Attention and MLP or experts, each with its norm and residual connection.
+
+    As a stack it has the first layers' `mlp` and the others' `moe` where a model has both; `of` makes it one of them.
+    """
 
     def __init__(self, cfg: ModelConfig, key: jax.Array):
         self.cfg = cfg
-        k_attn, k_mlp = jax.random.split(key)
+        k_attn, _ = jax.random.split(key)
         self.attn_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
-        self.attn = Attention(cfg, k_attn)
+        self.attn = (Attention if cfg.latent is None else MLA)(cfg, k_attn)
         self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
-        self.mlp = MLP(cfg, k_mlp)
+
+    def of(self, kind: FeedForward) -> "Block":
+        """The same block with this feed-forward layer alone."""
+        block = jax.tree.map(lambda p: p, self)
+        for other in {"mlp", "moe"} - {kind}:
+            if hasattr(block, other):
+                delattr(block, other)
+        return block
 
     def gathered(self, dtype: jax.typing.DTypeLike) -> "Block":
         """Its parameters as they are used: ZeRO-3's all-gathers of one layer."""
 
         def leaf(value, dims, on):
-            return gather_param(value, dims, on, dtype, self.cfg.d_model)
+            return gather_param(value, dims, on, dtype, self.cfg)
 
         return map_params(leaf, self)
 
@@ -63,47 +79,63 @@ class Block(nnx.Module):
         window=None,
         context: ContextConfig = NATURAL,
         recompute=False,
+        moe: MoEConfig = MoEConfig(),
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them.
+    ) -> tuple[jax.Array, Cache | None, jax.Array | None]:
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
+
+        The second result is the cache, the third what each token adds to the objective for the balance of experts
+        `[B, R]`, none without experts.
 
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
         """
-        post = self.cfg.norm_placement == "post"
+        post, aux_BR = self.cfg.norm_placement == "post", None
+        kind = "moe" if hasattr(self, "moe") else "mlp"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
             h, attn = together((h, self.attn))
             settings = {"window": window, "context": context, "recompute": recompute}
             h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
-            h, mlp = together((h, self.mlp))
+            h, feed_forward = together((h, getattr(self, kind)))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
             x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
-        with jax.named_scope("mlp"):
-            h = checkpoint_name(mlp(x_BRD if post else self._norm(x_BRD, "mlp_norm")), "mlp_out")
+        with jax.named_scope(kind):
+            h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
+            h, aux_BR = feed_forward(h, moe) if kind == "moe" else (feed_forward(h), None)
+            h = checkpoint_name(h, "mlp_out")
             x_BRD = x_BRD + (self._norm(h, "mlp_norm") if post else h)
-        return x_BRD, cache
+        return x_BRD, cache, aux_BR
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         weight = getattr(self, name)[...]
         return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps), name)
 
 
-def _stack(cfg: ModelConfig, key: jax.Array, layer_order: tuple[int | None, ...]) -> Block:
-    """The blocks in this order, each made where it rests; a layer's numbers depend on neither mesh nor order."""
-    rows = np.array([0 if layer is None else layer for layer in layer_order])
+type LayerOrder = tuple[int | None, ...]
+"""The layer at each position of a stack; None is one of zeros, which no stage runs."""
+
+
+def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
+    """`make(key)` of layers `first + i` in this order, each made where it rests, independent of mesh and order."""
+    rows = np.array([0 if layer is None else first + layer for layer in order])
     spec = stored("L", rows.shape)
     keys = jax.reshard(jax.random.split(key, cfg.num_layers)[rows], spec)
-    blocks = jax.vmap(lambda k: Block(cfg, k))(keys)
-    if None not in layer_order:
-        return blocks
-    real = jax.reshard(jnp.array([layer is not None for layer in layer_order]), spec)
+    stack = jax.vmap(make)(keys)
+    if None not in order:
+        return stack
+    real = jax.reshard(jnp.array([layer is not None for layer in order]), spec)
 
     def clear(p):
         spread = jax.lax.broadcast_in_dim(real, p.shape, (0,), out_sharding=jax.typeof(p).sharding)
         return jnp.where(spread, p, 0)
 
-    return jax.tree.map(clear, blocks)
+    return jax.tree.map(clear, stack)
+
+
+def _cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
+    """Layers from `start` up to `stop` of a stack; the whole as it is."""
+    return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
 
 
 class Transformer(nnx.Module):
@@ -112,16 +144,40 @@ class Transformer(nnx.Module):
     def __init__(
         self, cfg: ModelConfig, key: jax.Array, layer_order: Sequence[int | None] | None = None
     ):
-        """`layer_order`: the layer at each position of the stack, None for one of zeros; default: as they follow."""
-        self.cfg = cfg
+        """`layer_order`: a pipeline's, the layer at each position of the stack, None for one of zeros."""
+        self.cfg, self.staged = cfg, layer_order is not None
         self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
         k_embed, k_blocks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        self.blocks = _stack(cfg, k_blocks, self.layer_order)
+        self.blocks = _stack(lambda k: Block(cfg, k), cfg, k_blocks, self.layer_order, 0)
+        for kind, make in (("mlp", MLP), ("moe", MoE)):
+            if order := self.order_of(f"blocks.{kind}."):
+                first = cfg.dense_layers if kind == "moe" else 0
+                parts = _stack(
+                    lambda k, make=make: make(cfg, jax.random.split(k)[1]), cfg, k_blocks, order, first
+                )
+                setattr(self.blocks, kind, parts)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
+
+    def order_of(self, path: str) -> LayerOrder:
+        """The layers of the stack at a dotted path of the blocks, numbered among those that have such a part.
+
+        A stage of a pipeline has room for both kinds of feed-forward layer at every position.
+        """
+        dense, layers = self.cfg.dense_layers, self.cfg.num_layers
+        first, stop = 0, layers
+        if ".mlp." in path:
+            stop = dense
+        elif ".moe." in path:
+            first = dense
+        if first == stop or not self.staged:
+            return tuple(range(stop - first))
+        inside = (i is not None and first <= i < stop for i in self.layer_order)
+        pairs = zip(self.layer_order, inside, strict=True)
+        return tuple(i - first if i is not None and here else None for i, here in pairs)
 
     def __call__(
         self,
@@ -133,8 +189,9 @@ class Transformer(nnx.Module):
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         context: ContextConfig = NATURAL,
         recompute: bool = False,
+        moe: MoEConfig = MoEConfig(),
         cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None, jax.Array]:
         """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`.
 
         Args:
@@ -146,13 +203,14 @@ class Transformer(nnx.Module):
           context: how attention crosses cp; every sequence stands in its order (`parallel/order.py`), by default the
             natural one. With a cache it is not used.
           recompute: keep no attention scores for the backward pass.
+          moe: how tokens travel to their experts, and what balances them.
           cache: keys and values `[L, B, S, K, H]` of earlier positions and their number, for generation.
 
         Returns:
-          Hidden states, and the cache with these positions added.
+          Hidden states, the cache with these positions added, and what the balance of experts adds to the objective, a
+          float32 sum over tokens.
         """
-        in_order = self.layer_order == tuple(range(self.cfg.num_layers))
-        assert in_order, (
+        assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
         )
         inputs = (tokens_BT, positions_BT, segment_ids_BT)
@@ -162,65 +220,73 @@ class Transformer(nnx.Module):
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(tokens_BT, dtype)
         rope = rotary(positions_BT, self.cfg)
-        stack, start = (self.blocks, None), jnp.int32(0)
-        if cache is not None:
-            stack, start = (self.blocks, cache[:2]), cache[2]
-        outputs = []
-        for window, layers in self._segments():
+        kv_cache, start = (None, jnp.int32(0)) if cache is None else (cache[:2], cache[2])
+        outputs, aux = [], jnp.float32(0.0)
+        for window, kind, first, stop in self._segments():
 
             def layer(x_BRD, block_and_cache, window=window):
                 block, kv = block_and_cache
-                x_BRD, kv = block.gathered(dtype)(
+                x_BRD, kv, aux_BR = block.gathered(dtype)(
                     x_BRD,
                     rope,
                     segment_ids_BT,
                     window=window,
                     context=context,
                     recompute=recompute,
+                    moe=moe,
                     cache=None if kv is None else (*kv, start),
                 )
-                return x_BRD, None if kv is None else kv[:2]
+                return x_BRD, (None if kv is None else kv[:2], aux_BR)
 
-            part = stack if layers is None else jax.tree.map(lambda p, i=layers: p[i], stack)
+            part = self._layers(kind, first, stop), _cut(kv_cache, first, stop)
             with jax.named_scope("layers"):
-                x_BRD, kv = jax.lax.scan(remat(layer), x_BRD, part)
+                x_BRD, (kv, aux_LBR) = jax.lax.scan(remat(layer), x_BRD, part)
             outputs.append(kv)
+            aux = aux if aux_LBR is None else aux + jnp.sum(aux_LBR)
         x_BRD = self.normed(x_BRD)
         if cache is None:
-            return x_BRD, None
+            return x_BRD, None, aux
         keys, values = (
             outputs[0]
             if len(outputs) == 1
             else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
         )
-        return x_BRD, (keys, values, start + tokens_BT.shape[1])
+        return x_BRD, (keys, values, start + tokens_BT.shape[1]), aux
 
-    def _segments(self) -> list[tuple[int | None, slice | None]]:
-        """Runs of layers with the same attention window: one unless only the upper layers have a window."""
-        windows = [self.cfg.window(i) for i in range(self.cfg.num_layers)]
-        if len(set(windows)) == 1:
-            return [(windows[0], None)]
-        runs = [(window, len(list(group))) for window, group in itertools.groupby(windows)]
-        stops = itertools.accumulate(length for _, length in runs)
-        return [
-            (window, slice(stop - length, stop))
-            for (window, length), stop in zip(runs, stops, strict=True)
+    def _segments(self) -> list[tuple[int | None, FeedForward, int, int]]:
+        """Runs of layers that are alike, from the first up to the last number: their window and feed-forward layer."""
+        kinds = [
+            (self.cfg.window(i), "mlp" if i < self.cfg.dense_layers else "moe")
+            for i in range(self.cfg.num_layers)
         ]
+        runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
+        stops = itertools.accumulate(length for _, length in runs)
+        return [(*kind, stop - n, stop) for (kind, n), stop in zip(runs, stops, strict=True)]
+
+    def _layers(self, kind: FeedForward, start: int, stop: int) -> Block:
+        """These layers, all with this feed-forward layer."""
+        first = self.cfg.dense_layers if kind == "moe" else 0
+        block = self.blocks.of(kind)
+        feed_forward = _cut(getattr(block, kind), start - first, stop - first)
+        delattr(block, kind)
+        block = _cut(block, start, stop)
+        setattr(block, kind, feed_forward)
+        return block
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
-        embed = gather_param(self.embed[...], "VD", "BT", dtype, self.cfg.d_model)
+        embed = gather_param(self.embed[...], "VD", "BT", dtype, self.cfg)
         return look_up(embed, tokens_BT)
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """The final norm."""
-        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg.d_model)
+        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg)
         return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps)
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The output head `[D, V]`, V over the tensor group and pp."""
         weight = self.embed[...].T if self.cfg.tied_embeddings else self.head[...]
-        return gather_param(weight, "DV", "BTD", dtype, self.cfg.d_model)
+        return gather_param(weight, "DV", "BTD", dtype, self.cfg)
 
     def loss(
         self,
@@ -240,6 +306,6 @@ class Transformer(nnx.Module):
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
         """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
-        x_BRD, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
+        x_BRD, _, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(x_BRD, "V")
         return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)

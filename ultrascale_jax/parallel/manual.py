@@ -1,5 +1,7 @@
 """The one door to `jax.shard_map`: a region in which each device sees its own piece."""
 
+import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,24 +16,50 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
 
     Axes that are manual already, because the call stands inside another region, are left as they are; when all are,
     `fn` is returned unchanged. Varying-axes checks are always on: without them a differentiated `psum` gives wrong
-    gradients in silence.
+    gradients in silence. An input that is `reduced` over an axis has to be made varying over it inside (`vary`): its
+    cotangent leaves the region as a partial sum.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(axes) & set(mesh.axis_names) - set(mesh.manual_axes)
     if not axes:
         return fn
+    alone = math.prod(mesh.shape[axis] for axis in axes) == 1
 
     def keep(spec: P) -> P:
         parts = (
             part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions
         )
         return P(
-            *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts)
+            *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts),
+            reduced=frozenset() if alone else spec.reduced & axes,
         )
 
     in_specs, out_specs = jax.tree.map(
         keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
     )
-    return jax.shard_map(
+    region = jax.shard_map(
         fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
     )
+    # Over one device JAX writes no region, and then trips over the type of such a cotangent.
+    return (lambda *args: region(*jax.tree.map(_plain, args))) if alone else region
+
+
+def _plain(x: jax.Array) -> jax.Array:
+    reduced = jax.typeof(x).sharding.spec.reduced
+    return _forget(reduced, x) if reduced else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forget(reduced: frozenset[str], x: jax.Array) -> jax.Array:
+    """x as if it were not `reduced`; its cotangent is one that is unreduced."""
+    return jax.reshard(x, P(*jax.typeof(x).sharding.spec.partitions))
+
+
+def _forget_backward(reduced, _, g):
+    parts, dims = jax.typeof(g).sharding.spec.partitions, range(1, g.ndim + 1)
+    spread = P(tuple(sorted(reduced)), *parts)
+    g = jax.lax.broadcast_in_dim(g, (1, *g.shape), dims, out_sharding=spread)
+    return (jax.lax.reduce_sum(g, (0,), out_sharding=P(*parts, unreduced=reduced)),)
+
+
+_forget.defvjp(lambda reduced, x: (_forget(reduced, x), None), _forget_backward)

@@ -46,9 +46,9 @@ def float32(grads: Tree) -> Tree:
 class Stages:
     """What a pipeline computes. All functions see this device's pieces and may use collectives."""
 
-    layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    layer: Callable[..., tuple[jax.Array, jax.Array]]
     """`(params of one layer, x, context) -> (y, auxiliary loss)`: x and y alike, the loss a float32 scalar that is
-    added to the objective."""
+    added to the objective. With `numbered` a fourth argument is the number of the layer in the model, int32."""
     embed: Callable[[Tree, Tree], jax.Array]
     """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
     looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
@@ -64,6 +64,8 @@ class Stages:
     reduce-scatters here); none casts to float32."""
     accumulate_shared: Callable[[Tree], Tree] = float32
     """The same for all gradients of `shared` at once."""
+    numbered: bool = False
+    """Whether layers differ by their number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,7 @@ class _Executor:
             schedule, stages.layer, stages.context,
             jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, microbatches,
             axis=axis, trains=self.trains, stashes=self.stashes, divergent=divergent, lengths=lengths,
+            numbered=stages.numbered,
         )  # fmt: skip
 
     def run(self) -> dict:

@@ -37,13 +37,20 @@ class LayerLoop:
         stashes: bool,
         divergent: bool,
         lengths: Sequence[int] | None,
+        numbered: bool,
     ):
         self.schedule, self.accumulate = schedule, accumulate
-        self.layer, self.context = layer, context
+        self.layer = layer if numbered else lambda params, x, context, _: layer(params, x, context)
+        self.context = context
         self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
         self.trains, self.stashes, self.divergent = trains, stashes, divergent
         self.depth = jax.tree.leaves(blocks)[0].shape[0] // schedule.virtual
-        self.lengths = None
+        self.lengths, every = None, lengths or [self.depth] * schedule.num_stages
+        starts = [
+            [sum(every[: schedule.stage_of(r, c)]) for c in range(schedule.virtual)]
+            for r in range(schedule.ranks)
+        ]
+        self.starts = jnp.asarray(starts)[lax.axis_index(axis)]
         if lengths is not None and min(lengths) < self.depth:
             table = [
                 [lengths[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
@@ -56,13 +63,13 @@ class LayerLoop:
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
         params = at(self.blocks, here)
-        context = self.context(at(self.microbatches, here))
-        if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, context)):
+        context = self.context(at(self.microbatches, here)), self._number(here, here)
+        if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, *context)):
             raise ValueError(
                 "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
                 "in silence; use lock step (divergent=False), or gather instead"
             )
-        out = self.layer(params, x, context)
+        out = self.layer(params, x, *context)
         kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(out)]
         if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
             raise ValueError(
@@ -143,7 +150,8 @@ class LayerLoop:
             if weights:
                 waiting = at((after if backward else rest)["weights"], row["w_w"], back)
                 params = at(self.blocks, row["w_chunk"] * self.depth + back)
-                grads = self.vjp.weight_gradient(params, contexts["w"], waiting)
+                around = contexts["w"], self._number(row["w_chunk"], back)
+                grads = self.vjp.weight_gradient(params, around, waiting)
                 on = self._real(row["w_chunk"], back) & (row["w_on"] > 0)
                 self._add(after, grads, on, row["w_chunk"], back)
             if "kept" in carry:
@@ -155,6 +163,7 @@ class LayerLoop:
 
     def _forward_layer(self, carry: dict, row: Row, index, context) -> dict:
         params = at(self.blocks, row["f_chunk"] * self.depth + index)
+        context = context, self._number(row["f_chunk"], index)
         if self.trains:
             y, aux, kept = self.vjp.forward(params, carry["x"], context)
         else:
@@ -170,6 +179,7 @@ class LayerLoop:
 
     def _backward_layer(self, g, kept, after: dict, row: Row, back, context) -> None:
         params = at(self.blocks, row["b_chunk"] * self.depth + back)
+        context = context, self._number(row["b_chunk"], back)
         real = self._real(row["b_chunk"], back)
         on = real & (row["b_on"] > 0)
         cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes))
@@ -194,7 +204,8 @@ class LayerLoop:
 
         def layer(x, index):
             params = at(self.blocks, row["b_chunk"] * self.depth + index)
-            y, _, kept = self.vjp.forward(params, x, context)
+            around = context, self._number(row["b_chunk"], index)
+            y, _, kept = self.vjp.forward(params, x, around)
             return jnp.where(self._real(row["b_chunk"], index), y, x), kept
 
         x = jnp.where(row["b_on"] > 0, x, 0)
@@ -202,8 +213,12 @@ class LayerLoop:
 
     def _layer(self, params, x, context) -> tuple[jax.Array, jax.Array]:
         """The layer, its results typed as the state that holds them."""
-        y, aux = self.layer(params, x, context)
+        y, aux = self.layer(params, x, *context)
         return vary(y, self.axes), vary(aux, self.aux_axes)
+
+    def _number(self, chunk, index) -> jax.Array:
+        """The number of a layer in the model."""
+        return self.starts[chunk] + index
 
     def _real(self, chunk, index) -> jax.Array:
         """Whether this layer is none of the padding."""

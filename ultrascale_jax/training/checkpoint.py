@@ -100,7 +100,7 @@ class Checkpoints:
         if self.latest == step:
             return
         with self._counting_failures(raise_error=wait):
-            arrays = split(canonical(state, state.params.layer_order))
+            arrays = split(canonical(state, state.params.order_of))
             self._saving = self._orbax.save_checkpointables_async(
                 step, arrays, force=True, custom_metadata=meta
             )
@@ -144,7 +144,7 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`."""
-        order = abstract.params.layer_order
+        order = abstract.params.order_of
         loaded = self._orbax.load_checkpointables(step, split(canonical_shapes(abstract, order)))
         return arranged(join(loaded, abstract), abstract, order)
 
@@ -212,9 +212,9 @@ def load_params(
             pp=PipelineConfig(),
         )
         like = abstract_state(cfg, mesh).params
-        shapes = _flatten(canonical_shapes(like, like.layer_order))
+        shapes = _flatten(canonical_shapes(like, like.order_of))
         loaded = orbax.load_checkpointables(step, {PARAMS: shapes})
-        return cfg, arranged(_unflatten(loaded[PARAMS], like), like, like.layer_order)
+        return cfg, arranged(_unflatten(loaded[PARAMS], like), like, like.order_of)
 
 
 def config_from_dict(values: dict) -> Config:

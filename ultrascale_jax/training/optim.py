@@ -8,7 +8,7 @@ import optax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.sharding import is_matrix, specs
+from ultrascale_jax.sharding import is_matrix, specs, zero_dim
 
 
 def schedule(cfg: Config) -> optax.Schedule:
@@ -92,12 +92,15 @@ def _each(params, fn) -> list:
 
 
 def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
-    """Rows (input) and columns (output) of a stacked matrix of the blocks; None for what AdamW takes."""
+    """Rows (input) and columns (output) of a stacked matrix of the blocks; None for what AdamW takes.
+
+    Each expert is a matrix of its own.
+    """
     if not dims.startswith("L") or not is_matrix(dims):
         return None
-    others = tuple(i for i, dim in enumerate(dims) if dim not in "LD")
-    model = (dims.index("D"),)
-    rows, columns = (model, others) if model[0] == 1 else (others, model)
+    model = (zero_dim(dims),)
+    others = tuple(i for i, dim in enumerate(dims) if dim not in "LE" and i not in model)
+    rows, columns = (model, others) if model < others else (others, model)
     return optax.contrib.MuonDimensionNumbers(rows, columns)
 
 

@@ -6,6 +6,7 @@ for the embedding as for the head.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,7 +21,7 @@ from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.parallel.pipeline import Stages, pipeline
 from ultrascale_jax.parallel.schedules import Schedule
-from ultrascale_jax.sharding import act, specs, varying
+from ultrascale_jax.sharding import act, specs, vary, varying
 from ultrascale_jax.training.precision import COMPUTE
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.zero import use
@@ -97,17 +98,26 @@ def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transform
 
 def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
     """The model's parts as functions of their parameters."""
-    dtype, window = COMPUTE[cfg.train.precision], cfg.model.window(0)
+    dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
+    settings = {
+        "window": cfg.model.window(0),
+        "context": cfg.cp,
+        "moe": cfg.moe,
+        "recompute": cfg.train.remat == "selective",
+    }
 
-    def layer(block, x_BRD, context):
-        rope, segment_ids_BT = context
-        settings = {
-            "window": window,
-            "context": cfg.cp,
-            "recompute": cfg.train.remat == "selective",
-        }
-        x_BRD, _ = block.gathered(dtype)(x_BRD, rope, segment_ids_BT, **settings)
-        return x_BRD, jnp.float32(0.0)
+    def run(kind, block, x_BRD, context):
+        rope, segment_ids_BT, weight = context
+        axes = varying(x_BRD)
+        x_BRD, _, aux_BR = block.of(kind).gathered(dtype)(x_BRD, rope, segment_ids_BT, **settings)
+        aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+        return vary(x_BRD, axes), vary(aux, axes)
+
+    def layer(block, x_BRD, context, number):
+        if dense in (0, cfg.model.num_layers):
+            return run("moe" if cfg.model.experts else "mlp", block, x_BRD, context)
+        kinds = (functools.partial(run, kind) for kind in ("mlp", "moe"))
+        return jax.lax.cond(number < dense, *kinds, block, x_BRD, context)
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):
@@ -119,9 +129,11 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
         return model.loss(x_BRD, targets_BT, weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
-        return rotary(batch["positions"], cfg.model), batch.get("segment_ids")
+        return rotary(batch["positions"], cfg.model), batch.get("segment_ids"), weight
 
-    stages = Stages(layer=remat(cfg.train)(layer), embed=embed, head=head, context=context)
+    stages = Stages(
+        layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True
+    )
     if cfg.train.zero != 2:
         return stages
     blocks = _scatters(jax.tree.map(lambda p: p[0], params.blocks))

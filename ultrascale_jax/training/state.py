@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.models.transformer import LayerOrder, Transformer
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.sharding import stored
 from ultrascale_jax.training.optim import optimizer
@@ -42,14 +42,14 @@ class TrainState:
     """Those since the last good step; int32."""
 
 
-type LayerOrder = tuple[int | None, ...]
-"""The layer at each position of the stacked blocks; None is one of zeros, which no stage runs."""
+type OrderOf = Callable[[str], LayerOrder]
+"""The layers at the positions of an array, by its dotted path: `Transformer.order_of`."""
 
 
-def layer_order(cfg: Config) -> LayerOrder:
-    """How the layers of a run rest: as the model runs them, or by the stages of the run's schedule."""
+def layer_order(cfg: Config) -> LayerOrder | None:
+    """How the layers of a run rest by the stages of its schedule; none where they rest as the model runs them."""
     if cfg.mesh.pp == 1:
-        return tuple(range(cfg.model.num_layers))
+        return None
     table = schedules.of_config(cfg)
     return schedules.layer_order(table.ranks, table.virtual, table.placement, cfg.model.num_layers)
 
@@ -88,42 +88,53 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     return jax.tree.map(place, state)
 
 
-def canonical[Tree](tree: Tree, order: LayerOrder) -> Tree:
-    """Arrays whose layers lie in `order` as a checkpoint holds them; what must move is copied, the rest is the same.
+def canonical[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+    """Arrays whose layers lie as `order_of` says in the form of a checkpoint; what must move is copied.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
-    rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
 
-    def leaf(x: jax.Array) -> jax.Array:
-        return _take(x, rows, _travelling(x), _travelling(x)) if _moves(x, order) else x
+    def leaf(x: jax.Array, order: LayerOrder) -> jax.Array:
+        if not _moves(x, order):
+            return x
+        rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
+        return _take(x, rows, _travelling(x), _travelling(x))
 
-    return jax.tree.map(leaf, tree)
+    return _map_with_order(leaf, order_of, tree)
 
 
-def canonical_shapes[Tree](tree: Tree, order: LayerOrder) -> Tree:
+def canonical_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
     """What `canonical` makes of arrays with these shapes and shardings."""
 
-    def leaf(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
         if not _moves(s, order):
             return s
         shape = (_num_layers(order), *s.shape[1:])
         return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
 
-    return jax.tree.map(leaf, tree)
+    return _map_with_order(leaf, order_of, tree)
 
 
-def arranged[Tree](tree: Tree, like: Tree, order: LayerOrder) -> Tree:
+def arranged[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
     """The inverse of `canonical`, in the shardings of `like`. What it copies of `tree` it frees."""
 
-    def leaf(x: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
         if not _moves(s, order):
             return x
         moved = _take(x, order, x.sharding, s.sharding)
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
 
-    return jax.tree.map(leaf, tree, like)
+    return _map_with_order(leaf, order_of, like, tree)
+
+
+def _map_with_order[Tree](leaf: Callable, order_of: OrderOf, tree: Tree, *rest: Tree) -> Tree:
+    """`leaf(array, its order, *arrays of rest)` of each array."""
+
+    def apply(path, x, *others):
+        return leaf(x, order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others)
+
+    return jax.tree.map_with_path(apply, tree, *rest)
 
 
 def _num_layers(order: LayerOrder) -> int:

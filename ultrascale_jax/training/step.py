@@ -13,7 +13,7 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding import act, mesh_size
-from ultrascale_jax.training import pipelined
+from ultrascale_jax.training import balance, pipelined
 from ultrascale_jax.training.optim import global_norm, optimizer, schedule
 from ultrascale_jax.training.precision import COMPUTE
 from ultrascale_jax.training.remat import remat
@@ -68,6 +68,7 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     # Every position counts for the backward pass, so that it need not wait for the sum of `tokens` over the devices.
     positions = float(batch["targets"].size)
     loss, grads = loss_and_gradients(cfg, state.params, batch, jnp.float32(1 / positions))
+    grads, routed = balance.apart(grads)
     share = positions / jnp.maximum(tokens, 1).astype(jnp.float32)
     loss, norm = share * loss, share * global_norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -78,6 +79,7 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
         update: Callable = optimizer(cfg).update
         updates, opt_state = update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
+        params = balance.rebalanced(cfg, params, routed)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(ok, new, old),
             (params, opt_state),
@@ -88,7 +90,8 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
         params, opt_state, state.step + 1, state.skipped + bad, (state.skipped_in_a_row + bad) * bad
     )
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
-    return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
+    return new, metrics | balance.metrics(cfg, routed)
 
 
 def count(batch: Batch) -> jax.Array:
@@ -141,9 +144,10 @@ def split(batch: Batch, microbatches: int) -> Batch:
 def objective(
     cfg: Config, used: Transformer, batch: Batch, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss to differentiate (with z-loss) and bare cross-entropy, both summed over tokens times `weight`."""
+    """Loss to differentiate (with z-loss and the experts' balance) and bare cross-entropy, summed over tokens times
+    `weight`."""
     dtype = COMPUTE[cfg.train.precision]
-    x_BRD, _ = used(
+    x_BRD, _, aux = used(
         batch["tokens"],
         batch["positions"],
         batch.get("segment_ids"),
@@ -151,5 +155,7 @@ def objective(
         remat=remat(cfg.train),
         context=cfg.cp,
         recompute=cfg.train.remat == "selective",
+        moe=cfg.moe,
     )
-    return used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)
+    total, nats = used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)
+    return total + weight * aux, nats

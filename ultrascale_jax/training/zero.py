@@ -32,7 +32,7 @@ def use(cfg: Config, params: Transformer) -> Transformer:
     def leaf(value, dims, on):
         if keeps_shards(cfg, dims):
             return shard_param(value, dims, on, dtype)
-        return gather_param(value, dims, on, dtype, cfg.model.d_model)
+        return gather_param(value, dims, on, dtype, cfg.model)
 
     return map_params(leaf, params)
 

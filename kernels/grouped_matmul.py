@@ -1,0 +1,166 @@
+"""Grouped matrix products: rows sorted by expert, each times its expert's matrix.
+
+The reference gives every expert a padded part of one batched product, `[E, C, D] x [E, D, F]`. C is a multiple of the
+mean, not the largest group: where an expert has more rows, all take another turn. So it is exact for any sizes, its
+memory does not depend on them, and rows x experts x F elements exist nowhere (as they do in `lax.ragged_dot` on GPUs).
+The kernel (`grouped_matmul_mosaic.py`) pads nothing.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
+
+HOPPER = ("H100", "H200", "H800", "H20")
+"""GPUs that have the kernel's instructions (sm_90a), as their kind's name says."""
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *,
+    bound: float = 1.5,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Each row times the matrix of its expert; differentiable in `x` and `w`.
+
+    Args:
+      x: `[R, D]`, sorted by expert.
+      w: `[E, D, F]` in x's type.
+      sizes: `[E]` int32, rows of each expert; their sum is at most R.
+      bound: of the reference: rows of an expert in one turn, as a multiple of R / E.
+      implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla
+        until the kernel has been measured on a GPU.
+
+    Returns:
+      `[R, F]` in x's type; zeros in the rows after the last group, whose gradients are zeros too. Values there must be
+      finite.
+
+    Raises:
+      ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
+    """
+    if implementation not in ("auto", "mosaic", "xla"):
+        raise ValueError(f"implementation={implementation!r}: must be auto, mosaic or xla")
+    if implementation == "mosaic" and not mosaic_applies(x, w):
+        (R, D), F, multiple = x.shape, w.shape[2], mosaic.MULTIPLE
+        raise ValueError(
+            f"moe.implementation='mosaic': needs an H100 or H200, bfloat16, rows in multiples of {mosaic.ALIGNED}, and "
+            f"D and F in multiples of {multiple}; got {_device().device_kind}, {x.dtype} and {w.dtype}, R={R}, D={D}, "
+            f"F={F}; use moe.implementation='xla'"
+        )
+    capacity = _capacity(x.shape[0], w.shape[0], bound)
+    return _grouped_matmul(*_vary_alike(x, w, sizes), capacity, implementation == "mosaic")
+
+
+def mosaic_applies(x: jax.Array, w: jax.Array) -> bool:
+    """Whether the kernel takes these shapes and types, on the GPU that is compiled for."""
+    R, (_, D, F) = x.shape[0], w.shape
+    fits = R % mosaic.ALIGNED == 0 and D % mosaic.MULTIPLE == 0 and F % mosaic.MULTIPLE == 0
+    typed = x.dtype == w.dtype == jnp.bfloat16
+    return fits and typed and any(name in _device().device_kind for name in HOPPER)
+
+
+def _device() -> Any:
+    """A device of the mesh, which may be absent (deviceless compilation), or of this process."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def _capacity(R: int, E: int, bound: float) -> int:
+    """Rows of an expert in one turn: a multiple of 8, as the GPU's matrix units like it, but never more than all."""
+    return min(R, 8 * math.ceil(bound * R / E / 8))
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays typed as varying over the mesh axes over which any does, as results and gradients do."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+    missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]
+    return [
+        lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(arrays, missing, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_matmul(x, w, sizes, capacity: int, fused: bool):
+    if fused:
+        return mosaic.products(x, w, sizes)
+    return products(x, w, sizes, capacity)
+
+
+def _forward(x, w, sizes, capacity: int, fused: bool):
+    return _grouped_matmul(x, w, sizes, capacity, fused), (x, w, sizes)
+
+
+def _backward(capacity: int, fused: bool, inputs, dy):
+    x, w, sizes = inputs
+    if fused:
+        dx = mosaic.products(dy, w, sizes, transposed=True)
+        return dx, mosaic.weight_gradient(x, dy, sizes), None
+    dx = products(dy, w, sizes, capacity, transposed=True)
+    return dx, weight_gradient(x, dy, sizes, capacity).astype(w.dtype), None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
+
+
+def products(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, capacity: int, *, transposed: bool = False
+) -> jax.Array:
+    """The definition: `grouped_matmul`, or with `transposed` that of w's transposes, `[E, F, D]`; no gradients."""
+    R, E = x.shape[0], w.shape[0]
+    subscripts = "ECF,EDF->ECD" if transposed else "ECD,EDF->ECF"
+    # Which expert a row is of, and its number there; rows after the last group are of the last expert.
+    row = jnp.arange(R)
+    expert = jnp.sum(row[:, None] >= jnp.cumsum(sizes)[None, :-1], axis=1)
+    number = row - _starts(sizes)[expert]
+    grouped = row < jnp.sum(sizes)
+
+    def turn(n, y):
+        padded = jnp.einsum(subscripts, _padded(x, sizes, capacity, n), w)
+        slot = number - n * capacity
+        inside = grouped & (slot >= 0) & (slot < capacity)
+        place = expert * capacity + jnp.clip(slot, 0, capacity - 1)
+        return jnp.where(inside[:, None], padded.reshape(E * capacity, -1)[place], y)
+
+    y = jnp.zeros((R, w.shape[1 if transposed else 2]), x.dtype)
+    return _turns(turn, y, sizes, capacity, R)
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, capacity: int) -> jax.Array:
+    """For each expert the transpose of its rows of x times its rows of dy, `[E, D, F]` float32."""
+
+    def turn(n, dw):
+        blocks = (_padded(a, sizes, capacity, n) for a in (x, dy))
+        return dw + jnp.einsum("ECD,ECF->EDF", *blocks, preferred_element_type=jnp.float32)
+
+    dw = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+    return _turns(turn, dw, sizes, capacity, x.shape[0])
+
+
+def _turns(turn: Callable, y: jax.Array, sizes: jax.Array, capacity: int, R: int) -> jax.Array:
+    """`turn(n, y)` for n = 0, 1, ... while an expert has rows left; the first is no part of the loop."""
+    y = turn(0, y)
+    if capacity >= R:
+        return y
+    count = (jnp.max(sizes) + capacity - 1) // capacity
+    state = jnp.ones_like(count), y
+    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + 1, turn(*s)), state)[1]
+
+
+def _padded(x: jax.Array, sizes: jax.Array, capacity: int, turn: jax.Array | int) -> jax.Array:
+    """Each expert's rows in this turn, `[E, C, D]`, zeros where it has none."""
+    number = turn * capacity + jnp.arange(capacity)
+    row = _starts(sizes)[:, None] + number[None, :]
+    rows = jnp.take(x, row, axis=0, mode="clip")
+    return jnp.where((number[None, :] < sizes[:, None])[..., None], rows, 0)
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    return jnp.cumsum(sizes) - sizes

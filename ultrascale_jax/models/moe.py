@@ -1,0 +1,138 @@
+"""Experts in place of the feed-forward layer: a router, the experts that it chooses for each token, shared experts.
+
+The router is computed in float32. What it did is known on each device in the forward pass but wanted once a step, summed
+over micro-batches and devices, as gradients are. So it travels with them: `monitor` is a parameter of zeros that the
+result does not depend on, and its cotangent are the loads of all experts, the choices dropped and the sum of entropies.
+`training/balance.py` takes it out of the gradients.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ultrascale_jax.config import Experts, ModelConfig, MoEConfig
+from ultrascale_jax.models.layers import INIT_STD, MLP, param
+from ultrascale_jax.parallel.expert import expert_layer
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import act, axes_of, specs, vary, varying
+
+
+def route(
+    logits: jax.Array, experts: Experts, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The experts of each token, token-choice.
+
+    Args:
+      logits: `[n, X]` float32.
+      experts: how scores are made, and how many are chosen, from which groups.
+      bias: `[X]` float32, added to the scores where experts are chosen, not where they are weighed.
+
+    Returns:
+      Their numbers `[n, k]` int32, highest score first; their weights `[n, k]` float32; and the probabilities `[n, X]`
+      of all experts (scores over their sum), which balancing losses use.
+    """
+    scores = jax.nn.softmax(logits) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
+    wanted = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    if experts.groups > 1:
+        grouped = wanted.reshape(-1, experts.groups, experts.num // experts.groups)
+        best = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(2)
+        chosen = jax.lax.top_k(best, experts.groups_per_token)[1]
+        open_ = jnp.any(chosen[:, :, None] == jnp.arange(experts.groups), axis=1)
+        wanted = jnp.where(open_[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
+    ids = jax.lax.top_k(wanted, experts.per_token)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if experts.normalize:
+        weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
+    probabilities = scores
+    if experts.scores == "sigmoid":
+        probabilities = scores / (scores.sum(1, keepdims=True) + 1e-20)
+    return ids, weights * experts.scale, probabilities
+
+
+@jax.custom_vjp
+def _watch(y: jax.Array, monitor: jax.Array, statistics: jax.Array) -> jax.Array:
+    """y itself; the cotangent of `monitor` is `statistics`."""
+    return y
+
+
+_watch.defvjp(
+    lambda y, monitor, statistics: (y, statistics),
+    lambda statistics, g: (g, statistics, None),
+)
+
+
+class MoE(nnx.Module):
+    """A layer of experts; routed ones are split over ep, each one's F and the shared ones' over the tensor group."""
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        assert cfg.experts is not None
+        self.cfg, experts = cfg, cfg.experts
+        E, D, F = experts.num, cfg.d_model, cfg.expert_d_ff
+        k_router, k_gate, k_up, k_down, k_shared = jax.random.split(key, 5)
+        self.w_router = param(k_router, "DX", "BRD", (D, E))
+        if experts.bias:
+            self.bias = param(None, "X", "BRX", (E,), std=0)
+        self.monitor = param(None, "Z", "BRZ", (E + 2,), std=0)
+        self.w_gate = param(k_gate, "EDF", "BTD", (E, D, F))
+        self.w_up = param(k_up, "EDF", "BTD", (E, D, F))
+        std = INIT_STD / (2 * cfg.num_layers) ** 0.5
+        self.w_down = param(k_down, "EFD", "BTF", (E, F, D), std=std)
+        if experts.shared:
+            self.shared = MLP(cfg, k_shared, experts.shared * F)
+
+    def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, jax.Array]:
+        """`[B, R, D]` to `[B, R, D]`, and what each token adds to the objective for the balance `[B, R]` float32."""
+        experts = self.cfg.experts
+        router = (self.w_router, self.bias if experts.bias else None, self.monitor)
+        matrices = (self.w_gate, self.w_up, self.w_down)
+        params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=_is_param)
+
+        def run(x_BRD, params):
+            return _experts(experts, moe, x_BRD, *params)
+
+        in_specs, out_specs = (act("BRD"), specs(params)), (act("BRD"), act("BR"))
+        y_BRD, aux_BR = smap(run, in_specs=in_specs, out_specs=out_specs)(x_BRD, params)
+        if experts.shared:
+            y_BRD = y_BRD + self.shared(x_BRD)
+        return y_BRD, aux_BR
+
+
+def _is_param(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Param)
+
+
+def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
+    """The layer on this device's tokens, without shared experts."""
+    B, R, D = x_BRD.shape
+    x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
+    w_router, bias, monitor = jax.tree.map(lambda a: vary(a, axes), router)
+    logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
+    ids, weights, probabilities = route(logits, experts, bias)
+    y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts)
+    if "tp" in varying(y) - axes:
+        y = jax.lax.psum(y, "tp")
+    chosen_BRX = jnp.sum(ids[:, :, None] == jnp.arange(experts.num), axis=1, dtype=jnp.float32)
+    chosen_BRX = chosen_BRX.reshape(B, R, -1)
+    aux_BR = jnp.zeros((B, R), jnp.float32)
+    if moe.aux_loss:
+        probabilities_BRX = probabilities.reshape(B, R, -1)
+        aux_BR += moe.aux_loss * _imbalance(probabilities_BRX, chosen_BRX, moe.aux_over)
+    if moe.z_loss:
+        lse = jax.nn.logsumexp(logits, axis=1)
+        aux_BR += moe.z_loss * jnp.square(lse).reshape(B, R)
+    entropy = -jnp.sum(probabilities * jnp.log(probabilities + 1e-20))
+    totals = jnp.stack([dropped.astype(jnp.float32), entropy])
+    statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), totals])
+    statistics = vary(jax.lax.stop_gradient(statistics), varying(monitor))
+    return _watch(y.reshape(B, R, D), monitor, statistics), vary(aux_BR, axes)
+
+
+def _imbalance(p_BRX: jax.Array, chosen_BRX: jax.Array, over: str) -> jax.Array:
+    """Per token, num * sum of probability times the share of choices of each expert; 1 where all have the same.
+
+    The shares are of a micro-batch over all devices, or of the token's sequence (DeepSeek-V3, equations 17 to 20).
+    """
+    dims, axes = ((0, 1), axes_of("BR")) if over == "batch" else ((1,), axes_of("R"))
+    counts = jax.lax.psum(jnp.sum(chosen_BRX, dims, keepdims=True), tuple(sorted(axes)))
+    share = counts / jnp.sum(counts, axis=2, keepdims=True)
+    return p_BRX.shape[2] * jnp.sum(p_BRX * share, axis=2)

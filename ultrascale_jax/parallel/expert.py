@@ -1,0 +1,420 @@
+"""Expert parallelism: tokens travel to the ranks of a mesh axis that hold their experts, and back.
+
+    dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold `bound`
+               times what balanced routing sends. Where some rank has more, the ranks take another round: no token is
+               ever dropped, and no buffer is made for the worst case
+    capacity   the same in one round; what does not fit is dropped and counted
+    allgather  every rank gets all tokens and keeps those of its experts; sums are reduce-scattered (few ranks)
+
+With `nodes=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place there,
+and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+
+On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for `bound`
+times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing is ever of the size
+tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only added up.
+
+Moving a row is a gather in both directions, forward and backward: each slot of a buffer knows its token and each token
+its slots, so no gradient is scattered.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
+from ultrascale_jax.parallel.room import Hop, hops, room
+from ultrascale_jax.sharding import vary, varying
+
+type Inner = Callable[[jax.Array, jax.Array, Params], tuple[jax.Array, jax.Array]]
+"""`(x [n, D], ids [n, k], (weights [n, k], w_gate, w_up, w_down)) -> (y [n, D], dropped choices)`, ids local or beyond."""
+
+type Params = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def expert_layer(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    moe: MoEConfig,
+    experts: Experts,
+    axis: str = "ep",
+) -> tuple[jax.Array, jax.Array]:
+    """Sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; called where `axis` is manual.
+
+    Args:
+      x: this rank's tokens `[n, D]`.
+      ids: their experts `[n, k]`, int32, numbers of all ranks' experts; distinct in a row.
+      weights: `[n, k]` float32.
+      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
+      w_up: `[E, D, F]`.
+      w_down: `[E, F, D]`.
+      moe: how the tokens travel.
+      experts: numbers of experts and choices, which set the size of buffers.
+      axis: mesh axis of the experts.
+
+    Where the mesh axis `sp` is manual and not 1 it splits F, and tokens are gathered over it; over `tp` results are
+    partial sums, which the caller adds.
+
+    Returns:
+      `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
+
+    Raises:
+      ValueError: the shapes do not fit each other, the axis or `experts`.
+    """
+    ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
+    axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
+    floats = tuple(vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
+    halves = 2 if moe.overlap and ranks > 1 and x.shape[0] % 2 == 0 else 1
+    tokens = x.shape[0] // halves
+    inner = _inner(moe, experts, axis, ranks, tokens)
+    parts = []
+    for i in range(halves):
+        rows = slice(i * tokens, (i + 1) * tokens)
+        x, weights, *matrices = floats
+        parts.append(inner(x[rows], ids[rows], (weights[rows], *matrices)))
+    results, dropped = zip(*parts, strict=True)
+    return results[0] if halves == 1 else jnp.concatenate(results), sum(dropped)
+
+
+def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
+    """The number of ranks; refuses what does not fit."""
+    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
+        )
+    ranks = jax.lax.axis_size(axis)
+    moe.check(experts, ranks)
+    n, D = x.shape
+    k, E = experts.per_token, experts.num // ranks
+    F = w_gate.shape[-1]
+    wanted = [(n, k), (n, k), (E, D, F), (E, D, F), (E, F, D)]
+    given = [a.shape for a in (ids, weights, w_gate, w_up, w_down)]
+    if given != wanted:
+        raise ValueError(
+            f"ids, weights, w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape}, "
+            f"{experts.num} experts over {ranks} ranks and {k} for each token"
+        )
+    return ranks
+
+
+def _inner(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int) -> Inner:
+    """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shared = mesh.shape["sp"] if "sp" in mesh.manual_axes else 1
+    local = _Local(
+        rows=tokens * experts.per_token * shared,
+        bound=moe.bound,
+        drops=moe.dispatch == "capacity",
+        ragged=moe.implementation == "mosaic",
+    )
+    run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
+    if moe.dispatch == "allgather" and ranks > 1:
+        return functools.partial(_gather_all, run, axis)
+    agreed = (axis, "sp") if shared > 1 else (axis,)
+    for hop in reversed(hops(moe, experts, ranks, tokens)):
+        stride = ranks * hop.experts // experts.num
+        span = hop.parts * stride
+        groups = [
+            [first + part * stride for part in range(hop.parts)]
+            for start in range(0, ranks, span)
+            for first in range(start, start + stride)
+        ]
+        exchange = functools.partial(
+            jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
+            axis_index_groups=groups if len(groups) > 1 else None,
+        )  # fmt: skip
+        run = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity").run
+    return run
+
+
+class Slots(NamedTuple):
+    """Which token fills each slot of a buffer, and in which slot each choice of a token is."""
+
+    choice: jax.Array
+    """`[S]` int32: the choice (token * k + its number) in a slot; n * k where the slot is empty."""
+    slot: jax.Array
+    """`[n, k]` int32: the slot of a choice; S where it is in none."""
+
+    @property
+    def token(self) -> jax.Array:
+        """`[S]` int32: the token in a slot; n where it is empty."""
+        return self.choice // self.slot.shape[1]
+
+
+class Order(NamedTuple):
+    """Choices sorted by where they go, ties by token."""
+
+    places: jax.Array
+    """`[n, k]` int32: where a choice goes; as many as there are places means nowhere."""
+    sorted: jax.Array
+    """`[n * k]` int32: the choices in order."""
+    position: jax.Array
+    """`[n, k]` int32: a choice's position in that order."""
+    counts: jax.Array
+    """`[P]` int32: choices of each place."""
+
+    @classmethod
+    def of(cls, places: jax.Array, num: int) -> "Order":
+        """The order of choices that go to `num` places."""
+        flat = places.reshape(-1)
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        index = jnp.arange(flat.size, dtype=jnp.int32)
+        position = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+        counts = jnp.sum(flat[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
+        return cls(places, order, position.reshape(places.shape), counts)
+
+    def padded(self, number: jax.Array | int, rows: int) -> Slots:
+        """Round `number` of a buffer with `rows` slots for each place."""
+        num, first = self.counts.shape[0], jnp.cumsum(self.counts) - self.counts
+        here = self.position - first[jnp.minimum(self.places, num - 1)] - number * rows
+        inside = (self.places < num) & (here >= 0) & (here < rows)
+        slot = jnp.where(inside, self.places * rows + here, num * rows)
+        index = number * rows + jnp.arange(rows, dtype=jnp.int32)
+        filled = index < self.counts[:, None]
+        choice = _pick(self.sorted, jnp.where(filled, first[:, None] + index, self.sorted.size))
+        return Slots(choice.reshape(-1), slot)
+
+    def ragged(self, number: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
+        """Round `number` of a buffer with `size` slots, place after place, and the slots of each place `[P]`."""
+        ends = jnp.clip(jnp.cumsum(self.counts) - number * size, 0, size)
+        here = self.position - number * size
+        inside = (self.places < self.counts.shape[0]) & (here >= 0) & (here < size)
+        index = jnp.arange(size, dtype=jnp.int32)
+        start = jnp.where(index < ends[-1], number * size + index, self.sorted.size)
+        slots = Slots(_pick(self.sorted, start), jnp.where(inside, here, size))
+        return slots, jnp.diff(ends, prepend=0)
+
+
+def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Values at these indices; one beyond the end gives the number of values."""
+    return values.at[index].get(mode="fill", fill_value=values.size)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows at these indices; one beyond the end gives zeros."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def take(x: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    """The rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `collect`."""
+    return _rows(x, row)
+
+
+@jax.custom_vjp
+def collect(y: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    """The sums `[n, D]` over the slots `[n, k]` of each row, of y `[S, D]`; added in float32, in y's type."""
+    total = sum(_rows(y, slot[:, j]).astype(jnp.float32) for j in range(slot.shape[1]))
+    return jnp.asarray(total).astype(y.dtype)
+
+
+take.defvjp(
+    lambda x, row, slot: (take(x, row, slot), (row, slot)),
+    lambda index, g: (collect(g, *index), None, None),
+)
+collect.defvjp(
+    lambda y, row, slot: (collect(y, row, slot), (row, slot)),
+    lambda index, g: (take(g, *index), None, None),
+)
+
+
+def _take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
+    """The weight `[S]` of the choice in each slot, of `[n, k]`."""
+    return take(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The experts of this rank, on rows that are here."""
+
+    rows: int
+    """Choices that balanced routing would send here."""
+    bound: float
+    drops: bool
+    ragged: bool
+
+    def run(self, x: jax.Array, ids: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
+        num, (n, k) = params[1].shape[0], ids.shape
+        size = room(n, self.rows / num, self.bound)
+        order = Order.of(ids, num)
+        if self.ragged:
+            size = min(n * k, num * size)
+            needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
+            over = jnp.maximum(jnp.sum(order.counts) - size, 0)
+        else:
+            needed, most = -(-jnp.max(order.counts) // size), -(-n // size)
+            over = jnp.sum(jnp.maximum(order.counts - size, 0))
+        one_round = functools.partial(_ragged_experts if self.ragged else _padded_experts, size)
+        if self.drops:
+            return one_round(jnp.int32(0), order, (x, *params)), over
+        y = in_rounds(one_round, needed, most, order, (x, *params))
+        return y, jnp.zeros_like(over)
+
+
+def _padded_experts(size: int, number: jax.Array, order: Order, floats) -> jax.Array:
+    """One round of at most `size` rows for each expert, by batched products."""
+    x, weights, w_gate, w_up, w_down = floats
+    slots = order.padded(number, size)
+    x_ECD = take(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
+    gate_ECF = checkpoint_name(jnp.einsum("ECD,EDF->ECF", x_ECD, w_gate), "gate")
+    up_ECF = checkpoint_name(jnp.einsum("ECD,EDF->ECF", x_ECD, w_up), "up")
+    h_ECF = _weighed(gate_ECF, up_ECF, _take_weights(weights, slots).reshape(-1, size))
+    y_ECD = jnp.einsum("ECF,EFD->ECD", h_ECF, w_down)
+    return collect(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
+
+
+def _ragged_experts(size: int, number: jax.Array, order: Order, floats) -> jax.Array:
+    """One round of at most `size` rows of all experts together, by the grouped kernel."""
+    x, weights, w_gate, w_up, w_down = floats
+    slots, sizes = order.ragged(number, size)
+    product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
+    x_SD = take(x, slots.token, slots.slot)
+    gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
+    up_SF = checkpoint_name(product(x_SD, w_up), "up")
+    h_SF = _weighed(gate_SF, up_SF, _take_weights(weights, slots))
+    return collect(product(h_SF, w_down), slots.token, slots.slot)
+
+
+def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
+    """Hidden values of gated experts times the weights of their rows, in the type of `gate`."""
+    hidden = (jax.nn.silu(gate) * up).astype(jnp.float32)
+    return (hidden * weight[..., None]).astype(gate.dtype)
+
+
+def _over_sequence(run: Inner, x, ids, params) -> tuple[jax.Array, jax.Array]:
+    """`run` where sp splits F and its ranks have different tokens: all of them for all, and the sums back."""
+    gather = functools.partial(jax.lax.all_gather, axis_name="sp", axis=0, tiled=True)
+    y, dropped = run(gather(x), gather(ids), (gather(params[0]), *params[1:]))
+    y = jax.lax.psum_scatter(y, "sp", scatter_dimension=0, tiled=True)
+    return y, jnp.where(jax.lax.axis_index("sp") == 0, dropped, 0)
+
+
+def _gather_all(run: Inner, axis: str, x, ids, params) -> tuple[jax.Array, jax.Array]:
+    """All tokens of all ranks, of which each keeps those of its experts."""
+    weights, *matrices = params
+    num = matrices[0].shape[0]
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
+    local = gather(ids) - jax.lax.axis_index(axis) * num
+    ids, weights = _own(local, gather(weights), num)
+    y, dropped = run(checkpoint_name(gather(x), "dispatched"), ids, (weights, *matrices))
+    return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True), dropped
+
+
+def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """The choices within `num` experts, at most so many in a row, first; ids of the others become `num`."""
+    ids = jnp.where((ids >= 0) & (ids < num), ids, num)
+    if num >= ids.shape[1]:
+        return ids, weights
+    first = jnp.argsort(ids == num, axis=1, stable=True)[:, :num]
+    return tuple(jnp.take_along_axis(a, first, axis=1) for a in (ids, weights))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tokens to the parts of a group that have their experts, what `inner` does with them there, and back."""
+
+    hop: Hop
+    exchange: Callable[[jax.Array], jax.Array]
+    inner: Inner
+    agreed: tuple[str, ...]
+    """Axes whose ranks take the same number of rounds, because the rounds hold collectives over them."""
+    drops: bool
+
+    def run(self, x: jax.Array, ids: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
+        parts, rows = self.hop.parts, self.hop.rows
+        part = jnp.minimum(ids // self.hop.experts, parts)
+        # A token goes once to a part in which it has several experts.
+        again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
+        order = Order.of(jnp.where(again, parts, part), parts)
+        if self.drops:
+            y, dropped = self._round(jnp.int32(0), (order, ids), (x, *params))
+            left = (order.padded(0, rows).slot == parts * rows) & (order.places < parts)
+            lost = jnp.any(left[:, None, :] & (part[:, :, None] == part[:, None, :]), axis=2)
+            return y, dropped + jnp.sum(lost, dtype=jnp.int32)
+        needed = jax.lax.pmax(-(-jnp.max(order.counts) // rows), self.agreed)
+        most = -(-x.shape[0] // rows)
+
+        def one_round(number, ints, floats):
+            return self._round(number, ints, floats)[0]
+
+        y = in_rounds(one_round, needed, most, (order, ids), (x, *params))
+        return y, jnp.int32(0)
+
+    def _round(self, number, ints, floats) -> tuple[jax.Array, jax.Array]:
+        """One round of at most `rows` rows from each part to each other."""
+        (order, ids), (x, weights, *matrices) = ints, floats
+        parts, rows = self.hop.parts, self.hop.rows
+        slots = order.padded(number, rows)
+        part = jnp.arange(parts * rows, dtype=jnp.int32) // rows
+        theirs = _pick_rows(ids, slots.token, parts * self.hop.experts)
+        theirs = theirs - part[:, None] * self.hop.experts
+        theirs, sent = _own(theirs, take(weights, slots.token, slots.slot), self.hop.experts)
+        received = [self.exchange(a) for a in (take(x, slots.token, slots.slot), theirs, sent)]
+        rows_here = checkpoint_name(received[0], "dispatched")
+        y, dropped = self.inner(rows_here, received[1], (received[2], *matrices))
+        return collect(self.exchange(y), slots.token, slots.slot), dropped
+
+
+def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:
+    """The choices of the token in each slot; those of an empty slot go nowhere."""
+    return ids.at[token].get(mode="fill", fill_value=2 * nowhere)
+
+
+def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floats: Any):
+    """The sum of `one_round(number, ints, floats)` over the first `needed` numbers, of which there are at most `most`.
+
+    The first round is plain; the others, if there are any, run in a loop whose length is known only at run time, and
+    their backward pass is another such loop that computes them again.
+    """
+    first = one_round(jnp.int32(0), ints, floats)
+    return first if most == 1 else first + _later(one_round, needed, ints, floats)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _later(one_round, needed, ints, floats):
+    """The sum over the rounds after the first."""
+
+    def add(state):
+        number, total = state
+        return number + 1, total + one_round(number, ints, floats)
+
+    kind = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
+    total = vary(jnp.zeros(kind.shape, kind.dtype), _all(floats))
+    return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), total))[1]
+
+
+def _later_backward(one_round, saved, g):
+    needed, ints, floats = saved
+
+    def add(state):
+        number, sums = state
+        _, pull_back = jax.vjp(lambda floats: one_round(number, ints, floats), floats)
+        return number + 1, jax.tree.map(jnp.add, sums, pull_back(g)[0])
+
+    zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), floats)
+    sums = jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), zeros))[1]
+    return None, None, sums
+
+
+_later.defvjp(
+    lambda one_round, needed, ints, floats: (
+        _later(one_round, needed, ints, floats),
+        (needed, ints, floats),
+    ),
+    _later_backward,
+)
+
+
+def _all(floats: Any) -> frozenset[str]:
+    """The axes over which some of the arrays differ."""
+    return frozenset().union(*map(varying, jax.tree.leaves(floats)))

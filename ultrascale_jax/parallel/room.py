@@ -1,0 +1,53 @@
+"""How many rows the buffers of expert parallelism hold; standard library only, so that the planner asks here too."""
+
+import math
+from dataclasses import dataclass
+
+from ultrascale_jax.config import Experts, MoEConfig
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One exchange of tokens between the parts of a group."""
+
+    parts: int
+    """Parts that exchange."""
+    experts: int
+    """Experts of one part."""
+    rows: int
+    """Rows that one part sends to another in one round."""
+
+
+def share(experts: Experts, count: int) -> float:
+    """Share of the tokens that balanced routing sends to at least one of `count` neighbouring experts.
+
+    A token's k experts are then any k of those of its groups: the chance that `count` hold none of them is
+    C(n - count, k) / C(n, k).
+    """
+    k, size = experts.per_token, experts.num // experts.groups
+    chosen = size * experts.groups_per_token
+    if count > size:
+        # Several groups: as if there were none.
+        return 1 - math.comb(experts.num - count, k) / math.comb(experts.num, k)
+    missed = math.comb(chosen - count, k) / math.comb(chosen, k)
+    return experts.groups_per_token / experts.groups * (1 - missed)
+
+
+def room(tokens: int, expected: float, bound: float) -> int:
+    """Rows of a buffer for `expected` of at most `tokens` rows: `bound` times as many, a multiple of 8."""
+    return min(tokens, 8 * math.ceil(bound * expected / 8))
+
+
+def hops(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]:
+    """The exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, and with `allgather`."""
+    if ranks == 1 or moe.dispatch == "allgather":
+        return []
+    found, left, sources = [], ranks, 1
+    for parts in (moe.nodes, ranks // moe.nodes) if moe.nodes > 1 else (ranks,):
+        left //= parts
+        count = left * experts.num // ranks
+        held = found[-1].parts * found[-1].rows if found else tokens
+        rows = room(held, sources * tokens * share(experts, count), moe.bound)
+        found.append(Hop(parts, count, rows))
+        sources *= parts
+    return [hop for hop in found if hop.parts > 1]

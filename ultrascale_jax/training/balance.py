@@ -1,0 +1,57 @@
+"""What the routers did in a step: taken out of the gradients, told as metrics, and used to move the experts' biases."""
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.transformer import Transformer
+
+
+def apart(grads: Transformer) -> tuple[Transformer, jax.Array | None]:
+    """The gradients with zeros for `monitor`, and its cotangent `[L, num + 2]` (`models/moe.py`); none without experts."""
+    found = []
+
+    def leaf(grad, dims, on):
+        if "Z" not in dims:
+            return grad
+        found.append(grad)
+        return jnp.zeros_like(grad)
+
+    return map_params(leaf, grads), found[0] if found else None
+
+
+def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Transformer:
+    """Biases of experts that had less than the mean raised by `moe.bias_rate`, those of the others lowered.
+
+    The loss-free balancing of arXiv 2408.15664, on the choices of a whole step.
+    """
+    if routed is None or not cfg.moe.bias_rate:
+        return params
+    loads = routed[:, :-2]
+    missing = jnp.sign(jnp.mean(loads, axis=1, keepdims=True) - loads)
+
+    def leaf(value, dims, on):
+        return value + cfg.moe.bias_rate * missing if dims == "LX" else value
+
+    return map_params(leaf, params)
+
+
+def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
+    """Of a step's choices, over all layers: `moe_load` `[num]`, what each expert had over the mean; `moe_max_load`, the
+    busiest of any layer over its mean; `moe_dropped`, the share not computed; `moe_entropy` in nats, mean of a router's.
+    """
+    if routed is None:
+        return {}
+    experts = cfg.model.experts
+    assert experts is not None
+    loads, dropped, entropy = routed[:, :-2], routed[:, -2], routed[:, -1]
+    total = jnp.maximum(jnp.sum(loads), 1.0)
+    # A pipeline's padding has no choices.
+    mean = jnp.maximum(jnp.mean(loads, axis=1, keepdims=True), 1.0)
+    return {
+        "moe_load": jnp.sum(loads, axis=0) * experts.num / total,
+        "moe_max_load": jnp.max(loads / mean),
+        "moe_dropped": jnp.sum(dropped) / total,
+        "moe_entropy": jnp.sum(entropy) * experts.per_token / total,
+    }
