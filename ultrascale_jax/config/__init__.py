@@ -323,7 +323,7 @@ class MoEConfig:
 
     dispatch: Dispatch = "dropless"
     """All-to-all in as many rounds as it takes, all-to-all that drops what is over `bound`, or gather all tokens."""
-    bound: float = 1.5
+    bound: float = 1.25
     """Rows that a buffer holds, as a multiple of those that balanced routing would send."""
     nodes: int = 1
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""

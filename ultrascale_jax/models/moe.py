@@ -1,8 +1,8 @@
 """Experts in place of the feed-forward layer: a router, the experts that it chooses for each token, shared experts.
 
-The router is computed in float32. What it did is known on each device in the forward pass but wanted once a step, summed
-over micro-batches and devices, as gradients are. So it travels with them: `monitor` is a parameter of zeros that the
-result does not depend on, and its cotangent are the loads of all experts, the choices dropped and the sum of entropies.
+The router is computed in float32. What it did is known on each device in the forward pass but wanted once a step,
+summed over micro-batches and devices, as gradients are. So it travels with them: `monitor` is a parameter of zeros that
+the result does not depend on, and its cotangent is the experts' loads, the choices dropped and the sum of entropies.
 `training/balance.py` takes it out of the gradients.
 """
 
@@ -83,6 +83,7 @@ class MoE(nnx.Module):
     def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, jax.Array]:
         """`[B, R, D]` to `[B, R, D]`, and what each token adds to the objective for the balance `[B, R]` float32."""
         experts = self.cfg.experts
+        assert experts is not None
         router = (self.w_router, self.bias if experts.bias else None, self.monitor)
         matrices = (self.w_gate, self.w_up, self.w_down)
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=_is_param)

@@ -37,6 +37,9 @@ from ultrascale_jax.sharding import einsum, reshard, stored
 NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""
 
+DROPLESS = MoEConfig()
+"""Experts as they come: no token is dropped, nothing is added to the objective."""
+
 
 type FeedForward = Literal["mlp", "moe"]
 
@@ -79,7 +82,7 @@ class Block(nnx.Module):
         window=None,
         context: ContextConfig = NATURAL,
         recompute=False,
-        moe: MoEConfig = MoEConfig(),
+        moe: MoEConfig = DROPLESS,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None, jax.Array | None]:
         """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
@@ -155,7 +158,11 @@ class Transformer(nnx.Module):
             if order := self.order_of(f"blocks.{kind}."):
                 first = cfg.dense_layers if kind == "moe" else 0
                 parts = _stack(
-                    lambda k, make=make: make(cfg, jax.random.split(k)[1]), cfg, k_blocks, order, first
+                    lambda k, make=make: make(cfg, jax.random.split(k)[1]),
+                    cfg,
+                    k_blocks,
+                    order,
+                    first,
                 )
                 setattr(self.blocks, kind, parts)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
@@ -189,7 +196,7 @@ class Transformer(nnx.Module):
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         context: ContextConfig = NATURAL,
         recompute: bool = False,
-        moe: MoEConfig = MoEConfig(),
+        moe: MoEConfig = DROPLESS,
         cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None, jax.Array]:
         """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`.
@@ -255,13 +262,16 @@ class Transformer(nnx.Module):
 
     def _segments(self) -> list[tuple[int | None, FeedForward, int, int]]:
         """Runs of layers that are alike, from the first up to the last number: their window and feed-forward layer."""
-        kinds = [
+        kinds: list[tuple[int | None, FeedForward]] = [
             (self.cfg.window(i), "mlp" if i < self.cfg.dense_layers else "moe")
             for i in range(self.cfg.num_layers)
         ]
         runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
         stops = itertools.accumulate(length for _, length in runs)
-        return [(*kind, stop - n, stop) for (kind, n), stop in zip(runs, stops, strict=True)]
+        return [
+            (window, kind, stop - n, stop)
+            for ((window, kind), n), stop in zip(runs, stops, strict=True)
+        ]
 
     def _layers(self, kind: FeedForward, start: int, stop: int) -> Block:
         """These layers, all with this feed-forward layer."""

@@ -1,26 +1,22 @@
 """Expert parallelism: tokens travel to the ranks of a mesh axis that hold their experts, and back.
 
-    dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold `bound`
-               times what balanced routing sends. Where some rank has more, the ranks take another round: no token is
-               ever dropped, and no buffer is made for the worst case
+    dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold
+               `bound` times what balanced routing sends. Where some rank has more, the ranks take another round: no
+               token is ever dropped, and no buffer is made for the worst case
     capacity   the same in one round; what does not fit is dropped and counted
     allgather  every rank gets all tokens and keeps those of its experts; sums are reduce-scattered (few ranks)
 
-With `nodes=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place there,
-and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+With `nodes=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place
+there, and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
 
-On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for `bound`
-times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing is ever of the size
-tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only added up.
-
-Moving a row is a gather in both directions, forward and backward: each slot of a buffer knows its token and each token
-its slots, so no gradient is scattered.
+On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for
+`bound` times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing is ever of
+the size tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only added up.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +25,14 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import Experts, MoEConfig
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.parallel.room import Hop, hops, room
+from ultrascale_jax.parallel.rows import Order, Slots, collect, in_rounds, take
 from ultrascale_jax.sharding import vary, varying
 
 type Inner = Callable[[jax.Array, jax.Array, Params], tuple[jax.Array, jax.Array]]
-"""`(x [n, D], ids [n, k], (weights [n, k], w_gate, w_up, w_down)) -> (y [n, D], dropped choices)`, ids local or beyond."""
+"""`(x [n, D], ids [n, k], params) -> (y [n, D], dropped choices)`; ids count the experts at hand, others are beyond."""
 
-type Params = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+type Params = tuple[jax.Array, ...]
+"""weights `[n, k]`, w_gate, w_up, w_down."""
 
 
 def expert_layer(
@@ -83,7 +81,7 @@ def expert_layer(
         x, weights, *matrices = floats
         parts.append(inner(x[rows], ids[rows], (weights[rows], *matrices)))
     results, dropped = zip(*parts, strict=True)
-    return results[0] if halves == 1 else jnp.concatenate(results), sum(dropped)
+    return jnp.concatenate(results) if halves > 1 else results[0], jnp.sum(jnp.stack(dropped))
 
 
 def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
@@ -135,97 +133,6 @@ def _inner(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int)
         )  # fmt: skip
         run = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity").run
     return run
-
-
-class Slots(NamedTuple):
-    """Which token fills each slot of a buffer, and in which slot each choice of a token is."""
-
-    choice: jax.Array
-    """`[S]` int32: the choice (token * k + its number) in a slot; n * k where the slot is empty."""
-    slot: jax.Array
-    """`[n, k]` int32: the slot of a choice; S where it is in none."""
-
-    @property
-    def token(self) -> jax.Array:
-        """`[S]` int32: the token in a slot; n where it is empty."""
-        return self.choice // self.slot.shape[1]
-
-
-class Order(NamedTuple):
-    """Choices sorted by where they go, ties by token."""
-
-    places: jax.Array
-    """`[n, k]` int32: where a choice goes; as many as there are places means nowhere."""
-    sorted: jax.Array
-    """`[n * k]` int32: the choices in order."""
-    position: jax.Array
-    """`[n, k]` int32: a choice's position in that order."""
-    counts: jax.Array
-    """`[P]` int32: choices of each place."""
-
-    @classmethod
-    def of(cls, places: jax.Array, num: int) -> "Order":
-        """The order of choices that go to `num` places."""
-        flat = places.reshape(-1)
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        index = jnp.arange(flat.size, dtype=jnp.int32)
-        position = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-        counts = jnp.sum(flat[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
-        return cls(places, order, position.reshape(places.shape), counts)
-
-    def padded(self, number: jax.Array | int, rows: int) -> Slots:
-        """Round `number` of a buffer with `rows` slots for each place."""
-        num, first = self.counts.shape[0], jnp.cumsum(self.counts) - self.counts
-        here = self.position - first[jnp.minimum(self.places, num - 1)] - number * rows
-        inside = (self.places < num) & (here >= 0) & (here < rows)
-        slot = jnp.where(inside, self.places * rows + here, num * rows)
-        index = number * rows + jnp.arange(rows, dtype=jnp.int32)
-        filled = index < self.counts[:, None]
-        choice = _pick(self.sorted, jnp.where(filled, first[:, None] + index, self.sorted.size))
-        return Slots(choice.reshape(-1), slot)
-
-    def ragged(self, number: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
-        """Round `number` of a buffer with `size` slots, place after place, and the slots of each place `[P]`."""
-        ends = jnp.clip(jnp.cumsum(self.counts) - number * size, 0, size)
-        here = self.position - number * size
-        inside = (self.places < self.counts.shape[0]) & (here >= 0) & (here < size)
-        index = jnp.arange(size, dtype=jnp.int32)
-        start = jnp.where(index < ends[-1], number * size + index, self.sorted.size)
-        slots = Slots(_pick(self.sorted, start), jnp.where(inside, here, size))
-        return slots, jnp.diff(ends, prepend=0)
-
-
-def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Values at these indices; one beyond the end gives the number of values."""
-    return values.at[index].get(mode="fill", fill_value=values.size)
-
-
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows at these indices; one beyond the end gives zeros."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def take(x: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
-    """The rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `collect`."""
-    return _rows(x, row)
-
-
-@jax.custom_vjp
-def collect(y: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
-    """The sums `[n, D]` over the slots `[n, k]` of each row, of y `[S, D]`; added in float32, in y's type."""
-    total = sum(_rows(y, slot[:, j]).astype(jnp.float32) for j in range(slot.shape[1]))
-    return jnp.asarray(total).astype(y.dtype)
-
-
-take.defvjp(
-    lambda x, row, slot: (take(x, row, slot), (row, slot)),
-    lambda index, g: (collect(g, *index), None, None),
-)
-collect.defvjp(
-    lambda y, row, slot: (collect(y, row, slot), (row, slot)),
-    lambda index, g: (take(g, *index), None, None),
-)
 
 
 def _take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
@@ -316,7 +223,7 @@ def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.A
     if num >= ids.shape[1]:
         return ids, weights
     first = jnp.argsort(ids == num, axis=1, stable=True)[:, :num]
-    return tuple(jnp.take_along_axis(a, first, axis=1) for a in (ids, weights))
+    return jnp.take_along_axis(ids, first, axis=1), jnp.take_along_axis(weights, first, axis=1)
 
 
 @dataclass(frozen=True)
@@ -368,53 +275,3 @@ class _Exchange:
 def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:
     """The choices of the token in each slot; those of an empty slot go nowhere."""
     return ids.at[token].get(mode="fill", fill_value=2 * nowhere)
-
-
-def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floats: Any):
-    """The sum of `one_round(number, ints, floats)` over the first `needed` numbers, of which there are at most `most`.
-
-    The first round is plain; the others, if there are any, run in a loop whose length is known only at run time, and
-    their backward pass is another such loop that computes them again.
-    """
-    first = one_round(jnp.int32(0), ints, floats)
-    return first if most == 1 else first + _later(one_round, needed, ints, floats)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _later(one_round, needed, ints, floats):
-    """The sum over the rounds after the first."""
-
-    def add(state):
-        number, total = state
-        return number + 1, total + one_round(number, ints, floats)
-
-    kind = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
-    total = vary(jnp.zeros(kind.shape, kind.dtype), _all(floats))
-    return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), total))[1]
-
-
-def _later_backward(one_round, saved, g):
-    needed, ints, floats = saved
-
-    def add(state):
-        number, sums = state
-        _, pull_back = jax.vjp(lambda floats: one_round(number, ints, floats), floats)
-        return number + 1, jax.tree.map(jnp.add, sums, pull_back(g)[0])
-
-    zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), floats)
-    sums = jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), zeros))[1]
-    return None, None, sums
-
-
-_later.defvjp(
-    lambda one_round, needed, ints, floats: (
-        _later(one_round, needed, ints, floats),
-        (needed, ints, floats),
-    ),
-    _later_backward,
-)
-
-
-def _all(floats: Any) -> frozenset[str]:
-    """The axes over which some of the arrays differ."""
-    return frozenset().union(*map(varying, jax.tree.leaves(floats)))

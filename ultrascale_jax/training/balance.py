@@ -9,7 +9,7 @@ from ultrascale_jax.models.transformer import Transformer
 
 
 def apart(grads: Transformer) -> tuple[Transformer, jax.Array | None]:
-    """The gradients with zeros for `monitor`, and its cotangent `[L, num + 2]` (`models/moe.py`); none without experts."""
+    """Gradients with zeros for `monitor`, and its cotangent `[L, num + 2]` (`models/moe.py`), none without experts."""
     found = []
 
     def leaf(grad, dims, on):
@@ -39,7 +39,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
 
 def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
     """Of a step's choices, over all layers: `moe_load` `[num]`, what each expert had over the mean; `moe_max_load`, the
-    busiest of any layer over its mean; `moe_dropped`, the share not computed; `moe_entropy` in nats, mean of a router's.
+    busiest of any layer over its mean; `moe_dropped`, the share not computed; `moe_entropy`, a router's mean in nats.
     """
     if routed is None:
         return {}

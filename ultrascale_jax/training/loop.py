@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
-from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
+from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token, peak_tflops
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
 from ultrascale_jax.training.state import TrainState, abstract_state, init_state
@@ -57,7 +57,7 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
     forced = cfg.model.attention == "cudnn"
     fix = f"needs a GPU, and this is a {platform}; use auto or xla"
     require(platform == "gpu" or not forced, "model.attention", cfg.model.attention, fix)
-    run_dir, parallel = Path(cfg.log.run_dir), [*_describe_pipeline(cfg), *_describe_context(cfg)]
+    run_dir, parallel = Path(cfg.log.run_dir), parallelism(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         loader = make_loader(cfg)
@@ -174,6 +174,7 @@ class _Run:
         values = jax.device_get(metrics)
         row = {name: float(values[name]) for name in ("loss", "grad_norm", "lr")}
         row |= {"tokens": int(values["tokens"]), **self.rate.step(), "hbm_gb": peak_memory_gb()}
+        row |= {name: v.tolist() for name, v in values.items() if name.startswith("moe_")}
         skipped = bool(values["skipped"])
         self.log.step(
             {"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest}
@@ -302,42 +303,6 @@ def _start(
         step,
         [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
     )
-
-
-def _describe_pipeline(cfg: Config) -> list[str]:
-    """A line on the schedule and its bubbles, where there is a pipeline; a table that cannot be run is refused."""
-    if cfg.mesh.pp == 1:
-        return []
-    table = schedules.of_config(cfg)
-    bubbles = {
-        "in lock step": table.bubble(),
-        "with true dependencies": table.bubble(runtime="dependencies"),
-    }
-    if cfg.pp.divergent:
-        bubbles = {"as it runs": table.bubble(runtime="divergent"), **bubbles}
-    if table.formula is not None:
-        bubbles = {"by formula": table.formula, **bubbles}
-    stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
-    known = ", ".join(f"{bubble:.1%} {how}" for how, bubble in bubbles.items())
-    count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
-    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
-    if table.microbatches < table.ranks:
-        notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
-    if cfg.pp.divergent:
-        notes.append("pp.divergent is experimental: no GPU has run it")
-    return notes
-
-
-def _describe_context(cfg: Config) -> list[str]:
-    """A line on the strategy and each device's part of a sequence, where sequences are split."""
-    ranks = cfg.mesh.cp
-    if ranks == 1:
-        return []
-    places, together = cfg.cp.ranks(ranks)
-    strategy = cfg.cp.strategy if places > 1 else "ulysses"
-    shared = f" (a ring of {places} x ulysses {together})" if places > 1 and together > 1 else ""
-    tokens = cfg.data.seq_len // ranks
-    return [f"context parallelism: {strategy} over cp={ranks}{shared}, {tokens} tokens a GPU"]
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -172,6 +172,10 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     ]
     if row.get("mfu") is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
+    if row.get("moe_max_load"):
+        parts.append(f"busiest expert {row['moe_max_load']:.2f}x")
+    if row.get("moe_dropped"):
+        parts.append(f"dropped {row['moe_dropped']:.2%}")
     if row.get("hbm_gb"):
         parts.append(f"{row['hbm_gb']:.1f} GB")
     if row["skipped"]:

@@ -1,0 +1,70 @@
+"""What a run says about its parallelism before it begins."""
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.parallel import room, schedules
+
+
+def parallelism(cfg: Config) -> list[str]:
+    """A line for the pipeline, for context parallelism and for experts, where a run has them.
+
+    Raises `UserError` for a schedule that cannot be run.
+    """
+    return [*_pipeline(cfg), *_context(cfg), *_experts(cfg)]
+
+
+def _pipeline(cfg: Config) -> list[str]:
+    """A line on the schedule and its bubbles, where there is a pipeline; a table that cannot be run is refused."""
+    if cfg.mesh.pp == 1:
+        return []
+    table = schedules.of_config(cfg)
+    bubbles = {
+        "in lock step": table.bubble(),
+        "with true dependencies": table.bubble(runtime="dependencies"),
+    }
+    if cfg.pp.divergent:
+        bubbles = {"as it runs": table.bubble(runtime="divergent"), **bubbles}
+    if table.formula is not None:
+        bubbles = {"by formula": table.formula, **bubbles}
+    stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
+    known = ", ".join(f"{bubble:.1%} {how}" for how, bubble in bubbles.items())
+    count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
+    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
+    if table.microbatches < table.ranks:
+        notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
+    if cfg.pp.divergent:
+        notes.append("pp.divergent is experimental: no GPU has run it")
+    return notes
+
+
+def _context(cfg: Config) -> list[str]:
+    """A line on the strategy and each device's part of a sequence, where sequences are split."""
+    ranks = cfg.mesh.cp
+    if ranks == 1:
+        return []
+    places, together = cfg.cp.ranks(ranks)
+    strategy = cfg.cp.strategy if places > 1 else "ulysses"
+    shared = f" (a ring of {places} x ulysses {together})" if places > 1 and together > 1 else ""
+    tokens = cfg.data.seq_len // ranks
+    return [f"context parallelism: {strategy} over cp={ranks}{shared}, {tokens} tokens a GPU"]
+
+
+def _experts(cfg: Config) -> list[str]:
+    """How tokens travel, and how far from balance they may be before a second round, or before some are dropped."""
+    experts, mesh, moe = cfg.model.experts, cfg.mesh, cfg.moe
+    if experts is None:
+        return []
+    here, k = experts.num // mesh.ep, experts.per_token
+    own = f"{k} of {experts.num} for each token" + f", {experts.shared} shared" * (
+        experts.shared > 0
+    )
+    if mesh.ep == 1:
+        return [f"experts: {own}, all on each GPU"]
+    tokens = cfg.data.seq_len // (mesh.cp * mesh.sp) * cfg.train.global_batch
+    tokens //= mesh.batch * cfg.train.microbatches
+    way = f"{moe.dispatch} over ep={mesh.ep}" + f" in {moe.nodes} parts" * (moe.nodes > 1)
+    rows = ", then ".join(
+        f"{hop.rows:,} rows to each of {hop.parts}"
+        for hop in room.hops(moe, experts, mesh.ep, tokens)
+    )
+    sends = f"; a round sends at most {rows}" if rows else ""
+    return [f"experts: {own}, {here} on a GPU; {way}{sends}"]
