@@ -5,8 +5,8 @@
           of CPU time is the figure to compare, since it says little about what else the machine is doing.
     gpu   the recipe llama32_1b at sequence 4096 and 8192 in bfloat16 on one GPU, beside PyTorch. One at a time, since
           each wants the whole memory. First one figure for each, with the least recomputation that fits; then
-          attention alone, over a mesh axis of size 1 and in zigzag's blocks, beside cuDNN directly; then, in the time
-          that is left, the other ways of recomputing.
+          attention alone, over a mesh axis of size 1 and in zigzag's blocks, beside cuDNN directly; the products of
+          experts, beside `lax.ragged_dot`; then, in the time that is left, the other ways of recomputing.
 
 Every contestant is a process of its own. A part that cannot run here is reported as skipped, with its reason.
 """
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,14 +32,16 @@ import tyro
 from rich.console import Console
 
 from scripts import command_line
-from scripts.bench_peers.attention import PROGRAMS, flops
+from scripts.bench_peers import attention, grouped_gemm
 from scripts.bench_peers.contestant import Unavailable
 from scripts.bench_peers.report import Report, figures, spread
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
+from scripts.bench_peers.turns import Program
 from ultrascale_jax.config import Config, require
 
-OURS, BARE, TORCH, ATTENTION = (
-    f"scripts.bench_peers.{name}" for name in ("ours", "bare_jax", "torch_llama", "attention")
+OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM = (
+    f"scripts.bench_peers.{name}"
+    for name in ("ours", "bare_jax", "torch_llama", "attention", "grouped_gemm")
 )
 
 TINY_MODEL = {
@@ -61,6 +63,20 @@ ATTENTION_TOKENS = (8192, 16384, 32768)
 
 ALLOWANCE = 1.02
 """What ring attention over one rank may take of cuDNN's time."""
+
+GROUPED_GEMMS = {
+    "Qwen3-30B-A3B, 16 of 128 experts": (65536, 16, 2048, 768),
+    "Mixtral 8x7B, 1 of 8 experts": (16384, 1, 4096, 14336),
+    "Mixtral 8x7B, 2 of 8 experts": (16384, 2, 4096, 14336),
+    "Mixtral 8x7B, 8 experts": (16384, 8, 4096, 14336),
+}
+"""Rows, experts and their two widths: what a GPU has of 8,192 tokens a GPU, each sent to 8 or 2 experts."""
+
+GROUPED_GEMM_CALLS = 8
+"""Calls of a step: the kernel takes half a millisecond for the smallest."""
+
+GROUPED_GEMM_GOALS = {"forward": 400, "weight gradient": 450}
+"""TFLOP/s that the kernel is to reach on an H100."""
 
 FIRST_STEP = "scripts.train, to its first step"
 
@@ -149,6 +165,8 @@ class Bench:
         ]
         for n in (64, 128) if self.options.tiny else ATTENTION_TOKENS:
             self._attention(attention_part(n, tiny=self.options.tiny))
+        for name in list(GROUPED_GEMMS)[: 1 if self.options.tiny else None]:
+            self._grouped_gemm(grouped_gemm_part(name, tiny=self.options.tiny))
         for part in (part for n in seq_lens for part in ours[n] if part not in tried):
             self._measure(part)
         for n in () if self.options.tiny else seq_lens:
@@ -180,31 +198,49 @@ class Bench:
         return row
 
     def _attention(self, part: Part) -> None:
-        """Time attention's programs, which take turns: a row for their process, one for each of them, the goals."""
-        row, turn = self._row(part), len(PROGRAMS)
+        """Time attention's programs, and compare those over one rank with cuDNN."""
+        rows = self._in_turns(part, attention.PROGRAMS, attention.flops)
+        for work in () if self.options.tiny or not rows else ("forward", "forward and backward"):
+            slowest = max(row["relative"] for program, row in rows.items() if program.work == work)
+            text = (
+                f"{part.workload}: {work}: time over one rank relative to cuDNN, below {ALLOWANCE}"
+            )
+            self.report.goal(text, slowest, slowest < ALLOWANCE)
+
+    def _grouped_gemm(self, part: Part) -> None:
+        """Time the products of experts, and compare the kernel's speed with what is wanted."""
+        programs = grouped_gemm.programs(part.spec)
+        rows = self._in_turns(part, programs, grouped_gemm.flops)
+        for program, row in rows.items():
+            least = GROUPED_GEMM_GOALS.get(program.work)
+            if program.contestant == grouped_gemm.KERNEL and least is not None:
+                text = f"{part.workload}: {program.work}: TFLOP/s of the kernel, at least {least}"
+                self.report.goal(text, row["tflops_per_device"], row["tflops_per_device"] >= least)
+
+    def _in_turns[P: Program](
+        self, part: Part, programs: Sequence[P], flops: Callable[[P, dict], int]
+    ) -> dict[P, dict]:
+        """Time programs that take turns in one process: a row for the process, and one for each, which are returned."""
+        row, turn, rows = self._row(part), len(programs), {}
         with self._recorded(row), self._start(part) as process:
             facts = process.ready()
             process.run(turn)
             answer = process.run(turn * self.options.steps)
             row |= {"peak_gb": answer["peak_bytes"] / 1e9, **facts, "status": "measured"}
-            first, ratios = {}, {}
-            for i, program in enumerate(PROGRAMS):
+            first = {}
+            for i, program in enumerate(programs):
                 step_s = answer["step_s"][i::turn]
                 # Of neighbours in time: the clock of a GPU moves by more than what is looked for.
                 pairs = zip(step_s, first.setdefault(program.work, step_s), strict=True)
-                relative = statistics.median(ours / theirs for ours, theirs in pairs)
-                ratios.setdefault(program.work, []).append(relative)
                 values = spread([seconds / part.spec["calls"] for seconds in step_s])
-                self.report.add(
+                rows[program] = self.report.add(
                     f"{part.workload}: {program.work}",
                     program.contestant,
                     **values,
                     tflops_per_device=flops(program, part.spec) / values["step_s"]["median"] / 1e12,
-                    relative=relative,
+                    relative=statistics.median(ours / theirs for ours, theirs in pairs),
                 )
-            for work in () if self.options.tiny else ("forward", "forward and backward"):
-                text = f"{part.workload}: {work}: time over one rank relative to cuDNN, below {ALLOWANCE}"
-                self.report.goal(text, max(ratios[work]), max(ratios[work]) < ALLOWANCE)
+        return rows
 
     def _row(self, part: Part) -> dict:
         self.console.print(f"{part.workload}: {part.contestant}", markup=False)
@@ -372,6 +408,20 @@ def attention_part(seq_len: int, *, tiny: bool) -> Part:
             "implementation": implementation,
             "needs_gpu": not tiny,
         },
+        environ={**_one_gpu(), **_ENVIRON},
+    )
+
+
+def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
+    """Products of the experts of `GROUPED_GEMMS[name]`: all programs of `bench_peers/grouped_gemm.py`."""
+    sizes = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
+    spec = dict(zip(("rows", "experts", "d_model", "d_ff"), sizes, strict=True))
+    return Part(
+        workload=f"{'tiny ' if tiny else ''}experts, {name}",
+        contestant="all of its programs",
+        module=GROUPED_GEMM,
+        cfg=Config(),
+        spec={**spec, "calls": 1 if tiny else GROUPED_GEMM_CALLS, "needs_gpu": not tiny},
         environ={**_one_gpu(), **_ENVIRON},
     )
 

@@ -231,3 +231,19 @@ def einsum(
     if summed or to:
         return reshard(f"{out}->{to or out}", y, summed=summed)
     return checkpoint_name(y, PRODUCT)
+
+
+@jax.custom_vjp
+def together(tree):
+    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
+
+    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
+    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
+    the feed-forward layer's activations also live on through the backward pass of attention.
+    """
+    return tree
+
+
+together.defvjp(
+    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)

@@ -1,26 +1,16 @@
 """Attention alone, over a mesh axis of size 1 and in the blocks that a zigzag ring has, beside cuDNN directly.
 
 The arrays are one layer's, made once. One process has all the programs of a sequence length, since two that differ by a
-hundredth have to meet the same clock: step i is that of `PROGRAMS[i % len(PROGRAMS)]`, and makes `spec["calls"]` calls.
+hundredth have to meet the same clock (`turns.py`).
 """
 
 import functools
-import itertools
-import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from scripts.bench_peers.contestant import (
-    Contestant,
-    Unavailable,
-    moment,
-    pipelined,
-    resident_bytes,
-    serve,
-)
+from scripts.bench_peers.contestant import Contestant, serve
+from scripts.bench_peers.turns import difference, require_gpu, take_turns
 
 
 @dataclass(frozen=True)
@@ -158,62 +148,14 @@ def arrays(spec: dict) -> dict[Program, tuple]:
 def make(spec: dict) -> Contestant:
     import jax
 
-    from ultrascale_jax import distributed
-
-    distributed.set_environment(os.environ)
-    if spec["needs_gpu"] and jax.default_backend() != "gpu":
-        raise Unavailable(f"JAX sees no GPU, only {jax.default_backend()}")
+    require_gpu(spec)
     jax.set_mesh(one_rank())
-    given, begun = arrays(spec), time.perf_counter()
-    lowered = [
-        jax.jit(function).lower(*given[program])
-        for program, function in functions(spec["implementation"]).items()
-    ]
-    with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
-    compile_s = time.perf_counter() - begun
-    outputs = {
-        program: run(*given[program]) for program, run in zip(PROGRAMS, compiled, strict=True)
-    }
 
-    results = {p.contestant: x for p, x in outputs.items() if p.work == "forward and backward"}
-    far = {name: f"{float(_distance(results[name], results[DIRECT])):.1e}" for name in RING}
-    del outputs, results
+    def notes(outputs: dict[Program, tuple]) -> dict[str, str]:
+        results = {p.contestant: x for p, x in outputs.items() if p.work == "forward and backward"}
+        return {f"{name} differs by": difference(results[name], results[DIRECT]) for name in RING}
 
-    turns = itertools.cycle(zip(PROGRAMS, compiled, strict=True))
-
-    def step() -> object:
-        done, (program, run) = None, next(turns)
-        for _ in range(spec["calls"]):
-            done = run(*given[program])
-        return done
-
-    def peak_bytes() -> int:
-        statistics = jax.local_devices()[0].memory_stats() or {}
-        return statistics.get("peak_bytes_in_use") or resident_bytes()
-
-    return Contestant(
-        run=lambda n: pipelined(step, jax.block_until_ready, n),
-        peak_bytes=peak_bytes,
-        compile_s=compile_s,
-        first_step=moment(),
-        device=jax.devices()[0].device_kind,
-        libraries=("jax", "jaxlib"),
-        notes={f"{name} differs by": share for name, share in far.items()},
-    )
-
-
-def _distance(ours: tuple, theirs: tuple):
-    """Largest difference of any result from theirs, as a share of that result's largest value."""
-    import jax
-    import jax.numpy as jnp
-
-    @jax.jit
-    def largest(x, y):
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        return jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
-
-    return max(largest(x, y) for x, y in zip(ours, theirs, strict=True))
+    return take_turns(functions(spec["implementation"]), arrays(spec), spec["calls"], notes)
 
 
 if __name__ == "__main__":

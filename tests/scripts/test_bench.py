@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from scripts import bench
-from scripts.bench_peers import attention, bare_jax
+from scripts.bench_peers import attention, bare_jax, grouped_gemm
 from scripts.bench_peers.contestant import pipelined
 from scripts.bench_peers.report import Report, figures
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
@@ -101,7 +101,11 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
     ours = {f"ultrascale_jax, remat {remat}" for remat in bench.REMAT}
     assert names == {"PyTorch", *ours, "all of its programs"}
 
-    for part in (bench.gpu_part(4096, "none", tiny=False), bench.attention_part(8192, tiny=False)):
+    for part in (
+        bench.gpu_part(4096, "none", tiny=False),
+        bench.attention_part(8192, tiny=False),
+        bench.grouped_gemm_part("Mixtral 8x7B, 8 experts", tiny=False),
+    ):
         deadline = time.monotonic() + 60
         with Process(part.module, part.spec, environ=ENVIRON, deadline=deadline) as process:
             with pytest.raises(bench.Unavailable, match="JAX sees no GPU, only cpu"):
@@ -170,6 +174,37 @@ def test_attention_is_timed_with_the_heads_of_llama_3_8b():
         assert spec | heads | {"implementation": "cudnn", "needs_gpu": True} == spec
     ring = attention.PROGRAMS[1]
     assert len({spec["calls"] * attention.flops(ring, spec) for spec in specs}) == 1
+
+
+def test_the_products_of_experts_take_turns_and_each_has_a_row(tmp_path):
+    options = bench.Options(suite="gpu", tiny=True, steps=2)
+    report = Report(tmp_path / "gpu.json", "gpu", [])
+    name, *_ = bench.GROUPED_GEMMS
+    part = bench.grouped_gemm_part(name, tiny=True)
+    bench.Bench(options, report)._grouped_gemm(part)
+    whole, *rows = report.rows
+    assert {row["status"] for row in report.rows} == {"measured"}, whole
+    # Both do the same: gradients too, in bfloat16.
+    assert len(whole["notes"]) == 3
+    assert all(float(share) < 0.02 for share in whole["notes"].values())
+    assert [(row["workload"].rpartition(": ")[2], row["contestant"]) for row in rows] == [
+        (program.work, program.contestant) for program in grouped_gemm.programs(part.spec)
+    ]
+    for row in rows:
+        operations = 2 * 512 * 64 * 32
+        assert row["tflops_per_device"] == pytest.approx(
+            operations / row["step_s"]["median"] / 1e12
+        )
+    assert report.goals == []
+
+
+def test_the_kernel_takes_the_experts_that_are_timed_on_a_gpu_and_has_goals():
+    for name in bench.GROUPED_GEMMS:
+        spec = bench.grouped_gemm_part(name, tiny=False).spec
+        assert spec["rows"] % 8 == spec["d_model"] % 128 == spec["d_ff"] % 128 == 0
+        contestants = {program.contestant for program in grouped_gemm.programs(spec)}
+        assert contestants == {grouped_gemm.KERNEL, grouped_gemm.PADDED, grouped_gemm.RAGGED}
+    assert set(bench.GROUPED_GEMM_GOALS) < set(grouped_gemm.WORKS)
 
 
 @pytest.mark.slow

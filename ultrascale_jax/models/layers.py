@@ -152,22 +152,6 @@ def row_major(weight: jax.Array) -> jax.Array:
     )
 
 
-@jax.custom_vjp
-def together(tree):
-    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
-
-    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
-    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
-    the feed-forward layer's activations also live on through the backward pass of attention.
-    """
-    return tree
-
-
-together.defvjp(
-    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
-)
-
-
 def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
     """The residual stream whole over sp, for matmuls with weights whose `dim` is split: an all-gather (Megatron's g).
 

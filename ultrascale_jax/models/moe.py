@@ -32,12 +32,12 @@ def route(
       of all experts (scores over their sum), which balancing losses use.
     """
     scores = jax.nn.softmax(logits) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
-    wanted = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    wanted = jax.lax.stop_gradient(scores if bias is None else scores + bias[None])
     if experts.groups > 1:
         grouped = wanted.reshape(-1, experts.groups, experts.num // experts.groups)
         best = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(2)
         chosen = jax.lax.top_k(best, experts.groups_per_token)[1]
-        open_ = jnp.any(chosen[:, :, None] == jnp.arange(experts.groups), axis=1)
+        open_ = jnp.any(chosen[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
         wanted = jnp.where(open_[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
     ids = jax.lax.top_k(wanted, experts.per_token)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, ids, axis=1)
@@ -112,7 +112,9 @@ def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
     y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts)
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
-    chosen_BRX = jnp.sum(ids[:, :, None] == jnp.arange(experts.num), axis=1, dtype=jnp.float32)
+    chosen_BRX = jnp.sum(
+        ids[:, :, None] == jnp.arange(experts.num)[None, None], axis=1, dtype=jnp.float32
+    )
     chosen_BRX = chosen_BRX.reshape(B, R, -1)
     aux_BR = jnp.zeros((B, R), jnp.float32)
     if moe.aux_loss:

@@ -26,13 +26,12 @@ from ultrascale_jax.models.layers import (
     param,
     rms_norm,
     scatter_sequence,
-    together,
 )
 from ultrascale_jax.models.loss import cross_entropy
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.sharding import einsum, reshard, stored
+from ultrascale_jax.sharding import einsum, reshard, stored, together
 
 NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""

@@ -155,7 +155,7 @@ class _Local:
         size = room(n, self.rows / num, self.bound)
         order = Order.of(ids, num)
         if self.ragged:
-            size = min(n * k, num * size)
+            size = 8 * -(-min(n * k, num * size) // 8)
             needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
             over = jnp.maximum(jnp.sum(order.counts) - size, 0)
         else:

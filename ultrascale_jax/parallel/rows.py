@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.sharding import vary, varying
+from ultrascale_jax.sharding import together, vary, varying
 
 
 class Slots(NamedTuple):
@@ -48,7 +48,7 @@ class Order(NamedTuple):
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         index = jnp.arange(flat.size, dtype=jnp.int32)
         position = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-        counts = jnp.sum(flat[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
+        counts = jnp.sum(flat[:, None] == jnp.arange(num)[None], axis=0, dtype=jnp.int32)
         return cls(places, order, position.reshape(places.shape), counts)
 
     def padded(self, number: jax.Array | int, rows: int) -> Slots:
@@ -58,8 +58,9 @@ class Order(NamedTuple):
         inside = (self.places < num) & (here >= 0) & (here < rows)
         slot = jnp.where(inside, self.places * rows + here, num * rows)
         index = number * rows + jnp.arange(rows, dtype=jnp.int32)
-        filled = index < self.counts[:, None]
-        choice = _pick(self.sorted, jnp.where(filled, first[:, None] + index, self.sorted.size))
+        filled = index[None] < self.counts[:, None]
+        start = jnp.where(filled, first[:, None] + index[None], self.sorted.size)
+        choice = _pick(self.sorted, start)
         return Slots(choice.reshape(-1), slot)
 
     def ragged(self, number: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
@@ -113,7 +114,11 @@ def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floa
     their backward pass is another such loop that computes them again.
     """
     first = one_round(jnp.int32(0), ints, floats)
-    return first if most == 1 else first + _later(one_round, needed, ints, floats)
+    if most == 1:
+        return first
+    # Backward, the loop waits for the first round's gradients: their parts would live on beside it.
+    first, floats = together((first, floats))
+    return first + _later(one_round, needed, ints, floats)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,300 @@
+"""Grouped matrix products on Hopper GPUs: every expert's rows times its own matrix, in one kernel.
+
+One program runs on each SM and takes every n-th tile of the result. Two warpgroups multiply, each for half of the tile,
+and a third one loads ahead by TMA:
+
+    forward, input gradient    y[rows of e] = x[rows of e] w[e]       a tile is 128 rows of one expert, 256 columns
+    weight gradient            dw[e] = x[rows of e]^T dy[rows of e]   a tile is 256 x 128 of one expert's matrix
+
+Groups need not be aligned. TMA starts at multiples of 8 rows (the swizzle's pattern), so a tile starts up to 7 rows
+before its expert's. Of a forward tile only the expert's own rows are stored, by copies of 128, 64, ... 1 rows; in a
+weight gradient foreign rows of x are cleared in shared memory, in the first and the last step of a group alone. The
+rows after the last group are one more group, without products, whose tiles are zeros.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ALIGNED = 8
+"""Rows at whose multiples a copy from global memory starts."""
+
+ROWS = 128
+"""Rows of a forward tile."""
+
+DEPTH = 64
+"""Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
+
+STAGES = 4
+"""Steps that are loaded ahead; with the buffers of the results they fill shared memory (224 of 227 KiB)."""
+
+WARPGROUPS = 2
+"""Those that multiply."""
+
+STRIP = 16
+"""Rows of tiles whose columns follow each other, so that the tiles under way share operands in the L2 cache."""
+
+MULTIPLE = 128
+"""Both dims of a matrix are multiples of it."""
+
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+ROW_BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+"""The same order in memory where there are 64 columns, but any row may be the first of a copy."""
+
+
+def products(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *,
+    transposed: bool = False,
+    programs: int | None = None,
+) -> jax.Array:
+    """Each row times the matrix of its expert.
+
+    Args:
+      x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
+      w: `[E, D, F]` bfloat16, F a multiple of 128; `[E, F, D]` if transposed.
+      sizes: `[E]` int32, rows of each expert.
+      transposed: multiply by the transposes of `w`, which are not made.
+      programs: programs that run at once; none is one on each SM.
+
+    Returns:
+      `[R, F]` bfloat16; zeros in the rows that belong to no expert, whatever they hold in x.
+    """
+    (R, D), E, F = x.shape, w.shape[0], w.shape[1 if transposed else 2]
+    half = _half(F)
+    width = WARPGROUPS * half
+    plan, count = _row_tiles(sizes, R)
+
+    def specs(start, column):
+        rows = (pl.Element(ROWS), DEPTH), lambda k: (start, k)
+        matrix = (DEPTH, width), lambda k: (k, column)
+        if transposed:
+            matrix = (width, DEPTH), lambda k: (column, k)
+        return [plgpu.BlockSpec(*spec, transforms=SWIZZLED) for spec in (rows, matrix)]
+
+    def multiply(_, x_s, w_s, acc):
+        own = pl.ds(lax.axis_index("wg") * half, half)
+        plgpu.wgmma(acc, x_s, w_s.at[own].transpose((1, 0)) if transposed else w_s.at[:, own])
+        plgpu.wgmma_wait(0)
+        return acc
+
+    def body(plan_g, count_g, x_g, w_g, y_g):
+        @functools.partial(
+            pl.run_scoped,
+            buffers=_pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[0]),
+            out_s=plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW),
+            collective_axes="wg",
+        )
+        def _(buffers, out_s):
+            tiles = count_g[0], F // width
+
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
+            def _(loop):
+                tile, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
+                expert, start, first, rows = (plan_g[i, tile] for i in range(4))
+                start = pl.multiple_of(start, ALIGNED)
+
+                def store(out_s, part):
+                    offset = column * width + lax.axis_index("wg") * half + part
+                    _store_rows(out_s, y_g, start, first, rows, pl.ds(offset, 64))
+
+                steps = jnp.where(expert < E, D // DEPTH, 0)
+                epilogue = _epilogue((ROWS, half), out_s, store)
+                _pipeline(multiply, steps, specs(start, column), epilogue)(
+                    x_g, w_g.at[jnp.minimum(expert, E - 1)], allocations=buffers
+                )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out = jax.ShapeDtypeStruct((R, F), x.dtype)
+    return _call(body, "grouped_matmul", out, programs, plan, count, x, w)
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, programs: int | None = None
+) -> jax.Array:
+    """For each expert the transpose of its rows of `x` times its rows of `dy`.
+
+    Args:
+      x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
+      dy: `[R, F]` bfloat16, finite in all rows; F is a multiple of 128.
+      sizes: `[E]` int32, rows of each expert.
+      programs: programs that run at once; none is one on each SM.
+
+    Returns:
+      `[E, D, F]` bfloat16; zeros for an expert without rows.
+    """
+    D, F, E = x.shape[1], dy.shape[1], sizes.shape[0]
+    half, width = _half(D), MULTIPLE
+    height = WARPGROUPS * half
+    plan = _groups(sizes)
+
+    def specs(start, row, column):
+        blocks = (height, row), (width, column)
+        return [
+            plgpu.BlockSpec(
+                (pl.Element(DEPTH), size),
+                lambda k, at=at: (start + k * DEPTH, at),
+                transforms=SWIZZLED,
+            )
+            for size, at in blocks
+        ]
+
+    def multiply(first, length, index, x_s, dy_s, acc):
+        own_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
+        start = index[0] * DEPTH
+        foreign = (start < first) | (start + DEPTH > length)
+        pl.when(foreign)(lambda: _clear_foreign_rows(own_s, first - start, length - start))
+        plgpu.wgmma(acc, own_s.transpose((1, 0)), dy_s)
+        plgpu.wgmma_wait(0)
+        return acc
+
+    def body(plan_g, x_g, dy_g, dw_g):
+        @functools.partial(
+            pl.run_scoped,
+            buffers=_pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g),
+            out_s=plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED),
+            collective_axes="wg",
+        )
+        def _(buffers, out_s):
+            tiles = D // height, F // width
+
+            @plgpu.nd_loop((E, tiles[0] * tiles[1]), collective_axes="program")
+            def _(loop):
+                expert, tile = loop.index
+                row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
+                start, first, length = (plan_g[i, expert] for i in range(3))
+                start = pl.multiple_of(start, ALIGNED)
+
+                def store(out_s, part):
+                    rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
+                    columns = pl.ds(column * width + part, 64)
+                    plgpu.copy_smem_to_gmem(out_s, dw_g.at[expert, rows, columns])
+
+                _pipeline(
+                    functools.partial(multiply, first, length),
+                    lax.div(length + DEPTH - 1, DEPTH),
+                    specs(start, row, column),
+                    _epilogue((half, width), out_s, store),
+                )(x_g, dy_g, allocations=buffers)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out = jax.ShapeDtypeStruct((E, D, F), x.dtype)
+    return _call(body, "grouped_matmul_weight_gradient", out, programs, plan, x, dy)
+
+
+def _clear_foreign_rows(block_s, first, end) -> None:
+    """Write zeros into the rows before `first` and from `end` on."""
+    row = plgpu.broadcasted_iota(jnp.int32, block_s.shape, 0, layout=plgpu.Layout.WGMMA)
+    block = block_s[...]
+    block_s[...] = jnp.where((first <= row) & (row < end), block, jnp.zeros_like(block))
+    plgpu.commit_smem()
+
+
+def _half(size: int) -> int:
+    """What one warpgroup has of a tile along a dim of this size."""
+    return 128 if size % (WARPGROUPS * 128) == 0 else 64
+
+
+def _row_tiles(sizes: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles of the rows, a column each: expert (E: none), start, own rows from which and how many; their number.
+
+    A group of n tiles ends in the n-th after its start, so all its tiles but the last are followed by a later start:
+    there are at most as many tiles as R has without groups, and one more for each further group.
+    """
+    ends = jnp.append(jnp.cumsum(sizes), R)
+    starts = jnp.append(0, ends[:-1])
+    aligned = starts // ALIGNED * ALIGNED
+    tiles = jnp.where(ends > starts, -((aligned - ends) // ROWS), 0)
+    last = jnp.cumsum(tiles)
+    tile = jnp.arange(-(-R // ROWS) + sizes.shape[0])
+    expert = jnp.sum(tile[:, None] >= last[None, :-1], axis=1)
+    start = aligned[expert] + (tile - (last - tiles)[expert]) * ROWS
+    first = jnp.maximum(starts[expert] - start, 0)
+    rows = jnp.minimum(ends[expert] - start, ROWS) - first
+    return jnp.stack([expert, start, first, rows]).astype(jnp.int32), last[-1:].astype(jnp.int32)
+
+
+def _groups(sizes: jax.Array) -> jax.Array:
+    """Every group as a column of start, number of its first own row, rows up to its end."""
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    aligned = starts // ALIGNED * ALIGNED
+    lengths = jnp.where(sizes > 0, ends - aligned, 0)
+    return jnp.stack([aligned, starts - aligned, lengths]).astype(jnp.int32)
+
+
+def _pipeline(multiply: Callable, steps: Any, specs: list, epilogue: Callable | None = None) -> Any:
+    """`multiply` over the steps of one tile, with loads ahead of it; the accumulator is made and used by `epilogue`."""
+    return plgpu.emit_pipeline_warp_specialized(
+        multiply,
+        grid=(steps,),
+        memory_registers=40,
+        in_specs=specs,
+        wg_axis="wg",
+        num_compute_wgs=WARPGROUPS,
+        max_concurrent_steps=STAGES,
+        compute_context=epilogue,
+    )
+
+
+def _epilogue(shape: tuple[int, int], out_s: Any, store: Callable) -> Callable:
+    """Make the accumulator, run the pipeline, and pass the result to `store(buffer, first of its 64 columns)`."""
+
+    def run_and_store(run):
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC(shape, jnp.float32))
+        def _(acc):
+            run(acc)
+            done, own_s = acc[...].astype(out_s.dtype), out_s.at[lax.axis_index("wg")]
+            for part in range(0, shape[1], 64):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                own_s[...] = done[:, part : part + 64]
+                plgpu.commit_smem()
+                store(own_s, part)
+
+    return run_and_store
+
+
+def _store_rows(out_s, y_g, start, first, rows, columns) -> None:
+    """Copy `rows` rows from `first` on; TMA wants their number to be known, so by powers of two."""
+    size = ROWS
+    while size:
+
+        def copy(first=first, size=size):
+            target = y_g.at[pl.ds(start + first, size), columns]
+            plgpu.copy_smem_to_gmem(out_s.at[pl.ds(first, size)], target, commit_group=False)
+
+        pl.when(rows & size != 0)(copy)
+        first += rows & size
+        size //= 2
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _call(body: Callable, name: str, out: Any, programs: int | None, *operands: jax.Array):
+    """The kernel's result, typed as varying over the mesh axes over which an operand does."""
+    result = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(programs or _cores(),),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        kernel_name=name,
+    )(*operands)
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
+    return lax.pcast(result, tuple(sorted(axes)), to="varying") if axes else result
+
+
+def _cores() -> int:
+    """SMs of the GPU that is compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].core_count if device is None else device.num_cores
