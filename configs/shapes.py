@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ultrascale_jax.config import ModelConfig, RopeScaling
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
 
 LLAMA31_ROPE = RopeScaling(
     kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
@@ -99,4 +99,57 @@ QWEN3_32B = ModelConfig(
     norm_eps=1e-6,
     qk_norm="head",
     rope_theta=1_000_000.0,
+)
+
+MIXTRAL_8X7B = ModelConfig(
+    vocab_size=32000,
+    d_model=4096,
+    d_ff=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    experts=Experts(num=8, per_token=2),
+)
+
+QWEN3_30B_A3B = ModelConfig(
+    vocab_size=151936,
+    d_model=2048,
+    d_ff=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    norm_eps=1e-6,
+    qk_norm="head",
+    rope_theta=1_000_000.0,
+    experts=Experts(num=128, per_token=8, d_ff=768),
+)
+
+# Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.
+DEEPSEEK_V3 = ModelConfig(
+    vocab_size=129280,
+    d_model=7168,
+    d_ff=18432,
+    num_layers=61,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    norm_eps=1e-6,
+    rope_theta=10_000.0,
+    experts=Experts(
+        num=256,
+        per_token=8,
+        d_ff=2048,
+        shared=1,
+        dense_layers=3,
+        scores="sigmoid",
+        scale=2.5,
+        groups=8,
+        groups_per_token=4,
+        bias=True,
+    ),
+    latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, v_dim=128),
 )

@@ -6,6 +6,7 @@ line replaces single fields of it. Nothing here imports JAX before it is asked f
 """
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -24,6 +25,8 @@ import configs
 from ultrascale_jax.config import (
     AXES,
     Config,
+    Experts,
+    LatentAttention,
     MeshConfig,
     RopeScaling,
     UserError,
@@ -77,10 +80,7 @@ def parse[O: Options](
         if (mesh := _mesh_argument(arguments)) is not None:
             sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
             default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
-        scaling = any(re.match(r"--model\.rope.scaling\.", word) for word in arguments)
-        if scaling and default.model.rope_scaling is None:
-            model = dataclasses.replace(default.model, rope_scaling=RopeScaling())
-            default = dataclasses.replace(default, model=model)
+        default = _with_named_parts(default, arguments)
         form: Any = _Command
         command = read(
             form[options],
@@ -96,6 +96,21 @@ def parse[O: Options](
             print(describe(cfg.check(chosen.devices) if chosen.devices else cfg))
             raise SystemExit(0)
     return cfg, chosen
+
+
+PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
+"""What a model can have or not; naming a field of it on the command line turns it on."""
+
+
+def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
+    """`cfg` with the parts of the model of which `arguments` name a field and which it has not."""
+    model = copy.copy(cfg.model)
+    for name, part in PARTS.items():
+        words = re.compile(rf"--model\.{name.replace('_', '.')}\.")
+        if getattr(model, name) is None and any(map(words.match, arguments)):
+            # Unchecked, as a part may need other fields that `arguments` set: what tyro makes of all is checked.
+            object.__setattr__(model, name, part())
+    return dataclasses.replace(cfg, model=model)
 
 
 def use_fake_devices(num_devices: int) -> None:

@@ -166,13 +166,17 @@ def with_model(cfg: Config, hf_dir: str | Path) -> Config:
 def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
     """The command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
 
-    `recipe` is what `arguments` make. A rope scaling can be changed or added on the command line, but not
+    `recipe` is what `arguments` make. A part of the model can be changed or added on the command line, but not
     removed; then the command is followed by a remark that says which recipe is needed.
     """
     flags = command_line.changes("model", recipe.model, cfg.model)
     flags += command_line.changes("data", recipe.data, cfg.data)
-    other = cfg.model.rope_scaling is None and recipe.model.rope_scaling is not None
-    remark = "  # with a recipe whose model.rope_scaling is None" if other else ""
+    lost = [
+        f"model.{part} is None"
+        for part in command_line.PARTS
+        if getattr(cfg.model, part) is None and getattr(recipe.model, part) is not None
+    ]
+    remark = f"  # with a recipe whose {' and '.join(lost)}" if lost else ""
     command = ["python", "-m", "scripts.train", *arguments, *flags]
     return shlex.join(command) + remark
 

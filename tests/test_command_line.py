@@ -11,7 +11,13 @@ import pytest
 from configs.debug import config as debug
 from configs.demo import config as demo
 from scripts import command_line, train
-from ultrascale_jax.config import MeshConfig, PipelineConfig, RopeScaling
+from ultrascale_jax.config import (
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    PipelineConfig,
+    RopeScaling,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,6 +88,19 @@ def test_a_rope_scaling_can_be_added_to_a_recipe_that_has_none(words):
     ]
 
 
+def test_experts_and_latent_attention_can_be_added_by_naming_a_field():
+    words = ["--model.experts.per-token", "3", "--model.experts.no-normalize"]
+    cfg, _ = parse("debug", *words)
+    experts = Experts(per_token=3, normalize=False)
+    assert cfg.model == dataclasses.replace(debug.model, experts=experts)
+    latent = LatentAttention(kv_rank=16, rope_dim=4, v_dim=8)
+    model = dataclasses.replace(
+        debug.model, experts=experts, latent=latent, num_kv_heads=8, head_dim=12
+    )
+    words = command_line.changes("model", debug.model, model)
+    assert parse("debug", *words)[0] == dataclasses.replace(debug, model=model)
+
+
 @pytest.mark.parametrize(
     ("words", "mesh"),
     [
@@ -134,6 +153,13 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
         (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
         (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
         (["--pp.group", "4"], "error: pp.group=4: only interleaved and zb_uniform have groups"),
+        (["--model.experts.num", "0"], "error: model.experts.num=0: must be at least 1\n"),
+        (["--model.latent.kv-rank", "8"], "error: model.head_dim=32: must be more than model.lat"),
+        (["--moe.bound", "0.9"], "error: moe.bound=0.9: must be at least 1\n"),
+        (
+            ["moe_debug", "--print-config", "--devices", "6", "--mesh", "ep=3,dp=2"],
+            "error: mesh.ep=3: must divide model.experts.num=8\n",
+        ),
         (
             ["--print-config", "--devices", "16", "--mesh", "pp=16"],
             "error: model.num_layers=4: 16 stages (mesh.pp times pp.virtual) want a layer each",

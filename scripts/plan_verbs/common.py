@@ -11,7 +11,6 @@ import tyro
 
 from scripts import command_line
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.plan.candidates import require_experts
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.workload import GIB, Run, Shape
 
@@ -64,27 +63,6 @@ class Assumptions(Options):
     """fp8 matrix products in the blocks."""
     plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
-    experts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Routed experts of a layer; 0 is a dense model."""
-    experts_per_token: Annotated[int, tyro.conf.arg(metavar="N")] = 2
-    """Routed experts that a token visits."""
-    shared_experts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Experts that every token visits."""
-    expert_d_ff: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Width of one expert; 0 is model.d_ff."""
-    dense_layers: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """First layers without experts."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("experts", "shared_experts", "expert_d_ff", "dense_layers"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        visited, most = self.experts_per_token, self.experts or 2
-        fix = f"must be from 1 to {most}" if self.experts else "means nothing without --experts"
-        require(1 <= visited <= most, "experts_per_token", visited, fix)
-        for name in ("shared_experts", "expert_d_ff", "dense_layers"):
-            value, fix = getattr(self, name), "means nothing without --experts"
-            require(self.experts > 0 or value == 0, name, value, fix)
 
 
 def parse[O: Options](
@@ -121,22 +99,9 @@ def parse[O: Options](
 
 def planned(cfg: Config, options: Assumptions) -> Run:
     """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
-    fix = f"must be less than model.num_layers={cfg.model.num_layers}"
-    less = options.dense_layers < cfg.model.num_layers
-    require(less, "dense_layers", options.dense_layers, fix)
-    shape = Shape.of(
-        cfg.model,
-        gated=not options.plain_mlp,
-        num_experts=options.experts,
-        experts_per_token=options.experts_per_token,
-        shared_experts=options.shared_experts,
-        expert_d_ff=options.expert_d_ff,
-        dense_layers=options.dense_layers,
-    )
+    shape = Shape.of(cfg.model, gated=not options.plain_mlp)
     changes = {"precision": "fp8"} if options.fp8 else {}
-    run = Run.of(cfg, options.gpus, shape, **changes)
-    require_experts(run)
-    return run
+    return Run.of(cfg, options.gpus, shape, **changes)
 
 
 def size(count: float) -> str:

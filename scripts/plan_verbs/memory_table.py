@@ -6,6 +6,7 @@ CSV, and prints the formulas' errors. Rows that the file has already are kept; C
 
 import argparse
 import csv
+import dataclasses
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ from ultrascale_jax.config import (
     ContextConfig,
     DataConfig,
     MeshConfig,
+    MoEConfig,
     PipelineConfig,
     TrainConfig,
     parse_mesh,
@@ -141,7 +143,16 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
     if "strategy" in row:
         strategy: Any = row["strategy"]
         cp = ContextConfig(strategy=strategy, ulysses=int(row["ulysses"]))
-    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp, cp=cp)
+    moe = MoEConfig()
+    if "dispatch" in row:
+        way: Any = row["dispatch"]
+        overlap = row["overlap"] == "on"
+        moe = MoEConfig(dispatch=way, nodes=int(row["nodes"]), overlap=overlap)
+    if row.get("layers", "all") != "all":
+        dense, others = map(int, row["layers"].split("+"))
+        experts = dataclasses.replace(model.experts, dense_layers=dense)
+        model = dataclasses.replace(model, num_layers=dense + others, experts=experts)
+    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp, cp=cp, moe=moe)
     return cfg, math.prod(mesh.sizes.values())
 
 

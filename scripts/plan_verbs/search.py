@@ -20,7 +20,7 @@ from scripts import command_line
 from scripts.plan_verbs import common
 from scripts.plan_verbs.common import GIB
 from scripts.plan_verbs.words import recipe_of, words
-from ultrascale_jax.config import Config, MeshConfig, require
+from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
 from ultrascale_jax.plan.candidates import configured, parse_choices, told_to
 from ultrascale_jax.plan.search import Candidate, Compiled, Evaluate, NotCompiled, Search
 from ultrascale_jax.plan.workload import Shape
@@ -87,7 +87,7 @@ def _require_free(cfg: Config, recipe: Config) -> None:
 
 def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
     """The model and the type of compute, as the assumptions have them."""
-    alone = told_to(cfg, mesh=MeshConfig(), microbatches=1)
+    alone = told_to(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
     run = common.planned(alone, dataclasses.replace(options, gpus=1))
     return run.shape, run.precision
 

@@ -1,5 +1,6 @@
 """One compilation of each run for all tests and all workers: a run is a mesh and what the test varies."""
 
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -14,8 +15,10 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Experts,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     PipelineConfig,
     TrainConfig,
 )
@@ -51,7 +54,8 @@ def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comp
 
 @pytest.fixture(scope="session")
 def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
-    """`compiled(num_devices, mesh, pp, cp, seq_len, **train)`: a small run, checked, and its step on H100s."""
+    """`compiled(num_devices, mesh, pp, cp, seq_len, experts, moe, **train)`: a small run, checked, and its step on
+    H100s."""
 
     def compile_run(
         num_devices: int,
@@ -59,13 +63,16 @@ def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
         pp: dict | None = None,
         cp: dict | None = None,
         seq_len: int = 512,
+        experts: Experts | None = None,
+        moe: dict | None = None,
         **train,
     ) -> tuple[Config, CompiledStep]:
         cfg = Config(
-            model=MODEL,
+            model=dataclasses.replace(MODEL, experts=experts),
             mesh=MeshConfig(**mesh),
             pp=PipelineConfig(**pp or {}),
             cp=ContextConfig(**cp or {}),
+            moe=MoEConfig(**moe or {}),
             data=DataConfig(seq_len=seq_len, document_mask=False),
             train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
         )

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ultrascale_jax.config import MeshConfig, ModelConfig, UserError
+from ultrascale_jax.config import Experts, LatentAttention, MeshConfig, ModelConfig, UserError
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
@@ -27,6 +27,12 @@ MODELS = {
         sliding_window=3,
         first_window_layer=2,
     ),
+    "deepseek": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=4,
+        experts=Experts(num=4, per_token=2, d_ff=8, shared=1, dense_layers=2),
+        latent=LatentAttention(q_rank=8, kv_rank=8, rope_dim=4, v_dim=6),
+    ),
 }
 
 
@@ -39,7 +45,7 @@ def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> 
     """Eight tokens after each of four prompts, always the most likely."""
     mesh = MeshConfig(**({"fsdp": 1} | sizes))
     num_devices = int(np.prod(list(mesh.sizes.values())))
-    order = layer_order(mesh.pp, virtual, placement, LAYERS)
+    order = layer_order(mesh.pp, virtual, placement, LAYERS) if mesh.pp > 1 else None
     prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
     with jax.set_mesh(make_mesh(mesh, jax.devices()[:num_devices])):
         key = jax.random.key(0)
@@ -52,6 +58,7 @@ def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> 
     [
         ("llama", {"pp": 4, "fsdp": 2}, 1, "loop"),
         ("windows_in_upper_layers", {"pp": 2, "dp": 2, "tp": 2}, 2, "loop"),
+        ("deepseek", {"pp": 2, "ep": 2, "tp": 2}, 1, "loop"),
         pytest.param("llama", {"pp": 2, "tp": 4}, 2, "v", marks=pytest.mark.slow),
     ],
 )

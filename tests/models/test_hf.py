@@ -1,6 +1,8 @@
 """Checkpoints go into any sharding and back without a change, and no more of them is read than needed."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +23,7 @@ from ultrascale_jax.training.state import abstract_state
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
 MESHES = ["dp=1", "fsdp=8", "fsdp=2,sp=2,tp=2", "dp=4,tp=2"]
+WITH_EXPERTS = ["deepseek_v3", "mixtral", "qwen3_moe"]
 
 
 def abstract(model, mesh="dp=1"):
@@ -56,24 +59,65 @@ def in_hugging_face_layout(model, cfg):
     first = "post_attention_layernorm" if post else "input_layernorm"
     second = "post_feedforward_layernorm" if post else "post_attention_layernorm"
     for layer in range(cfg.num_layers):
-        at, blocks = f"model.layers.{layer}", model.blocks
-        at_rest = model.layer_order.index(layer)
-        row = lambda parameter, at_rest=at_rest: array(parameter)[at_rest]  # noqa: E731
-        tensors[f"{at}.{first}.weight"] = row(blocks.attn_norm)
-        tensors[f"{at}.{second}.weight"] = row(blocks.mlp_norm)
-        for name in ("gate", "up", "down"):
-            tensors[f"{at}.mlp.{name}_proj.weight"] = row(getattr(blocks.mlp, f"w_{name}")).T
-        for name in ("q", "k", "v"):
-            weight = row(getattr(blocks.attn, f"w_{name}")).reshape(cfg.d_model, -1).T
-            tensors[f"{at}.self_attn.{name}_proj.weight"] = weight
-            if cfg.qkv_bias:
-                bias = row(getattr(blocks.attn, f"b_{name}")).reshape(-1)
-                tensors[f"{at}.self_attn.{name}_proj.bias"] = bias
-            if cfg.qk_norm != "none" and name != "v":
-                scale = row(getattr(blocks.attn, f"{name}_norm")).reshape(-1)
-                tensors[f"{at}.self_attn.{name}_norm.weight"] = scale
-        weight = row(blocks.attn.w_o).reshape(-1, cfg.d_model).T
-        tensors[f"{at}.self_attn.o_proj.weight"] = weight
+        at = f"model.layers.{layer}"
+
+        def row(path, layer=layer):
+            parameter = functools.reduce(getattr, path.split("."), model.blocks)
+            number = layer - cfg.dense_layers if path.startswith("moe.") else layer
+            return array(parameter)[model.order_of(f"blocks.{path}").index(number)]
+
+        tensors[f"{at}.{first}.weight"] = row("attn_norm")
+        tensors[f"{at}.{second}.weight"] = row("mlp_norm")
+        attention = grouped_attention if cfg.latent is None else latent_attention
+        dense = layer < cfg.dense_layers
+        feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
+        for name, value in (attention(row, cfg) | feed_forward).items():
+            tensors[f"{at}.{name}"] = value
+    return tensors
+
+
+def grouped_attention(row, cfg):
+    tensors = {"self_attn.o_proj.weight": row("attn.w_o").reshape(-1, cfg.d_model).T}
+    for name in ("q", "k", "v"):
+        weight = row(f"attn.w_{name}").reshape(cfg.d_model, -1).T
+        tensors[f"self_attn.{name}_proj.weight"] = weight
+        if cfg.qkv_bias:
+            tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
+        if cfg.qk_norm != "none" and name != "v":
+            tensors[f"self_attn.{name}_norm.weight"] = row(f"attn.{name}_norm").reshape(-1)
+    return tensors
+
+
+def latent_attention(row, cfg):
+    latent = cfg.latent
+    tensors = {
+        "q_a_proj": row("attn.w_q_a").T,
+        "q_a_layernorm": row("attn.q_a_norm"),
+        "q_b_proj": row("attn.w_q_b").reshape(latent.q_rank, -1).T,
+        "kv_a_proj_with_mqa": row("attn.w_kv_a").T,
+        "kv_a_layernorm": row("attn.kv_a_norm"),
+        "kv_b_proj": row("attn.w_kv_b").reshape(latent.kv_rank, -1).T,
+        "o_proj": row("attn.w_o").reshape(-1, cfg.d_model).T,
+    }
+    return {f"self_attn.{name}.weight": value for name, value in tensors.items()}
+
+
+def gated(ours, row, theirs, names=("gate_proj", "up_proj", "down_proj"), expert=()):
+    parts = zip(("gate", "up", "down"), names, strict=True)
+    return {f"{theirs}{name}.weight": row(f"{ours}w_{part}")[expert].T for part, name in parts}
+
+
+def experts(row, cfg):
+    qwen_or_deepseek = cfg.qk_norm == "head" or cfg.latent is not None
+    at = "mlp" if qwen_or_deepseek else "block_sparse_moe"
+    tensors = {f"{at}.gate.weight": row("moe.w_router").T}
+    for expert in range(cfg.experts.num):
+        names = ("gate_proj", "up_proj", "down_proj") if qwen_or_deepseek else ("w1", "w3", "w2")
+        tensors |= gated("moe.", row, f"{at}.experts.{expert}.", names, expert)
+    if cfg.experts.bias:
+        tensors["mlp.gate.e_score_correction_bias"] = row("moe.bias")
+    if cfg.experts.shared:
+        tensors |= gated("moe.shared.", row, "mlp.shared_experts.")
     return tensors
 
 
@@ -89,14 +133,21 @@ def copy(name, to):
     return to / name, load_file(FIXTURES / name / "model.safetensors")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        *itertools.product(FAMILIES, MESHES),
+        *((family, "ep=4,fsdp=2") for family in WITH_EXPERTS),
+    ],
+)
 def test_every_number_of_a_checkpoint_lands_where_it_belongs(family, mesh):
     folder = FIXTURES / family
     cfg = read_config(folder)
     model, shapes = load(folder, mesh), abstract(cfg, mesh)
     jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
     assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
+    if cfg.experts is not None:
+        assert not np.any(model.blocks.moe.monitor[...])
 
 
 class CountingFile:
@@ -220,8 +271,13 @@ def test_a_tied_head_may_be_there_only_if_it_is_the_embedding(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=2,sp=2,tp=2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        *itertools.product(FAMILIES, ["dp=1", "fsdp=2,sp=2,tp=2"]),
+        *((family, "ep=4,fsdp=2") for family in WITH_EXPERTS),
+    ],
+)
 def test_what_is_written_is_what_was_read(tmp_path, family, mesh):
     folder, out = FIXTURES / family, tmp_path / "out"
     cfg = read_config(folder)
@@ -233,12 +289,16 @@ def test_what_is_written_is_what_was_read(tmp_path, family, mesh):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path):
-    folder = FIXTURES / "qwen2"
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [("qwen2", {"fsdp": 2, "tp": 2}), ("deepseek_v3", {"ep": 2, "tp": 2})],
+)
+def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axes):
+    folder = FIXTURES / family
     cfg = read_config(folder)
     pipeline = Config(
         model=cfg,
-        mesh=MeshConfig(pp=2, fsdp=2, tp=2),
+        mesh=MeshConfig(**{"pp": 2, "fsdp": 1} | axes),
         pp=PipelineConfig(schedule="interleaved"),
         train=TrainConfig(microbatches=2),
     )
@@ -250,6 +310,55 @@ def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path):
     assert not any(np.asarray(leaf)[3].any() for leaf in jax.tree.leaves(model.blocks))
     hf.save(model, cfg, tmp_path / "out", dtype="float32")
     assert_same_tensors(stored(tmp_path / "out"), stored(folder))
+
+
+def test_a_bias_of_experts_stays_float32_and_comes_back_bit_for_bit(tmp_path):
+    folder, out = FIXTURES / "deepseek_v3", tmp_path / "out"
+    hf.save(load(folder), read_config(folder), out, dtype="bfloat16")
+    before, after = (load_file(at / "model.safetensors") for at in (folder, out))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(after[name], before[name])
+    kept = {name for name, value in after.items() if value.dtype == np.float32}
+    assert kept == {name, name.replace("layers.1", "layers.2")}
+
+
+def test_deepseeks_layer_for_the_token_after_the_next_is_ignored(tmp_path):
+    folder, tensors = copy("deepseek_v3", tmp_path)
+    more = np.ones((32, 64), np.float32)
+    save_file(tensors | {"model.layers.3.eh_proj.weight": more}, folder / "model.safetensors")
+    model, original = load(folder), stored(FIXTURES / "deepseek_v3")
+    assert_same_tensors(in_hugging_face_layout(model, read_config(folder)), original)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": more}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.4\.eh_proj.*not part of this model"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.layers.2.mlp.experts.7.up_proj.weight": None}, r"layers\.2.*experts\.7.*missing"),
+        ({"model.layers.1.mlp.experts.8.up_proj.weight": (16, 32)}, r"experts\.8.*not part"),
+        ({"model.layers.0.mlp.experts.0.up_proj.weight": (16, 32)}, r"layers\.0.*not part"),
+        ({"model.layers.1.mlp.gate.weight": (7, 32)}, r"gate\.weight\.shape=\(7, 32\).*\(8, 32\)"),
+        (
+            {"model.layers.1.self_attn.kv_b_proj.weight": (16, 112)},
+            r"kv_b_proj.*\(16, 112\).*\(112, 16\)",
+        ),
+        (
+            {"model.layers.1.mlp.shared_experts.down_proj.weight": (32, 16)},
+            r"shared_experts.*\(32, 16\).*\(32, 32\)",
+        ),
+    ],
+)
+def test_tensors_of_experts_and_latents_that_do_not_fit_are_refused_by_name(tmp_path, change, said):
+    folder, tensors = copy("deepseek_v3", tmp_path)
+    for name, shape in change.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = np.zeros(shape, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load(folder)
 
 
 def test_shards_stay_under_their_size_and_the_index_names_every_tensor(tmp_path):

@@ -1,12 +1,15 @@
 """Logits, loss, gradients and four AdamW steps equal what `transformers` computed, on one device and on a mesh.
 
 `expected.npz` beside each checkpoint was written by transformers 5.23 with torch 2.13 on a CPU, in
-float32 with eager attention. `llama3` and `qwen3` are the reference checkpoints; the others are as
+float32 with eager attention. `llama3`, `qwen3` and `mixtral` are the reference checkpoints; the others are as
 small as their family allows: a window shorter than the sequence (mistral, qwen2 on its last layer),
 biases (qwen2), post-norms (olmo2), tied bfloat16 shards with one kv head (smollm2), no grouped heads
-and a config as old as Llama 2 (llama2).
+and a config as old as Llama 2 (llama2), a dense first layer (qwen3_moe), and all that DeepSeek-V3 has:
+latent attention with a stretch, groups, biases and shared experts.
 """
 
+import collections
+import re
 from pathlib import Path
 
 import jax
@@ -19,6 +22,7 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     MeshConfig,
+    MoEConfig,
     OptimConfig,
     TrainConfig,
     parse_mesh,
@@ -33,9 +37,10 @@ from ultrascale_jax.training.step import loss_and_gradients, make_train_step
 
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
-REFERENCES = ["llama3", "qwen3"]
+REFERENCES = ["llama3", "qwen3", "mixtral"]
 # A tensor group of four is larger than the two kv heads (one in smollm2): they are replicated.
 MESHES = ["dp=1", "fsdp=2,sp=2,tp=2"]
+FUSED = {"(gate_proj|up_proj|w1|w3)": "gate_up_proj", "(down_proj|w2)": "down_proj"}
 
 
 def run(family, mesh):
@@ -54,6 +59,7 @@ def run(family, mesh):
             lr=1e-3, schedule="constant", betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1
         ),
         train=TrainConfig(global_batch=len(tokens), precision="fp32"),
+        moe=MoEConfig(bias_rate=0.0),
     ).check(num_devices)
     mesh = make_mesh(cfg.mesh, jax.devices()[:num_devices])
     params = hf.load(folder, abstract_state(cfg, mesh).params)
@@ -67,14 +73,23 @@ def run(family, mesh):
 
 
 def norms_by_name(grads, model):
-    """L2 norm of each gradient, by the name of its tensor in the checkpoint."""
-    norms = {}
+    """L2 norm of each gradient, by the name of the parameter in `transformers`.
+
+    There a layer's experts are one parameter, and gate and up as well; the router's bias has no gradient.
+    """
+    squares = collections.defaultdict(float)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        if name in ("blocks.moe.monitor", "blocks.moe.bias"):
+            continue
         tensor, values = hf.tensors(model)[name], np.asarray(leaf, np.float64)
-        for layer, value in enumerate(values if tensor.stacked else [values]):
-            norms[tensor.name.format(layer)] = np.linalg.norm(value)
-    return norms
+        layers, values = (tensor.layers, values) if tensor.stacked else ([0], [values])
+        for layer, value in zip(layers, values, strict=True):
+            full = tensor.name.format(layer, "E").replace("block_sparse_moe", "mlp")
+            for pattern, whole in FUSED.items():
+                full = re.sub(rf"experts\.E\.{pattern}\.weight", f"experts.{whole}", full)
+            squares[full] += np.sum(np.square(value))
+    return {name: square**0.5 for name, square in squares.items()}
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -29,14 +29,14 @@ from ultrascale_jax.models import hf
 from ultrascale_jax.training.state import abstract_state
 
 taken = []
-read_layer = hf._read_layer
+read_layer = hf._read_one
 
 def counting(*arguments):
     value = read_layer(*arguments)
     taken.append(value.nbytes)
     return value
 
-hf._read_layer = counting
+hf._read_one = counting
 model = hf.read_config(source)
 cfg = Config(model=model, mesh=MeshConfig(fsdp=2, tp=4)).check(jax.device_count())
 params = hf.load(source, abstract_state(cfg, make_mesh(cfg.mesh)).params)

@@ -9,6 +9,8 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Experts,
+    LatentAttention,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -23,6 +25,21 @@ BASE = Config(
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(steps=4, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )
+MIXTRAL = {
+    "d_model": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "experts": Experts(num=8, per_token=2, d_ff=24),
+}
+DEEPSEEK = MIXTRAL | {
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "latent": LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8),
+    "experts": Experts(
+        num=8, per_token=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", scale=2.5,
+        groups=4, groups_per_token=2, bias=True,
+    ),
+}  # fmt: skip
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
     "llama": {},
@@ -44,11 +61,22 @@ FAMILIES = {
             "first_window_layer": 1,
         }
     },
+    "mixtral": {
+        "model": MIXTRAL,
+        "moe": {"aux_loss": 0.1, "aux_over": "sequence", "z_loss": 0.01},
+    },
+    # Balanced over a micro-batch, so there is only one.
+    "mixtral_batch": {
+        "model": MIXTRAL,
+        "moe": {"aux_loss": 0.1},
+        "train": {"microbatches": 1},
+    },
+    "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
 }
 DP_CP_SP = {"dp": 2, "cp": 2, "sp": 2}
 FSDP_CP_SP = {"fsdp": 2, "cp": 2, "sp": 2}
 RING, ALLGATHER, ULYSSES = ({"strategy": name} for name in ("ring", "allgather", "ulysses"))
-# name: (mesh, fields of train, family, section cp)
+# name: (mesh, fields of train, family, section cp, fields of moe)
 TABLE = {
     "dp8": ({"dp": 8}, {}, "llama"),
     "fsdp8_zero0": ({"fsdp": 8}, {"zero": 0}, "llama"),
@@ -81,22 +109,39 @@ TABLE = {
         {"cp": 4, "sp": 2}, {"remat": "selective"}, "qwen3_window", {"ulysses": 2},
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
+    # Experts.
+    "ep2": ({"ep": 2}, {}, "mixtral"),
+    "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"bound": 1.0}),
+    "ep2_sp2_fsdp2_overlap": (
+        {"ep": 2, "sp": 2, "fsdp": 2}, {"remat": "selective"}, "mixtral", {}, {"overlap": True},
+    ),
+    "ep2_cp2_zero1": ({"ep": 2, "cp": 2}, {"zero": 1, "remat": "full"}, "mixtral_batch"),
+    "ep4_nodes2_tp2": (
+        {"ep": 4, "tp": 2}, {"remat": "save:dispatched,gate,up"}, "mixtral", {}, {"nodes": 2},
+    ),
+    "ep2_sp2_tp2_allgather_zero0": (
+        {"ep": 2, "sp": 2, "tp": 2}, {"zero": 0}, "mixtral", {}, {"dispatch": "allgather"},
+    ),
+    "ep2_cp2_sp2_deepseek": ({"ep": 2, "cp": 2, "sp": 2}, {"remat": "full"}, "deepseek_v3"),
+    "ep2_fsdp2_tp2_deepseek_zero2": (
+        {"ep": 2, "fsdp": 2, "tp": 2}, {"zero": 2, "remat": "dots"}, "deepseek_v3", {}, {"bound": 1.0},
+    ),
 }  # fmt: skip
 
 # What `make test-fast` runs of it: every axis, gathering once a step and layer by layer.
 FAST = {"fsdp2_sp2_tp2_qwen3", "dp2_cp2_sp2_zero1"}
 
 
-def configure(mesh, train, family, cp=None) -> Config:
+def configure(mesh, train, family, cp=None, moe=None) -> Config:
+    given = {"train": {}, "moe": {}} | FAMILIES[family]
+    given |= {"train": given["train"] | train, "moe": given["moe"] | (moe or {})}
     sections = {
-        name: dataclasses.replace(getattr(BASE, name), **fields)
-        for name, fields in FAMILIES[family].items()
+        name: dataclasses.replace(getattr(BASE, name), **fields) for name, fields in given.items()
     }
     cfg = dataclasses.replace(
         BASE,
         mesh=MeshConfig(**{"fsdp": 1, **mesh}),
         cp=ContextConfig(**cp or {}),
-        train=dataclasses.replace(BASE.train, **train),
         **sections,
     )
     return cfg.check(math.prod(mesh.values()))

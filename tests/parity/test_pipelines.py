@@ -9,8 +9,10 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Experts,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     PipelineConfig,
     TrainConfig,
@@ -27,6 +29,13 @@ BASE = Config(
 LLAMA: dict = {}
 OLMO2 = {"qk_norm": "full", "norm_placement": "post", "qkv_bias": True, "tied_embeddings": True}
 QWEN3 = {"qk_norm": "head", "sliding_window": 7}
+MIXTRAL = {"num_layers": 4, "experts": Experts(num=4, per_token=2, d_ff=8)}
+MIXED = {  # one layer without experts, and padding
+    "num_layers": 3,
+    "experts": Experts(
+        num=4, per_token=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", bias=True
+    ),
+}
 UNEVEN = {"num_layers": 7}
 
 FSDP_SP = {"pp": 2, "fsdp": 2, "sp": 2}
@@ -63,6 +72,11 @@ TABLE = {
     "zb_uniform_cp4_ring": (
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},
     ),
+    "1f1b_ep_fsdp_mixed": ({"pp": 2, "ep": 2, "fsdp": 2}, {}, {"zero": 3, "microbatches": 4}, MIXED),
+    "1f1b_ep_cp_mixed_input": (
+        {"pp": 2, "ep": 2, "cp": 2}, {"stash": "input"}, {"zero": 2, "remat": "full"}, MIXED,
+    ),
+    "zb_h1_ep_sp_experts": ({"pp": 2, "ep": 2, "sp": 2}, {"schedule": "zb_h1"}, {}, MIXTRAL),
     "1f1b_cp4_ulysses": ({"pp": 2, "cp": 4}, {}, {"remat": "full"}, LLAMA, {"strategy": "ulysses"}),
 }  # fmt: skip
 
@@ -77,6 +91,7 @@ def configure(mesh, pp, train, model, cp=None) -> Config:
         mesh=MeshConfig(**{"fsdp": 1, **mesh}),
         pp=PipelineConfig(**pp),
         cp=ContextConfig(**cp or {}),
+        moe=MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01),
         train=dataclasses.replace(BASE.train, **train),
     )
     return cfg.check(math.prod(mesh.values()))

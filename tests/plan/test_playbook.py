@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.config import Experts, MeshConfig, UserError
 from ultrascale_jax.plan import playbook
 from ultrascale_jax.plan.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
@@ -294,7 +294,7 @@ def test_cheat_sheet_agrees_with_the_ratios_of_a3():
 
 
 def test_cheat_sheet_agrees_with_the_ratio_of_experts():
-    shape = Shape.of(SQUARE, num_experts=64, experts_per_token=2, expert_d_ff=2048)
+    shape = Shape.of(SQUARE, experts=Experts(num=64, per_token=2, d_ff=2048))
     row = sheet(shape, axes={"ep": 8})["EP"]
     balance = find_gpu("h100").peak_flops("bf16") / 450e9
     assert row.ratio == pytest.approx(playbook.expert_parallel_ratio(balance, 2048, 8))

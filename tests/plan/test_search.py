@@ -7,6 +7,7 @@ import pytest
 from configs.debug import config as debug
 from configs.llama3_8b import config as llama3_8b
 from configs.llama3_70b import config as llama3_70b
+from configs.shapes import MIXTRAL_8X7B
 from ultrascale_jax.plan.candidates import (
     REMAT,
     UNEVEN,
@@ -262,10 +263,35 @@ def test_long_sequences_are_split_over_cp_in_pieces_that_hide_the_ring(seq_len, 
 def test_what_is_compiled_with_cp_corrects_only_what_has_it():
     search = searched(longer(llama3_8b, 32768), 8, "pp=1,dp=1,sp=1,tp=1,zero=3")
     kinds = {kind(c.run) for c in search.ranking}
-    assert kinds == {(1, 3, False), (1, 3, True)}
+    assert kinds == {(1, 3, False, False), (1, 3, True, False)}
     list(search.compile(lambda cfg: ran(step_s=100.0), 1))
     corrected = {kind(c.run) for c in search.ranking if c.compiled}
     assert len(corrected) == 1
+
+
+def few_layers(num_layers: int):
+    """Mixtral of a few layers, with 16 experts."""
+    experts = dataclasses.replace(MIXTRAL_8X7B.experts, num=16)
+    model = dataclasses.replace(MIXTRAL_8X7B, num_layers=num_layers, experts=experts)
+    train = dataclasses.replace(llama3_8b.train, global_batch=64)
+    return dataclasses.replace(llama3_8b, model=model, train=train)
+
+
+def test_experts_are_split_within_a_node_where_that_fits():
+    search = searched(few_layers(4), 16, "pp=1,dp=1,zero=3")
+    assert {c.run.mesh.ep for c in search.ranking} == {1, 2, 4, 8}
+    assert search.winner.run.mesh.ep == 8 and "ep8" in search.winner.run.label
+    dense = searched(llama3_8b, 8, "pp=1")
+    assert {c.run.mesh.ep for c in dense.ranking} == {1}
+
+
+def test_experts_are_split_across_nodes_where_nothing_else_fits_or_if_asked():
+    asked = searched(few_layers(4), 16, "pp=1,dp=1,fsdp=1,ep=16")
+    assert {(c.run.mesh.ep, c.run.moe.nodes) for c in asked.ranking} == {(16, 2)}
+    assert configured(asked.cfg, asked.winner.run).moe.nodes == 2
+    # With ZeRO-0 a rank keeps all of its experts.
+    tight = searched(few_layers(12), 16, "pp=1,zero=0,fsdp=1,sp=1,tp=1")
+    assert {c.run.mesh.ep for c in tight.ranking} == {16}
 
 
 def test_short_sequences_are_split_over_cp_where_nothing_else_fits():

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import MeshConfig
+from configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
+from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.nanotron import run_of
 from ultrascale_jax.plan.software import NANOTRON, ULTRASCALE, benchmark_stalls
@@ -21,7 +22,8 @@ LLAMA3_8B = Shape(
     head_dim=128,
 )
 LLAMA2_7B = Shape.of(LLAMA3_8B, vocab_size=32000, d_ff=11008, num_kv_heads=32)
-MIXTRAL = Shape.of(LLAMA3_8B, vocab_size=32000, num_experts=8, experts_per_token=2)
+MIXTRAL = Shape.of(LLAMA3_8B, vocab_size=32000, experts=Experts(num=8, per_token=2))
+QWEN3 = Shape.of(QWEN3_30B_A3B)
 CALM = dataclasses.replace(NANOTRON, stall_risk=None)
 
 
@@ -230,11 +232,50 @@ def test_fp8_is_faster_but_not_twice():
 
 def test_experts_cost_what_tokens_visit():
     # 8 experts of which 2 are visited: as much arithmetic as a dense layer of twice the width, and a little more.
-    dense = speed(run(Shape.of(MIXTRAL, num_experts=0, d_ff=2 * 14336), fsdp=8))
-    experts = speed(run(MIXTRAL, ep=8))
+    dense = speed(run(Shape.of(MIXTRAL, experts=None, d_ff=2 * 14336), fsdp=8))
+    experts = speed(run(MIXTRAL, ep=8, moe=MoEConfig(bound=1)))
     ratio = experts.parts["matrix products"] / dense.parts["matrix products"]
     assert ratio == pytest.approx(1, rel=0.1)
     assert experts.parts["exposed ep"] > 0
+
+
+def test_experts_rest_on_the_ranks_that_have_them():
+    # ep splits them as fsdp would: a GPU keeps as much, and what is beside ep splits it further.
+    parts = [speed(run(MIXTRAL, **mesh)).parts["optimizer"] for mesh in ({"ep": 8}, {"fsdp": 8})]
+    assert parts[0] == pytest.approx(parts[1])
+    assert speed(run(MIXTRAL, ep=8, fsdp=8)).parts["optimizer"] == pytest.approx(parts[0] / 8)
+    # Their gradients are summed over dp and fsdp alone.
+    mine, theirs = (
+        speed(run(MIXTRAL, zero=0, **mesh)).parts["exposed dp"] for mesh in ({"ep": 8}, {"dp": 8})
+    )
+    assert mine < 0.1 * theirs
+
+
+def test_what_tokens_wait_for_depends_on_their_way():
+    def waited(mesh: dict[str, int] | None = None, remat: str = "full", **moe) -> float:
+        fields = (mesh or {"ep": 16}) | {"remat": remat, "moe": MoEConfig(**moe)}
+        return speed(run(QWEN3, **fields)).parts["exposed ep"]
+
+    assert waited(nodes=2) < 0.6 * waited()
+    assert waited(overlap=True) < 0.75 * waited()
+    assert waited(remat="save:dispatched") == pytest.approx(0.8 * waited())
+    assert waited({"ep": 8}) < 0.3 * waited()
+
+
+def test_routed_experts_have_no_products_that_dots_keeps():
+    def repeated(remat: str, moe: bool) -> float:
+        shape = MIXTRAL if moe else Shape.of(MIXTRAL, experts=None)
+        return speed(run(shape, fsdp=8, remat=remat)).parts["recomputation"]
+
+    assert repeated("dots", True) > 0.7 * repeated("full", True)
+    assert repeated("dots", False) < 0.4 * repeated("full", False)
+
+
+def test_latent_attention_makes_its_latents_of_a_part_of_the_stream():
+    one, two = (
+        speed(run(Shape.of(DEEPSEEK_V3, num_layers=4), ep=8, fsdp=8, sp=sp)).parts for sp in (1, 2)
+    )
+    assert two["matrix products"] < 0.6 * one["matrix products"]
 
 
 def test_stalls_lengthen_pipelines_by_the_micro_batch():

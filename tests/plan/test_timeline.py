@@ -79,6 +79,25 @@ def test_operations_run_one_after_another():
     assert timeline.idle_s == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("operands", "result"),
+    [
+        ("bf16[8,8192,4096]", "bf16[8192,4096]"),  # rows by the matrices of eight experts
+        ("bf16[8192,4096]", "bf16[8,8192,4096]"),  # their gradient
+    ],
+)
+def test_the_grouped_kernel_multiplies_every_row_once(operands, result):
+    call = (
+        f"%w8 = {operands} copy(%other)\n"
+        f'%y = {result} custom-call(%s, %a, %w8), custom_call_target="mosaic_gpu_v2", '
+        'metadata={op_name="jit(step)/moe/grouped_matmul/mpmd_map"}'
+    )
+    module = program("%s = s32[8] constant(0)", f"%other = {operands} parameter(2)", call)
+    found = [i for i in module.computations["main"] if i.name == "y"]
+    assert [dot.flops for i in found for dot in module.dots(i, "main")] == [2 * 8192 * 8192 * 4096]
+    assert run(module).busy_s["gemm"] >= costs.gemm_seconds(GPU, 8192, 4096, 8192)
+
+
 def test_a_collective_longer_than_its_cover_exposes_the_difference():
     rows = 65536
     timeline = run(program(gather(1, rows), NORM, gather(1, rows, DONE), gathered=rows))
@@ -146,6 +165,9 @@ def test_collectives_of_different_links_run_side_by_side():
         # Heads for sequence among neighbours of cp, and a gather around the ring of their places.
         ("{{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", "all-to-all", Group(ranks=8, per_node=8)),
         ("{{0,4,8,12},{1,5,9,13}}", "all-gather", Group(ranks=4, per_node=2)),
+        # Tokens once to each of two nodes, and to the ranks of a node.
+        ("[8,2]<=[2,8]T(1,0)", "all-to-all", Group(ranks=2, per_node=1)),
+        ("mesh['cp'=16] {'cp':(2)8}", "all-to-all", Group(ranks=8, per_node=8)),
     ],
 )
 def test_a_part_of_an_axis_talks_over_the_links_that_its_devices_have(groups, kind, group):
@@ -186,6 +208,14 @@ def test_a_loop_multiplies():
     timeline = run(looped(PRODUCT, NORM))
     assert timeline.step_s == pytest.approx(32 * (PRODUCT_S + NORM_S))
     assert timeline.busy_s == pytest.approx({"gemm": 32 * PRODUCT_S, "other": 32 * NORM_S})
+
+
+def test_a_loop_whose_length_depends_on_data_is_left_out():
+    rounds = "%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body"
+    more = LOOP + indented([PRODUCT, gather(2, 8192), gather(2, 8192, DONE)]) + "\n}\n"
+    timeline = run(program(NORM, rounds, computations=more))
+    assert timeline.step_s == pytest.approx(NORM_S)
+    assert timeline.exposed_s == {}
 
 
 def test_iterations_that_are_multiplied_take_as_long_as_those_that_are_replayed():

@@ -5,22 +5,20 @@ import dataclasses
 import pytest
 
 from configs import llama3_8b, llama3_70b, llama32_1b, shapes
-from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig, UserError
+from ultrascale_jax.config import (
+    Config,
+    ContextConfig,
+    Experts,
+    MeshConfig,
+    MoEConfig,
+    PipelineConfig,
+    UserError,
+)
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.plan.workload import Group, Run, Shape, group
-from ultrascale_jax.training.flops import flops_per_token
+from ultrascale_jax.training.flops import flops_per_token, total_params
 
-MIXTRAL = Shape(
-    vocab_size=32000,
-    d_model=4096,
-    d_ff=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    num_experts=8,
-    experts_per_token=2,
-)
+MIXTRAL = Shape.of(shapes.MIXTRAL_8X7B)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +28,10 @@ MIXTRAL = Shape(
         (Shape.of(shapes.LLAMA3_8B), 8.030261248),
         (Shape.of(shapes.LLAMA3_70B), 70.553706496),
         (MIXTRAL, 46.702792704),
+        (Shape.of(shapes.QWEN3_30B_A3B), 30.532122624),
+        (Shape.of(shapes.DEEPSEEK_V3), 671.026419200),
     ],
-    ids=["1b", "8b", "70b", "mixtral"],
+    ids=["1b", "8b", "70b", "mixtral", "qwen3", "deepseek"],
 )
 def test_the_parameters_are_those_of_the_published_checkpoints(shape, billions):
     assert shape.num_params == pytest.approx(billions * 1e9, abs=0.5)
@@ -40,13 +40,23 @@ def test_the_parameters_are_those_of_the_published_checkpoints(shape, billions):
 def test_a_token_of_mixtral_visits_two_experts():
     # 12.9 B of 46.7 B, as its paper says (arXiv 2401.04088); the lookup and the norms are not counted here.
     assert MIXTRAL.active_params == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
-    one = dataclasses.replace(MIXTRAL, experts_per_token=1)
+    one = dataclasses.replace(MIXTRAL, experts=Experts(num=8, per_token=1))
     assert MIXTRAL.active_params - one.active_params == 32 * MIXTRAL.expert_params
 
 
-def test_a_dense_shape_counts_the_flops_of_the_trainer():
-    model = shapes.LLAMA3_8B
+@pytest.mark.parametrize("name", ["LLAMA3_8B", "MIXTRAL_8X7B", "QWEN3_30B_A3B", "DEEPSEEK_V3"])
+def test_a_shape_counts_the_parameters_and_flops_of_the_trainer(name):
+    model = getattr(shapes, name)
+    assert Shape.of(model).num_params == total_params(model)
     assert Shape.of(model).flops_per_token(8192) == flops_per_token(model, 8192)
+
+
+def test_latent_attention_has_two_matrices_that_no_head_splits():
+    shape = Shape.of(shapes.DEEPSEEK_V3)
+    heads, kv_heads, whole = shape.attention_matrices
+    assert whole == 7168 * (1536 + 512 + 64) and kv_heads == 0
+    assert heads == 128 * (1536 * 192 + 512 * (128 + 128) + 128 * 7168)
+    assert Shape.of(shapes.LLAMA3_8B).attention_matrices == (2 * 4096**2, 2 * 4096 * 1024, 0)
 
 
 def test_a_plain_feed_forward_layer_has_two_matrices():
@@ -108,6 +118,20 @@ def test_a_run_knows_how_attention_crosses_cp():
 )
 def test_attention_computes_the_keys_of_whole_blocks(fields, keys):
     assert split(8, **fields).keys(None) == keys
+
+
+def test_a_run_knows_how_tokens_reach_their_experts():
+    cfg = dataclasses.replace(llama3_8b.config, model=shapes.MIXTRAL_8X7B, mesh=MeshConfig(ep=8))
+
+    def label(**moe) -> str:
+        return Run.of(dataclasses.replace(cfg, moe=MoEConfig(**moe)), 8).label.split(" zero")[0]
+
+    assert label() == "ep8" and label(dispatch="capacity") == "ep8 capacity"
+    assert label(nodes=2, overlap=True) == "ep8 nodes2 overlap"
+    dense = dataclasses.replace(llama3_8b.config, moe=MoEConfig(dispatch="capacity"))
+    assert Run.of(dense, 8).dispatch == [] and Run.of(dense, 8).moe == MoEConfig()
+    with pytest.raises(UserError, match=r"mesh\.ep=16: must divide"):
+        Run.of(dataclasses.replace(cfg, mesh=MeshConfig(ep=16)), 16)
 
 
 def test_a_window_leaves_out_the_blocks_beyond_it():

@@ -66,6 +66,8 @@ def imported(hf_dir, run_dir, **sizes):
         ("llama3", {"pp": 2, "fsdp": 2}),
         ("qwen2", {"fsdp": 2, "tp": 2}),
         ("smollm2", {"fsdp": 2, "tp": 2}),
+        ("mixtral", {"fsdp": 2, "ep": 2}),
+        ("deepseek_v3", {"pp": 2, "ep": 2, "tp": 2}),
     ],
 )
 def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
@@ -130,7 +132,7 @@ def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
 
 
 def test_the_printed_command_names_every_field_that_the_recipe_lacks():
-    for family in ("qwen3", "qwen2", "olmo2"):
+    for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
         cfg = with_model(demo, FIXTURES / family)
         command = shlex.split(train_command(demo, cfg, ["demo", "--run-dir", "a b"]))
         assert command[:6] == ["python", "-m", "scripts.train", "demo", "--run-dir", "a b"]
@@ -141,11 +143,10 @@ def test_the_printed_command_names_every_field_that_the_recipe_lacks():
             text=True,
             check=True,
         ).stdout
-        for field in dataclasses.fields(cfg.model):
-            assert f"model.{field.name} = {getattr(cfg.model, field.name)!r}" in printed
+        assert command_line.describe(cfg).partition("\n\n")[0] in printed
 
 
-def test_a_rope_scaling_is_changed_or_added_by_flags_but_removed_by_another_recipe():
+def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another_recipe():
     cfg = with_model(demo, FIXTURES / "llama3")
     scaled = dataclasses.replace(demo.model, rope_scaling=RopeScaling(factor=32.0))
     recipe = dataclasses.replace(demo, model=scaled)
@@ -154,6 +155,9 @@ def test_a_rope_scaling_is_changed_or_added_by_flags_but_removed_by_another_reci
     words = shlex.split(train_command(demo, cfg, ["demo"]))[3:]
     assert command_line.parse(words, prog="test")[0].model == cfg.model
     assert "# with a recipe whose model.rope_scaling is None" in train_command(recipe, demo, [])
+    deepseek = with_model(demo, FIXTURES / "deepseek_v3")
+    lost = "model.rope_scaling is None and model.experts is None and model.latent is None"
+    assert f"# with a recipe whose {lost}" in train_command(deepseek, demo, [])
 
 
 @pytest.mark.slow

@@ -108,11 +108,8 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
         (["compile", "debug", "--devices", "2"], "Unrecognized options: --devices"),
         (["memory", "debug", "--seq-len", "1000000007"], "data.seq_len=1000000007"),
         (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
-        (["memory", "debug", "--experts", "-1"], "experts=-1: must not be negative"),
-        (["memory", "--experts", "4", "--experts-per-token", "5"], "experts_per_token=5: must be"),
-        (["memory", "--experts", "4", "--dense-layers", "4"], "dense_layers=4: must be less"),
-        (["memory", "debug", "--shared-experts", "1"], "shared_experts=1: means nothing without"),
-        (["memory", "--experts", "6", "--mesh", "ep=8"], "experts=6: must be divisible"),
+        (["memory", "mixtral_8x7b", "--mesh", "ep=16", "--gpus", "16"], "mesh.ep=16: must divide"),
+        (["memory", "mixtral_8x7b", "--moe.nodes", "3"], "moe.nodes=3: must divide mesh.ep=8"),
     ],
 )
 def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):

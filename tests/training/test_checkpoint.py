@@ -1,27 +1,33 @@
 """Checkpoints: bit-exact on any mesh, refused where they are of another run, and safe to point at any folder."""
 
 import dataclasses
+import functools
 import json
 import resource
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    Experts,
     LogConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     PipelineConfig,
     RopeScaling,
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding import act
 from ultrascale_jax.training.checkpoint import (
     Checkpoints,
     check_same_run,
@@ -31,6 +37,7 @@ from ultrascale_jax.training.checkpoint import (
     split,
 )
 from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.step import train_step
 
 MODEL = ModelConfig(
     vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -71,13 +78,12 @@ def state():
 def random_state(cfg):
     """A state on one device whose numbers are all different, moments included."""
     fresh = init_state(cfg, mesh_of(cfg))
-    leaves, structure = jax.tree.flatten(fresh)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    random = [
-        jax.device_put(jax.random.normal(key, leaf.shape).astype(leaf.dtype), leaf.sharding)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, random)
+    rng = np.random.default_rng(1)
+
+    def random(leaf):
+        return jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(random, fresh)
 
 
 def save(cfg, state, *steps):
@@ -147,6 +153,70 @@ def test_a_checkpoint_depends_on_neither_pipeline_nor_schedule(tmp_path, optim, 
         as_alone = state.params.layer_order == tuple(range(9))
         assert as_alone == (bits(state.params.blocks) == bits(start.params.blocks))
     assert bits(state) == bits(start)
+
+
+MIXED = dataclasses.replace(
+    BASE,
+    model=dataclasses.replace(
+        MODEL,
+        num_layers=5,
+        experts=Experts(
+            num=8, per_token=2, d_ff=16, shared=1, dense_layers=2, scores="sigmoid", bias=True
+        ),
+    ),
+)
+"""Two layers with one feed-forward layer, three with experts."""
+RANKS_OF_EXPERTS = {
+    "ep4": ({"ep": 4}, PipelineConfig()),
+    "ep2_fsdp2": ({"ep": 2, "fsdp": 2}, PipelineConfig()),
+    "pp2_ep2": ({"pp": 2, "ep": 2}, PipelineConfig()),
+    "alone": ({}, PipelineConfig()),
+}
+
+
+@pytest.mark.slow
+def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
+    """From one device through meshes and pipelines, which have room for both kinds of layer, back to one."""
+    cfg = in_folder(MIXED, tmp_path)
+    start = state = random_state(cfg)
+    for step, (sizes, pp) in enumerate(RANKS_OF_EXPERTS.values(), start=1):
+        save(cfg, state, step)
+        mesh = MeshConfig(**{"fsdp": 1, **sizes})
+        train = dataclasses.replace(cfg.train, microbatches=4)
+        cfg = dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
+        abstract = abstract_state(cfg, mesh_of(cfg))
+        with Checkpoints(cfg) as checkpoints:
+            state = checkpoints.restore(step, abstract)
+        for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+            assert (leaf.shape, leaf.sharding) == (expected.shape, expected.sharding)
+        as_alone = "pp" not in sizes
+        assert as_alone == (bits(state.params.blocks) == bits(start.params.blocks))
+    assert bits(state) == bits(start)
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
+    moe = MoEConfig(bound=1.0, aux_loss=0.01, bias_rate=0.01)
+    cfg = in_folder(dataclasses.replace(MIXED, mesh=MeshConfig(fsdp=1, ep=4), moe=moe), tmp_path)
+    mesh, loader = mesh_of(cfg), Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            functools.partial(train_step, cfg),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+        sharding = NamedSharding(mesh, act("BT"))
+        batches = [jax.device_put(loader.batch(i), sharding) for i in range(4)]
+        state = init_state(cfg, mesh)
+        for batch in batches[:2]:
+            state, _ = step(state, batch)
+        save(cfg, state, 2)
+        with Checkpoints(cfg) as checkpoints:
+            resumed = checkpoints.restore(2, abstract_state(cfg, mesh))
+        for batch in batches[2:]:
+            (state, metrics), (resumed, again) = step(state, batch), step(resumed, batch)
+            assert bits(metrics) == bits(again)
+    assert bits(state) == bits(resumed)
+    assert np.any(state.params.blocks.moe.bias[...])
 
 
 def test_array_names_are_attribute_paths(state):

@@ -4,8 +4,15 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.training.flops import flops_per_token, matmul_params, mean_keys, peak_tflops
+from configs import shapes
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
+from ultrascale_jax.training.flops import (
+    flops_per_token,
+    matmul_params,
+    mean_keys,
+    peak_tflops,
+    total_params,
+)
 
 MODEL = ModelConfig(
     vocab_size=11,
@@ -22,6 +29,64 @@ MODEL = ModelConfig(
 def test_matrix_parameters_are_counted_by_hand():
     q, k, v, o = 5 * 8, 5 * 4, 5 * 4, 8 * 5
     assert matmul_params(MODEL) == 3 * (q + k + v + o + 3 * 5 * 7) + 5 * 11
+
+
+def test_all_parameters_are_counted_by_hand():
+    matrices = matmul_params(MODEL) + 11 * 5
+    assert total_params(MODEL) == matrices + 3 * 2 * 5 + 5
+    tied = dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True, qk_norm="full")
+    assert total_params(tied) == matrices - 11 * 5 + 3 * (2 * 5 + 16 + 12) + 5
+
+
+def test_of_the_experts_those_count_that_a_token_visits():
+    experts = Experts(num=6, per_token=2, d_ff=9, shared=2, dense_layers=1, bias=True)
+    model = dataclasses.replace(MODEL, experts=experts)
+    attention, dense, router, expert = 5 * 8 * 2 + 5 * 4 * 2, 3 * 5 * 7, 5 * 6, 3 * 5 * 9
+    counted = 3 * attention + dense + 5 * 11 + 2 * router
+    assert matmul_params(model) == counted + 2 * (2 + 2) * expert
+    vectors = 3 * 2 * 5 + 2 * 6 + 5
+    assert total_params(model) == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
+
+
+@pytest.mark.parametrize("q_rank", [6, 0])
+def test_latent_attention_is_counted_by_hand(q_rank):
+    latent = LatentAttention(q_rank=q_rank, kv_rank=3, rope_dim=2, v_dim=5)
+    model = dataclasses.replace(MODEL, num_kv_heads=4, head_dim=8, latent=latent)
+    q = 5 * 6 + 6 * 4 * 8 if q_rank else 5 * 4 * 8
+    kv_a, kv_b, o = 5 * (3 + 2), 3 * 4 * (6 + 5), 4 * 5 * 5
+    matrices = 3 * (q + kv_a + kv_b + o + 3 * 5 * 7) + 5 * 11
+    assert matmul_params(model) == matrices
+    assert total_params(model) == matrices + 5 * 11 + 3 * (2 * 5 + q_rank + 3) + 5
+    attention = 3 * 6 * 4 * (8 + 5) * 64 / 2  # scores of 8 dims, values of 5
+    assert flops_per_token(model, 64) == 6 * matrices + attention
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        (shapes.SMOLLM2_135M, 134_515_008, None),
+        (shapes.LLAMA32_1B, 1_235_814_400, None),
+        (shapes.LLAMA3_8B, 8_030_261_248, None),
+        (shapes.LLAMA31_8B, 8_030_261_248, None),
+        (shapes.LLAMA3_70B, 70_553_706_496, None),
+        (shapes.LLAMA3_405B, 405_853_388_800, None),
+        (shapes.QWEN3_8B, 8_190_735_360, None),
+        (shapes.QWEN3_32B, 32_762_123_264, None),
+        (shapes.MIXTRAL_8X7B, 46_702_792_704, 12.9),  # with the embedding
+        (shapes.QWEN3_30B_A3B, 30_532_122_624, 3.35),
+        (shapes.DEEPSEEK_V3, 671_026_419_200, 37.55),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(model, total, active):
+    assert total_params(model) == total
+    if active is not None:
+        with_lookup = matmul_params(model) + model.vocab_size * model.d_model
+        assert with_lookup / 1e9 == pytest.approx(active, abs=0.05)
+
+
+def test_deepseek_v3_activates_what_it_says():
+    # "36.6B (including 0.9B for the output Head)" in the README of its weights.
+    assert matmul_params(shapes.DEEPSEEK_V3) / 1e9 == pytest.approx(36.6, abs=0.05)
 
 
 def test_a_tied_head_still_multiplies():

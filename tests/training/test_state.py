@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ultrascale_jax.config import Config, MeshConfig, ModelConfig, OptimConfig, PipelineConfig
+from ultrascale_jax.config import (
+    Config,
+    Experts,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
 from ultrascale_jax.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.training.optim import optimizer
 from ultrascale_jax.training.state import abstract_state, canonical, init_state, layer_order
@@ -68,6 +75,39 @@ def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(na
             np.testing.assert_array_equal(row, 0 if layer is None else np.asarray(expected)[layer])
     np.testing.assert_array_equal(state.params.embed[...], alone.embed[...])
     np.testing.assert_array_equal(state.params.head[...], alone.head[...])
+
+
+MIXED = dataclasses.replace(
+    BASE,
+    model=dataclasses.replace(
+        BASE.model, experts=Experts(num=4, per_token=2, d_ff=16, dense_layers=2, bias=True)
+    ),
+)
+"""Two layers with one feed-forward layer, three with experts."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "experts"),
+    [
+        ("pp2_1f1b", (0, 1, None, None, None, None), (None, None, 0, 1, 2, None)),
+        ("pp2_zb_v", (0, 1, *(None,) * 6), (None, None, 2, None, 0, None, 1, None)),
+    ],
+)
+def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position(name, dense, experts):
+    cfg = on(name, MIXED)
+    alone = init_state(MIXED, mesh_of(MIXED)).params.blocks
+    params = init_state(cfg, mesh_of(cfg)).params
+    orders = {"attn": params.layer_order, "mlp": dense, "moe": experts}
+    for part, order in orders.items():
+        assert params.order_of(f"blocks.{part}.w") == order
+        pairs = zip(
+            jax.tree.leaves(getattr(params.blocks, part)),
+            jax.tree.leaves(getattr(alone, part)),
+            strict=True,
+        )
+        for here, expected in pairs:
+            for row, layer in zip(np.asarray(here), order, strict=True):
+                np.testing.assert_array_equal(row, 0 if layer is None else expected[layer])
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

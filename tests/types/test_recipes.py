@@ -29,15 +29,16 @@ RECIPES = {
 def on_4096(cfg: Config) -> Config:
     """The recipe on its own mesh, or, where 4,096 is too many for it, on one with every axis that it can fill.
 
-    A recipe with context parallelism keeps its mesh and gets a larger batch.
+    A recipe with context parallelism or a pipeline keeps its mesh and gets a larger batch.
     """
     try:
         return cfg.check(NUM_DEVICES)
     except ValueError:
         m, mesh = cfg.model, cfg.mesh
-        if mesh.cp == 1:
+        if mesh.cp == mesh.pp == 1:
             sp = math.gcd(8, m.num_heads, m.num_kv_heads, m.d_ff, m.vocab_size)
-            mesh = MeshConfig(dp=-1, fsdp=math.gcd(m.d_model, 64), sp=sp)
+            fsdp = math.gcd(m.d_model // mesh.ep, 64)
+            mesh = MeshConfig(dp=-1, fsdp=fsdp, ep=mesh.ep, sp=sp)
         mesh = mesh.resolve(NUM_DEVICES)
         batch = mesh.batch * cfg.train.microbatches
         train = dataclasses.replace(cfg.train, global_batch=batch)
@@ -61,6 +62,7 @@ PIPELINES = {
         PipelineConfig(schedule="zb_uniform"),
         8,
     ),
+    "qwen3_30b_a3b": ({"pp": 4, "fsdp": 16, "ep": 64}, PipelineConfig(schedule="zb_v"), 8),
 }
 """Mesh, schedule and micro-batches."""
 
@@ -101,13 +103,18 @@ def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
         describe(leaf) for leaf in jax.tree.leaves(after)
     ]
     assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
-    assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == {
+    expected = {
         "loss": ((), "float32"),
         "grad_norm": ((), "float32"),
         "lr": ((), "float32"),
         "tokens": ((), "int32"),
         "skipped": ((), "bool"),
     }
+    if cfg.model.experts is not None:
+        names = ("moe_max_load", "moe_dropped", "moe_entropy")
+        expected |= dict.fromkeys(names, ((), "float32"))
+        expected["moe_load"] = ((cfg.model.experts.num,), "float32")
+    assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == expected
 
 
 def describe(leaf: jax.ShapeDtypeStruct) -> tuple:
@@ -125,13 +132,15 @@ def describe(leaf: jax.ShapeDtypeStruct) -> tuple:
         on_4096(RECIPES["llama3_405b"]),
         in_a_pipeline("llama3_70b"),
         in_a_pipeline("llama3_405b"),
+        on_4096(RECIPES["mixtral_8x7b"]),
+        on_4096(RECIPES["deepseek_v3"]),
     ],
-    ids=["70b", "405b", "70b_pp", "405b_pp"],
+    ids=["70b", "405b", "70b_pp", "405b_pp", "mixtral", "deepseek_pp"],
 )
 def test_large_models_split_every_matrix_over_all_devices_that_do_not_replicate(cfg):
     with jax.sharding.use_abstract_mesh(abstract_mesh(cfg.mesh)):
         state = jax.eval_shape(lambda: initial_state(cfg))
-    parts = cfg.mesh.pp * cfg.mesh.fsdp * cfg.mesh.cp * cfg.mesh.tensor
+    parts = cfg.mesh.pp * cfg.mesh.fsdp * cfg.mesh.ep * cfg.mesh.cp * cfg.mesh.tensor
     for leaf in jax.tree.leaves(state.params):
         if math.prod(leaf.shape) > 2**24:
             local = leaf.sharding.shard_shape(leaf.shape)

@@ -118,7 +118,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
     The cache: keys and values `[L, B, S, K, H]` of all layers, as the layers rest, and how many positions are filled.
     """
     if mesh_size("pp") == 1:
-        return model(tokens_BT, positions_BT, dtype=dtype, cache=cache)
+        return model(tokens_BT, positions_BT, dtype=dtype, cache=cache)[:2]
     *kv, start = cache
     x_BRD = model.embedding(tokens_BT, dtype)
     run = smap(

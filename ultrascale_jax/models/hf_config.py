@@ -7,47 +7,26 @@ skipped: a model that loads is the same model. Absent keys take the default that
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from ultrascale_jax.config import ModelConfig, RopeScaling, require
+from ultrascale_jax.models.hf_experts import (
+    count_keys,
+    expert_dict,
+    latent_dict,
+    read_experts,
+    read_latent,
+)
+from ultrascale_jax.models.hf_families import FAMILIES, Family, flag, integer, number
 from ultrascale_jax.models.hf_files import inside, read_json
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One `model_type`: what its code does, and what an absent key means."""
-
-    architecture: str
-    """The only class whose weights have the names of `models/hf.py`."""
-    norm_placement: Literal["pre", "post"] = "pre"
-    qk_norm: Literal["none", "head", "full"] = "none"
-    qkv_bias: bool = False
-    window: Literal["none", "all", "upper"] = "none"
-    """Layers that `sliding_window` can bound: none, all, or those from `max_window_layers` on."""
-    norm_eps: float = 1e-6
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-
-
-FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
-    "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM", qkv_bias=True, window="upper", num_kv_heads=32
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        qk_norm="head",
-        window="upper",
-        num_kv_heads=32,
-        head_dim=128,
-    ),
-    "olmo2": Family(
-        architecture="Olmo2ForCausalLM", norm_placement="post", qk_norm="full", norm_eps=1e-5
-    ),
+DEEPSEEKS_OWN = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
+"""The code in DeepSeek-V3's repository, the same model as that of `transformers`."""
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -63,9 +42,14 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
     "quantization_config": (),
-    "auto_map": ({},),
+    "auto_map": ({}, DEEPSEEKS_OWN),
     "is_encoder_decoder": (False,),
     "is_causal": (True,),
+    "router_jitter_noise": (0,),
+    "decoder_sparse_step": (1,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
 }
 """Values of keys that change the computation; `null` or no such key is always allowed."""
 
@@ -90,56 +74,41 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     names = raw.get("architectures") or supported
     require(names == supported, "architectures", names, f"supported is {supported}")
     for key, allowed in _ALLOWED.items():
-        value = raw.get(key)
+        value = None if key in count_keys(model_type) else raw.get(key)
         fix = f"supported is {' or '.join(map(repr, allowed)) or 'null'}, or no such key"
         require(value is None or value in allowed, key, value, fix)
 
-    num_heads, num_layers = _integer(raw, "num_attention_heads"), _integer(raw, "num_hidden_layers")
-    d_model = _integer(raw, "hidden_size")
-    share = d_model // num_heads
-    tied = raw.get("tie_word_embeddings", False)
-    require(isinstance(tied, bool), "tie_word_embeddings", tied, "must be true or false")
-    rope_theta, rope_scaling = _rope(raw)
+    num_heads, num_layers = integer(raw, "num_attention_heads"), integer(raw, "num_hidden_layers")
+    d_model, latent = integer(raw, "hidden_size"), None
+    if family.latent:
+        latent, head_dim = read_latent(raw)
+    else:
+        head_dim = integer(raw, "head_dim", family.head_dim, null=d_model // num_heads)
+    rope_theta, rope_scaling = _rope(raw, family)
     sliding_window, first_window_layer = _window(raw, family, num_layers)
     return ModelConfig(
-        vocab_size=_integer(raw, "vocab_size"),
+        vocab_size=integer(raw, "vocab_size"),
         d_model=d_model,
-        d_ff=_integer(raw, "intermediate_size"),
+        d_ff=integer(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(raw, "num_key_value_heads", family.num_kv_heads, null=num_heads),
-        head_dim=_integer(raw, "head_dim", family.head_dim, null=share),
-        norm_eps=_number(raw, "rms_norm_eps", family.norm_eps),
+        num_kv_heads=integer(raw, "num_key_value_heads", family.num_kv_heads, null=num_heads),
+        head_dim=head_dim,
+        norm_eps=number(raw, "rms_norm_eps", family.norm_eps),
         norm_placement=family.norm_placement,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
-        tied_embeddings=tied,
+        tied_embeddings=flag(raw, "tie_word_embeddings", False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         sliding_window=sliding_window,
         first_window_layer=first_window_layer,
+        experts=read_experts(raw, num_layers),
+        latent=latent,
     )
 
 
-def _integer(
-    raw: Mapping[str, Any], key: str, default: int | None = None, null: int | None = None
-) -> int:
-    """A positive integer; `default` where the key is absent, `null` where its value is null."""
-    value = raw.get(key, default)
-    value = null if value is None else value
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(good, key, value, "must be a positive integer")
-    return cast(int, value)
-
-
-def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = raw.get(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 < value < float("inf"), key, value, "must be a positive number")
-    return float(value)
-
-
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     """Base and stretch: `rope_theta`, `rope_scaling` of transformers 4, `rope_parameters` of 5."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or {}
@@ -147,7 +116,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     # transformers 5 writes one object per kind of layer where they differ; ours share one.
     nested = any(isinstance(value, dict) for value in rope.values())
     require(not nested, key, rope, "supported is one for all layers")
-    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)
+    theta = number(rope if "rope_theta" in rope else raw, "rope_theta", family.rope_theta)
     share = rope.get("partial_rotary_factor")
     require(share in (None, 1), "partial_rotary_factor", share, "supported is 1, or no such key")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -155,33 +124,36 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     require(known, f"{key}.rope_type", kind, "supported are default, linear, yarn, llama3")
     if kind == "default":
         return theta, None
-    factor = _number(rope, "factor")
+    factor = number(rope, "factor")
+    fix = "scales the scores of latent attention; supported is that of yarn"
+    scaled = family.latent and bool(rope.get("mscale_all_dim"))
+    require(not scaled or kind == "yarn", "mscale_all_dim", rope.get("mscale_all_dim"), fix)
     if kind == "linear":
-        context = _integer(raw, "max_position_embeddings")
+        context = integer(raw, "max_position_embeddings")
         original = max(1, round(context / factor))
         return theta, RopeScaling(kind="linear", factor=factor, original_seq_len=original)
     key = "original_max_position_embeddings"
     # As transformers 5: the outer key wins, and the whole context is the fallback.
-    original = _integer(raw if raw.get(key) else rope, key, raw.get("max_position_embeddings"))
+    original = integer(raw if raw.get(key) else rope, key, raw.get("max_position_embeddings"))
     if kind == "yarn":
-        return theta, _yarn(rope, factor, original)
+        return theta, _yarn(rope, factor, original, family)
     return theta, RopeScaling(
         factor=factor,
-        low_freq_factor=_number(rope, "low_freq_factor"),
-        high_freq_factor=_number(rope, "high_freq_factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
         original_seq_len=original,
     )
 
 
-def _yarn(rope: Mapping[str, Any], factor: float, original: int) -> RopeScaling:
+def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family) -> RopeScaling:
     """YaRN with the defaults that `transformers` has for keys that are absent, null or 0."""
     keys = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
-    given = {key: _number(rope, key) for key in keys if rope.get(key)}
+    given = {key: number(rope, key) for key in keys if rope.get(key)}
     truncate, fix = rope.get("truncate", True), "supported is true, or no such key"
     require(truncate is True, "truncate", truncate, fix)
     attention_factor = 0.0
     if rope.get("attention_factor") is not None:
-        attention_factor = _number(rope, "attention_factor")
+        attention_factor = number(rope, "attention_factor")
     elif "mscale" in given and "mscale_all_dim" in given:
         stretch = 0.1 * math.log(factor)
         attention_factor = stretch * given["mscale"] + 1
@@ -193,24 +165,25 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int) -> RopeScaling:
         high_freq_factor=given.get("beta_fast", 32.0),
         original_seq_len=original,
         attention_factor=attention_factor,
+        mscale_all_dim=given.get("mscale_all_dim", 0.0) if family.latent else 0.0,
     )
 
 
 def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, int]:
     """`sliding_window` and `first_window_layer`; (None, 0) where no layer has a window."""
-    if family.window == "all":
-        window, first = raw.get("sliding_window", 4096), 0
-    elif family.window == "upper":
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    window, first = None, 0
+    if family.window != "none":
+        on = not family.window_switch or bool(raw.get("use_sliding_window"))
+        window, first = raw.get("sliding_window", family.sliding_window) if on else None, 0
+    if family.window == "upper":
         first = raw.get("max_window_layers", 28)
         good = isinstance(first, int) and not isinstance(first, bool) and first >= 0
         require(window is None or good, "max_window_layers", first, "must be an integer from 0 on")
-    else:
-        window, first = None, 0
+    if family.window == "none":
         value, fix = raw.get("sliding_window"), f"{raw['model_type']} has none; supported is null"
         require(value is None, "sliding_window", value, fix)
     if window is not None:
-        window = _integer({"sliding_window": window}, "sliding_window")
+        window = integer({"sliding_window": window}, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is not None:
         first = _first_window_layer(kinds, window, family, num_layers)
@@ -226,7 +199,7 @@ def _first_window_layer(kinds: Any, window: int | None, family: Family, num_laye
     require(kinds == [full] * first + [windowed] * (num_layers - first), "layer_types", kinds, fix)
     fix = "there is no sliding_window"
     require(window is not None or first == num_layers, "layer_types", kinds, fix)
-    # Mistral's code ignores layer_types, so they may only repeat what it does.
+    # Code with one window for all layers ignores layer_types, so they may only repeat what it does.
     repeats = family.window != "all" or first == (0 if window else num_layers)
     fix = "supported is sliding_attention in all layers, or none where there is no sliding_window"
     require(repeats, "layer_types", kinds, fix)
@@ -268,22 +241,22 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
     }
     if cfg.rope_scaling is not None:
         raw |= _rope_keys(cfg.rope_scaling, cfg)
-    if model_type not in ("qwen2", "mistral"):
+    if model_type not in ("qwen2", "mistral", "mixtral"):
         raw["attention_bias"] = False
-    if family.window == "all":
-        raw["sliding_window"] = _effective_window(cfg)
-    if family.window == "upper":
-        window = _effective_window(cfg)
-        raw["use_sliding_window"] = window is not None
+    window = _effective_window(cfg)
+    if family.window != "none":
         raw["sliding_window"] = window
+    if family.window_switch:
+        raw["use_sliding_window"] = window is not None
+    if family.window == "upper":
         raw["max_window_layers"] = cfg.first_window_layer if window is not None else cfg.num_layers
-    return raw
+    return raw | expert_dict(cfg, model_type) | latent_dict(cfg)
 
 
 def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
     """The keys of a stretch; `transformers` has no type for ntk, which is exactly a larger base."""
     if scaling.kind == "ntk":
-        return {"rope_theta": scaling.base(cfg.rope_theta, cfg.head_dim)}
+        return {"rope_theta": scaling.base(cfg.rope_theta, cfg.rotary_dim)}
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return {"rope_scaling": rope}
@@ -294,6 +267,8 @@ def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
     rope |= {names[0]: low, names[1]: high}
     if scaling.attention_factor:
         rope["attention_factor"] = scaling.attention_factor
+    if scaling.mscale_all_dim:
+        rope["mscale_all_dim"] = scaling.mscale_all_dim
     return {"rope_scaling": rope | {"original_max_position_embeddings": scaling.original_seq_len}}
 
 
@@ -304,13 +279,16 @@ def _effective_window(cfg: ModelConfig) -> int | None:
 def _model_type(cfg: ModelConfig) -> str:
     """The family that computes exactly this model."""
     window = _effective_window(cfg)
-    features = (cfg.norm_placement, cfg.qk_norm, cfg.qkv_bias)
+    has_latent = cfg.latent is not None
+    features = (cfg.norm_placement, cfg.qk_norm, cfg.qkv_bias, has_latent)
+    features = (*features, has_latent or cfg.experts is not None)
     # Llama's config refuses heads that do not divide the width; Mistral's is the same model.
     plain = "mistral" if window is not None or cfg.d_model % cfg.num_heads else "llama"
-    families = {(f.norm_placement, f.qk_norm, f.qkv_bias): name for name, f in FAMILIES.items()}
-    fix = f"none of {', '.join(FAMILIES)} has this norm_placement, qk_norm and qkv_bias together"
+    families = {family.features: name for name, family in FAMILIES.items()}
+    parts = "norm_placement, qk_norm, qkv_bias, latent and experts"
+    fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
     require(features in families, "model", features, fix)
-    name = plain if features == ("pre", "none", False) else families[features]
+    name = plain if features == FAMILIES[plain].features else families[features]
     kind = FAMILIES[name].window
     fix = f"{name} has no window; set it to none"
     require(window is None or kind != "none", "model.sliding_window", window, fix)

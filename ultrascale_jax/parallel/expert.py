@@ -15,7 +15,7 @@ the size tokens x experts. Weights multiply the experts' hidden values, so what 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -25,14 +25,27 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import Experts, MoEConfig
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.parallel.room import Hop, hops, room
-from ultrascale_jax.parallel.rows import Order, Slots, collect, in_rounds, take
+from ultrascale_jax.parallel.rows import (
+    Order,
+    Slots,
+    collect,
+    exchange_together,
+    in_rounds,
+    take,
+)
 from ultrascale_jax.sharding import vary, varying
 
-type Inner = Callable[[jax.Array, jax.Array, Params], tuple[jax.Array, jax.Array]]
-"""`(x [n, D], ids [n, k], params) -> (y [n, D], dropped choices)`; ids count the experts at hand, others are beyond."""
+type Tokens = tuple[jax.Array, jax.Array, jax.Array]
+"""x `[n, D]`, ids `[n, k]` that count the experts at hand (those of others are beyond), weights `[n, k]`."""
 
-type Params = tuple[jax.Array, ...]
-"""weights `[n, k]`, w_gate, w_up, w_down."""
+type Inner = Callable[[Tokens, Matrices], tuple[jax.Array, jax.Array]]
+"""`(tokens, matrices) -> (their sums [n, D], dropped choices)`."""
+
+type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array]]
+"""The same for the parts of a batch."""
+
+type Matrices = Sequence[jax.Array]
+"""w_gate, w_up, w_down of the experts at hand."""
 
 
 def expert_layer(
@@ -71,17 +84,12 @@ def expert_layer(
     """
     ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
-    floats = tuple(vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
-    halves = 2 if moe.overlap and ranks > 1 and x.shape[0] % 2 == 0 else 1
-    tokens = x.shape[0] // halves
-    inner = _inner(moe, experts, axis, ranks, tokens)
-    parts = []
-    for i in range(halves):
-        rows = slice(i * tokens, (i + 1) * tokens)
-        x, weights, *matrices = floats
-        parts.append(inner(x[rows], ids[rows], (weights[rows], *matrices)))
-    results, dropped = zip(*parts, strict=True)
-    return jnp.concatenate(results) if halves > 1 else results[0], jnp.sum(jnp.stack(dropped))
+    x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
+    parts = 2 if moe.overlap and ranks > 1 and x.shape[0] % 2 == 0 else 1
+    batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
+    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts)
+    results, dropped = run(batch, matrices)
+    return jnp.concatenate(results), dropped
 
 
 def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
@@ -105,7 +113,7 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
     return ranks
 
 
-def _inner(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int) -> Inner:
+def _outer(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int) -> Outer:
     """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost."""
     mesh = jax.sharding.get_abstract_mesh()
     shared = mesh.shape["sp"] if "sp" in mesh.manual_axes else 1
@@ -119,6 +127,7 @@ def _inner(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int)
     if moe.dispatch == "allgather" and ranks > 1:
         return functools.partial(_gather_all, run, axis)
     agreed = (axis, "sp") if shared > 1 else (axis,)
+    outer: Outer = functools.partial(_in_turn, run)
     for hop in reversed(hops(moe, experts, ranks, tokens)):
         stride = ranks * hop.experts // experts.num
         span = hop.parts * stride
@@ -131,13 +140,30 @@ def _inner(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int)
             jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
             axis_index_groups=groups if len(groups) > 1 else None,
         )  # fmt: skip
-        run = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity").run
-    return run
+        one = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity")
+        run, outer = one.run, one.run_parts
+    return outer
 
 
 def _take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
     """The weight `[S]` of the choice in each slot, of `[n, k]`."""
     return take(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
+
+
+def _in_turn(
+    run: Inner, batch: Sequence[Tokens], matrices: Matrices
+) -> tuple[list[jax.Array], jax.Array]:
+    """`run` of each part of a batch, one after the other, so that one part travels while another is computed.
+
+    Left alone, XLA sends all parts at once and then computes them all.
+    """
+    results, total = [], jnp.int32(0)
+    for tokens in batch:
+        if results:
+            results[-1], tokens = jax.lax.optimization_barrier((results[-1], tokens))
+        y, dropped = run(tokens, matrices)
+        results, total = [*results, y], total + dropped
+    return results, total
 
 
 @dataclass(frozen=True)
@@ -150,8 +176,9 @@ class _Local:
     drops: bool
     ragged: bool
 
-    def run(self, x: jax.Array, ids: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
-        num, (n, k) = params[1].shape[0], ids.shape
+    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
+        x, ids, weights = tokens
+        num, (n, k) = matrices[0].shape[0], ids.shape
         size = room(n, self.rows / num, self.bound)
         order = Order.of(ids, num)
         if self.ragged:
@@ -163,8 +190,8 @@ class _Local:
             over = jnp.sum(jnp.maximum(order.counts - size, 0))
         one_round = functools.partial(_ragged_experts if self.ragged else _padded_experts, size)
         if self.drops:
-            return one_round(jnp.int32(0), order, (x, *params)), over
-        y = in_rounds(one_round, needed, most, order, (x, *params))
+            return one_round(jnp.int32(0), order, (x, weights, *matrices)), over
+        y = in_rounds(one_round, needed, most, order, (x, weights, *matrices))
         return y, jnp.zeros_like(over)
 
 
@@ -198,23 +225,27 @@ def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
     return (hidden * weight[..., None]).astype(gate.dtype)
 
 
-def _over_sequence(run: Inner, x, ids, params) -> tuple[jax.Array, jax.Array]:
+def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:
     """`run` where sp splits F and its ranks have different tokens: all of them for all, and the sums back."""
-    gather = functools.partial(jax.lax.all_gather, axis_name="sp", axis=0, tiled=True)
-    y, dropped = run(gather(x), gather(ids), (gather(params[0]), *params[1:]))
+    x, ids, weights = (jax.lax.all_gather(a, "sp", axis=0, tiled=True) for a in tokens)
+    y, dropped = run((x, ids, weights), matrices)
     y = jax.lax.psum_scatter(y, "sp", scatter_dimension=0, tiled=True)
     return y, jnp.where(jax.lax.axis_index("sp") == 0, dropped, 0)
 
 
-def _gather_all(run: Inner, axis: str, x, ids, params) -> tuple[jax.Array, jax.Array]:
+def _gather_all(
+    run: Inner, axis: str, batch: list[Tokens], matrices
+) -> tuple[list[jax.Array], jax.Array]:
     """All tokens of all ranks, of which each keeps those of its experts."""
-    weights, *matrices = params
     num = matrices[0].shape[0]
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
-    local = gather(ids) - jax.lax.axis_index(axis) * num
-    ids, weights = _own(local, gather(weights), num)
-    y, dropped = run(checkpoint_name(gather(x), "dispatched"), ids, (weights, *matrices))
-    return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True), dropped
+    gathered = []
+    for x, ids, weights in batch:
+        own = _own(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
+        gathered.append((checkpoint_name(gather(x), "dispatched"), *own))
+    results, dropped = _in_turn(run, gathered, matrices)
+    scatter = functools.partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0)
+    return [scatter(y, tiled=True) for y in results], dropped
 
 
 def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
@@ -237,39 +268,63 @@ class _Exchange:
     """Axes whose ranks take the same number of rounds, because the rounds hold collectives over them."""
     drops: bool
 
-    def run(self, x: jax.Array, ids: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
-        parts, rows = self.hop.parts, self.hop.rows
-        part = jnp.minimum(ids // self.hop.experts, parts)
-        # A token goes once to a part in which it has several experts.
-        again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
-        order = Order.of(jnp.where(again, parts, part), parts)
+    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
+        """The sums for these tokens, and dropped choices."""
+        (y,), dropped = self.run_parts([tokens], matrices)
+        return y, dropped
+
+    def run_parts(
+        self, batch: list[Tokens], matrices: Matrices
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The same for the parts of a batch, one in flight while another is computed."""
+        x, ids, weights = zip(*batch, strict=True)
+        orders, parts, rows = [self._order(a) for a in ids], self.hop.parts, self.hop.rows
+        ints, floats = (orders, ids), (x, weights, matrices)
         if self.drops:
-            y, dropped = self._round(jnp.int32(0), (order, ids), (x, *params))
-            left = (order.padded(0, rows).slot == parts * rows) & (order.places < parts)
-            lost = jnp.any(left[:, None, :] & (part[:, :, None] == part[:, None, :]), axis=2)
-            return y, dropped + jnp.sum(lost, dtype=jnp.int32)
-        needed = jax.lax.pmax(-(-jnp.max(order.counts) // rows), self.agreed)
-        most = -(-x.shape[0] // rows)
+            results, dropped = self._round(jnp.int32(0), ints, floats)
+            for order, own in zip(orders, ids, strict=True):
+                left = (order.padded(0, rows).slot == parts * rows) & (order.places < parts)
+                part = own // self.hop.experts
+                lost = left[:, None, :] & (part[:, :, None] == part[:, None, :])
+                dropped += jnp.sum(jnp.any(lost, axis=2), dtype=jnp.int32)
+            return results, dropped
+        busiest = jnp.max(jnp.stack([order.counts for order in orders]))
+        needed = jax.lax.pmax(-(-busiest // rows), self.agreed)
 
         def one_round(number, ints, floats):
             return self._round(number, ints, floats)[0]
 
-        y = in_rounds(one_round, needed, most, (order, ids), (x, *params))
-        return y, jnp.int32(0)
+        most = -(-x[0].shape[0] // rows)
+        return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
 
-    def _round(self, number, ints, floats) -> tuple[jax.Array, jax.Array]:
+    def _order(self, ids: jax.Array) -> Order:
+        """A token goes once to a part in which it has several experts."""
+        parts = self.hop.parts
+        part = jnp.minimum(ids // self.hop.experts, parts)
+        again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
+        return Order.of(jnp.where(again, parts, part), parts)
+
+    def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
         """One round of at most `rows` rows from each part to each other."""
-        (order, ids), (x, weights, *matrices) = ints, floats
-        parts, rows = self.hop.parts, self.hop.rows
-        slots = order.padded(number, rows)
-        part = jnp.arange(parts * rows, dtype=jnp.int32) // rows
-        theirs = _pick_rows(ids, slots.token, parts * self.hop.experts)
-        theirs = theirs - part[:, None] * self.hop.experts
-        theirs, sent = _own(theirs, take(weights, slots.token, slots.slot), self.hop.experts)
-        received = [self.exchange(a) for a in (take(x, slots.token, slots.slot), theirs, sent)]
-        rows_here = checkpoint_name(received[0], "dispatched")
-        y, dropped = self.inner(rows_here, received[1], (received[2], *matrices))
-        return collect(self.exchange(y), slots.token, slots.slot), dropped
+        x, weights, matrices = floats
+        slots = [order.padded(number, self.hop.rows) for order in ints[0]]
+        received = []
+        for tokens in map(self._fill, slots, x, ints[1], weights):
+            if received:
+                received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
+            x_here, ids, sent = exchange_together(self.exchange, *tokens)
+            received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
+        results, dropped = _in_turn(self.inner, received, matrices)
+        back = zip(map(self.exchange, results), slots, strict=True)
+        return [collect(y, slot.token, slot.slot) for y, slot in back], dropped
+
+    def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
+        """What is sent: rows of all parts, their ids counted from each part's first expert, their weights."""
+        num, rows = self.hop.experts, self.hop.rows
+        part = jnp.arange(self.hop.parts * rows, dtype=jnp.int32) // rows
+        theirs = _pick_rows(ids, slots.token, self.hop.parts * num) - part[:, None] * num
+        theirs, sent = _own(theirs, take(weights, slots.token, slots.slot), num)
+        return take(x, slots.token, slots.slot), theirs, sent
 
 
 def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:

@@ -107,8 +107,59 @@ collect.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange_together(
+    exchange: Callable, x: jax.Array, ids: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows `[S, D]`, ids and weights `[S, k]` in one exchange, as bits; `exchange` is its own transpose.
+
+    Three exchanges would take turns, and hold up what they could overlap with.
+    """
+    k = ids.shape[1]
+    x, numbers = _unpack(exchange(_pack(x, jnp.concatenate([_bits(ids), _bits(weights)], 1))), x)
+    bits = jnp.split(numbers, 2, axis=1)
+    ids, weights = (
+        jax.lax.bitcast_convert_type(a, dtype)
+        for a, dtype in zip(bits, (jnp.int32, jnp.float32), strict=True)
+    )
+    assert ids.shape[1] == k
+    return x, ids, weights
+
+
+def _together_backward(exchange, _, g):
+    x, bits = _unpack(exchange(_pack(g[0], _bits(g[2]))), g[0])
+    return x, None, jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+exchange_together.defvjp(
+    lambda exchange, x, ids, weights: (exchange_together(exchange, x, ids, weights), None),
+    _together_backward,
+)
+
+
+def _bits(a: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(a, jnp.uint32)
+
+
+def _pack(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """The bits of rows `[S, D]` and of 32-bit numbers `[S, k]` side by side, in integers as wide as x's numbers."""
+    kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    numbers = jax.lax.bitcast_convert_type(numbers, kind).reshape(x.shape[0], -1)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, kind), numbers], axis=1)
+
+
+def _unpack(packed: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows, in the type and width of `like`, and the bits of the numbers as uint32."""
+    x, numbers = jnp.split(packed, [like.shape[1]], axis=1)
+    narrow = 4 // like.dtype.itemsize
+    numbers = numbers.reshape(x.shape[0], -1, narrow) if narrow > 1 else numbers
+    return jax.lax.bitcast_convert_type(x, like.dtype), jax.lax.bitcast_convert_type(
+        numbers, jnp.uint32
+    )
+
+
 def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floats: Any):
-    """The sum of `one_round(number, ints, floats)` over the first `needed` numbers, of which there are at most `most`.
+    """The sums of `one_round(number, ints, floats)` over the first `needed` numbers, of which there are at most `most`.
 
     The first round is plain; the others, if there are any, run in a loop whose length is known only at run time, and
     their backward pass is another such loop that computes them again.
@@ -118,7 +169,7 @@ def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floa
         return first
     # Backward, the loop waits for the first round's gradients: their parts would live on beside it.
     first, floats = together((first, floats))
-    return first + _later(one_round, needed, ints, floats)
+    return jax.tree.map(jnp.add, first, _later(one_round, needed, ints, floats))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -127,10 +178,11 @@ def _later(one_round, needed, ints, floats):
 
     def add(state):
         number, total = state
-        return number + 1, total + one_round(number, ints, floats)
+        return number + 1, jax.tree.map(jnp.add, total, one_round(number, ints, floats))
 
-    kind = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
-    total = vary(jnp.zeros(kind.shape, kind.dtype), _all(floats))
+    axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
+    kinds = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
+    total = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), axes), kinds)
     return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), total))[1]
 
 
@@ -154,8 +206,3 @@ _later.defvjp(
     ),
     _later_backward,
 )
-
-
-def _all(floats: Any) -> frozenset[str]:
-    """The axes over which some of the arrays differ."""
-    return frozenset().union(*map(varying, jax.tree.leaves(floats)))

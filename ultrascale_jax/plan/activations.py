@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
-from ultrascale_jax.plan import context
+from ultrascale_jax.plan import context, experts
 from ultrascale_jax.plan.workload import Run
 
 CHUNK_BYTES = 2**29
@@ -65,13 +65,16 @@ def layer_of(run: Run) -> Layer:
 
 
 def kept(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes that a mean layer keeps from its forward to its backward pass, by kind."""
-    shape, parts = run.shape, dense_kept(run, layer)
-    if shape.moe_layers:
-        moe = shape.moe_layers / shape.num_layers
-        parts["mlp"] = parts.get("mlp", 0) * (1 - moe)
+    """Bytes that a mean layer keeps from its forward to its backward pass, by kind.
+
+    Where a pipeline's layers are of both kinds, each has room for what either keeps.
+    """
+    parts, moe = dense_kept(run, layer), run.shape.expert_share
+    if moe:
+        both = run.mesh.pp > 1 and moe < 1
+        parts["mlp"] = parts.get("mlp", 0) * (1 if both else 1 - moe)
         for name, value in experts_kept(run, layer).items():
-            parts[name] = parts.get(name, 0) + moe * value
+            parts[name] = parts.get(name, 0) + value * (1 if both else moe)
     return parts
 
 
@@ -125,26 +128,27 @@ def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def experts_kept(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes that a layer of experts keeps instead of the feed-forward layer, by kind; theory, the trainer has none yet.
+    """Bytes that a layer of experts keeps instead of the feed-forward layer, by kind.
 
-    Every token travels to its experts and back: two arrays of tokens x experts_per_token x D; the router's float32
-    probabilities stay for its gradient. Balanced routing, no padding.
+    selective: the rows that a GPU got, and of them gate and up. none: also the rows by expert, and gate and up through
+    silu, product and weights, once in float32; the router's float32 input, but its input gathered over sp not.
     """
     shape, a = run.shape, layer.width
-    if run.remat == "full":
-        return {}
-    sent = layer.residual * shape.experts_per_token
-    return {
-        "mlp": a * expert_ffn(run) * (2 if shape.gated else 1) * (3 if run.remat == "none" else 1),
-        "dispatch": (layer.input_width + a) * sent + 4 * run.tokens * shape.num_experts,
-    }
-
-
-def expert_ffn(run: Run) -> float:
-    """Values of the experts' gate on one GPU: as many rows as its own tokens send, and the shared experts'."""
-    shape = run.shape
-    rows = run.tokens * (shape.experts_per_token + shape.shared_experts)
-    return rows * shape.expert_width / run.mesh.tensor
+    rows, ffn = experts.values(run)
+    shared = shape.shared_width * run.tokens / run.mesh.tensor
+    got = a * experts.hop_rows(run) * shape.d_model
+    matrices = 2 if shape.gated else 1
+    if run.remat == "selective":
+        return {"mlp": a * matrices * (ffn + shared), "dispatch": got}
+    if run.remat == "dots":
+        return {"mlp": a * matrices * shared}
+    if run.remat == "none":
+        mlp = (3 * a * matrices + 4) * ffn + 3 * a * matrices * shared
+        norms = 4 * layer.residual - layer.input_width * layer.whole
+        return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
+    saved = TrainConfig(remat=run.remat).remat_names()[0]
+    wide = sum(name in ("gate", "up") for name in saved)
+    return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
 
 
 def working_set(run: Run, layer: Layer) -> float:
@@ -155,13 +159,43 @@ def working_set(run: Run, layer: Layer) -> float:
     """
     a, shape = layer.width, run.shape
     wide = {"none": 2, "selective": 3, "dots": 3}.get(run.remat, 4)
-    ffn = expert_ffn(run) if shape.moe_layers else layer.ffn
-    mlp = a * ffn * (wide if shape.gated else wide - 1) + context.left(run, a)
+    dense = shape.d_ff if shape.dense_layers else 0
+    ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
+    mlp = a * ffn * (wide if shape.gated else wide - 1)
+    mlp = max(mlp, experts_in_hand(run, layer)) + context.left(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
     return max(mlp, attention) + a * (
         (2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query
     )
+
+
+def experts_in_hand(run: Run, layer: Layer) -> float:
+    """Bytes of activations that the backward pass of the routed experts has in hand.
+
+    The rows as they came at each exchange, and by expert, with their gradients; and gate, up, their product's gradient,
+    the product and their gradients where the first round repeats gate and up. In a loop of further rounds, which is
+    never entered if routing is balanced, the last three take the place of the first; or at its end, when only those are
+    left, there are gradients of the rows by expert, and of those that came at each exchange.
+    """
+    if run.shape.experts is None:
+        return 0.0
+    rows, ffn = experts.values(run)
+    got = experts.halves(run) * experts.received(run) * run.shape.d_model
+    came = max(got, experts.hop_rows(run) * run.shape.d_model)
+    first = 4 if run.remat in ("none", "selective") else 6
+    found = [first * ffn + 2 * rows + 2 * came]
+    if experts.loops(run):
+        found += [4 * ffn + 2 * rows + 2 * came, 3 * ffn + 3 * rows + 3 * came]
+    return layer.width * max(found)
+
+
+def experts_passed(run: Run, layer: Layer) -> float:
+    """Bytes of activations that the forward pass of the routed experts has in hand: gate, up and their product."""
+    if run.shape.experts is None:
+        return 0.0
+    rows, ffn = experts.values(run)
+    return layer.width * (3 * ffn + 2 * rows + experts.hop_rows(run) * run.shape.d_model)
 
 
 def loss_chunks(run: Run) -> tuple[int, float]:

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from ultrascale_jax.plan import context, costs
+from ultrascale_jax.plan import experts as experts_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.software import Software
 from ultrascale_jax.plan.workload import Run, group
@@ -58,33 +59,54 @@ class Arithmetic:
     def products(self) -> dict[str, list[Product]]:
         """The matrix products of a mean layer's forward pass, by part."""
         shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
-        kv_heads = max(shape.num_kv_heads, n)
-        qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
-        dense = 1 - shape.moe_layers / shape.num_layers
-        up: list[Product] = []
-        down: list[Product] = []
-        for rows, width, count in (
-            (tokens, shape.d_ff, dense),
-            (tokens, shape.expert_width, (1 - dense) * shape.shared_experts),
-            self.routed(1 - dense),
-        ):
-            if count:
-                up.append((rows, (shape.matrices - 1) * width / n, shape.d_model, count))
-                down.append((rows, shape.d_model, width / n, count))
-        return {
-            "qkv": [(tokens, qkv, shape.d_model, 1)],
-            "out": [(tokens, shape.d_model, shape.head_dim * shape.num_heads / n, 1)],
-            "up": up,
-            "down": down,
+        found: dict[str, list[Product]] = {
+            "qkv": self.queries(),
+            "out": [(tokens, shape.d_model, shape.value_dim * shape.num_heads / n, 1)],
         }
+        for part, layers in (("", self.dense()), ("routed ", self.routed())):
+            layers = [(rows, width / n, count) for rows, width, count in layers if count]
+            found[part + "up"] = [
+                (rows, (shape.matrices - 1) * width, shape.d_model, count)
+                for rows, width, count in layers
+            ]
+            found[part + "down"] = [
+                (rows, shape.d_model, width, count) for rows, width, count in layers
+            ]
+        return found
 
-    def routed(self, share: float) -> tuple[float, float, float]:
-        """Rows of one expert when all get the same, its width, and how many of them one GPU has in a mean layer."""
-        shape, ep = self.shape, self.mesh.ep
-        if not share:
-            return 0, 0, 0
-        rows = self.run.tokens * shape.experts_per_token * ep / shape.num_experts
-        return rows, shape.expert_width, share * shape.num_experts / ep
+    def queries(self) -> list[Product]:
+        """The products that make queries, keys and values; latents are made of a GPU's part of the residual stream."""
+        shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
+        if latent is None:
+            kv_heads = max(shape.num_kv_heads, n)
+            qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
+            return [(tokens, qkv, shape.d_model, 1)]
+        heads, own = shape.num_heads / n, tokens / self.mesh.sp
+        kv = shape.head_dim - latent.rope_dim + latent.v_dim
+        found: list[Product] = [
+            (tokens, heads * shape.head_dim, latent.q_rank or shape.d_model, 1),
+            (own, latent.kv_rank + latent.rope_dim, shape.d_model, 1),
+            (tokens, heads * kv, latent.kv_rank, 1),
+        ]
+        if latent.q_rank:
+            found.append((own, latent.q_rank, shape.d_model, 1))
+        return found
+
+    def dense(self) -> list[tuple[float, float, float]]:
+        """Feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""
+        shape, tokens, moe = self.shape, self.run.tokens, self.shape.expert_share
+        return [
+            (tokens, shape.d_ff, 1 - moe),
+            (tokens, shape.shared_width, moe if shape.shared_width else 0),
+        ]
+
+    def routed(self) -> list[tuple[float, float, float]]:
+        """The same of one GPU's routed experts."""
+        shape, experts = self.shape, self.shape.experts
+        if experts is None:
+            return []
+        count = experts_of.halves(self.run) * experts.num / self.mesh.ep
+        return [(experts_of.rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
     def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
         """The products of a forward pass, or the two for each of the backward pass."""
@@ -116,14 +138,14 @@ class Arithmetic:
         return keys + (windowed * self.run.keys(window) if windowed else 0.0)
 
     def traffic(self) -> float:
-        """Norms, residual sums, rotary embeddings, activation functions; forward and backward.
+        """Norms, residual sums, rotary embeddings, activation functions, sorting rows; forward and backward.
 
         In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
         a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.
         """
-        shape, dense = self.shape, 1 - self.shape.moe_layers / self.shape.num_layers
-        active = shape.experts_per_token + shape.shared_experts
-        d_ff = dense * shape.d_ff + (1 - dense) * active * shape.expert_width
+        shape, moe = self.shape, self.shape.expert_share
+        d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
         width = (shape.d_model + d_ff / 2) / self.tensor.ranks
         passes = self.software.passes * (1 if self.run.precision == "bf16" else 2)
-        return costs.memory_seconds(self.gpu, 2 * passes * self.run.tokens * width)
+        size = 2 * passes * self.run.tokens * width + moe * experts_of.moved(self.run)
+        return costs.memory_seconds(self.gpu, size)

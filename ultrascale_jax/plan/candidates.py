@@ -6,6 +6,8 @@ Left out, and counted where it is not the same run under another name:
   quarter of padding;
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
+
+Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need (`moe.nodes`).
 """
 
 import dataclasses
@@ -24,13 +26,14 @@ from ultrascale_jax.config import (
     SCHEDULES,
     Config,
     MeshConfig,
+    MoEConfig,
     PipelineConfig,
     TrainConfig,
     UserError,
     require,
 )
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import PIPELINE, Run, Shape
+from ultrascale_jax.plan.workload import PIPELINE, Run, Shape, group
 
 REMAT = ("none", "selective", "dots", "full")
 """Recompute policies, from the one that repeats nothing to the one that repeats all."""
@@ -157,7 +160,7 @@ def enumerate_runs(
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
     shape, precision = shape or Shape.of(cfg.model), precision or cfg.train.precision
-    trained = shape.gated and not shape.num_experts and precision == cfg.train.precision
+    trained = shape.gated and precision == cfg.train.precision
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):
@@ -168,7 +171,7 @@ def enumerate_runs(
                 _work(cfg, mesh, choices), _schedules(cfg, mesh, choices)
             ):
                 try:
-                    told = _told(cfg, mesh, work, schedule)
+                    told = _told(cfg, cluster, mesh, work, schedule)
                     run = Run.of(told, num_gpus, shape, precision=precision)
                     _require_parts(run, choices)
                 except UserError as error:
@@ -179,11 +182,16 @@ def enumerate_runs(
 
 
 def told_to(
-    cfg: Config, *, mesh: MeshConfig, pp: PipelineConfig | None = None, **train: Any
+    cfg: Config,
+    *,
+    mesh: MeshConfig,
+    pp: PipelineConfig | None = None,
+    moe: MoEConfig | None = None,
+    **train: Any,
 ) -> Config:
-    """`cfg` with another mesh, other fields of `train` and maybe another pipeline."""
+    """`cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
     told = dataclasses.replace(cfg.train, **train)
-    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, train=told)
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=told)
 
 
 def configured(cfg: Config, run: Run) -> Config:
@@ -197,6 +205,7 @@ def configured(cfg: Config, run: Run) -> Config:
         cfg,
         mesh=run.mesh,
         pp=pp,
+        moe=None if cfg.model.experts is None else run.moe,
         zero=run.zero,
         microbatches=run.microbatches,
         remat=run.remat,
@@ -204,7 +213,13 @@ def configured(cfg: Config, run: Run) -> Config:
     )
 
 
-def _told(cfg: Config, mesh: MeshConfig, work: dict[str, int], schedule: dict[str, Any]) -> Config:
+def _told(
+    cfg: Config,
+    cluster: Cluster,
+    mesh: MeshConfig,
+    work: dict[str, int],
+    schedule: dict[str, Any],
+) -> Config:
     """What the trainer is told, without recomputation.
 
     Raises:
@@ -212,8 +227,11 @@ def _told(cfg: Config, mesh: MeshConfig, work: dict[str, int], schedule: dict[st
     """
     fix = f"must be at least mesh.pp={mesh.pp}"
     require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
-    pp = dataclasses.replace(cfg.pp, **schedule)
-    return told_to(cfg, mesh=mesh, pp=pp, remat=REMAT[0], **work)
+    pp, moe = dataclasses.replace(cfg.pp, **schedule), cfg.moe
+    if cfg.model.experts is not None and moe.dispatch != "allgather":
+        nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
+        moe = dataclasses.replace(moe, nodes=nodes)
+    return told_to(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT[0], **work)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
@@ -250,16 +268,9 @@ def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
 
 
 def _require_parts(run: Run, choices: Choices) -> None:
-    """Raise a `UserError` if experts are unequal, stages mostly padding, or the micro-batch not one that is pinned."""
-    require_experts(run)
+    """Raise a `UserError` if stages are mostly padding, or the micro-batch is not one that is pinned."""
     layers, padded = run.shape.num_layers, run.rank_layers * run.mesh.pp
     wasted = 4 * layers < 3 * padded and "pp" not in choices
     require(not wasted, "model.num_layers", layers, f"{padded - layers} of {padded} are padding")
     pinned = choices.get("sequences", (run.sequences,))
     require(run.sequences in pinned, "sequences", run.sequences, "pinned")
-
-
-def require_experts(run: Run) -> None:
-    """Raise a `UserError` if the ranks of `ep` would have unequal numbers of experts."""
-    fix = f"must be divisible by mesh.ep={run.mesh.ep}"
-    require(run.shape.num_experts % run.mesh.ep == 0, "experts", run.shape.num_experts, fix)

@@ -9,6 +9,7 @@ micro-batch on one GPU.
 import dataclasses
 from dataclasses import dataclass
 
+from ultrascale_jax.config import Experts
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.playbook import ring_bytes
 from ultrascale_jax.plan.workload import Run, group
@@ -52,7 +53,7 @@ def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
     """A row for each axis, in the playbook's order; experts only for a model that has some."""
     sheet = _Sheet(run, cluster)
     rows = [*sheet.data(), *sheet.tensor(), sheet.context(), sheet.pipeline()]
-    return [*rows, sheet.expert()] if run.shape.num_experts else rows
+    return rows if run.shape.experts is None else [*rows, sheet.expert(run.shape.experts)]
 
 
 class _Sheet:
@@ -203,11 +204,11 @@ class _Sheet:
             communication="hF / (B x parameters of a stage)",
         )
 
-    def expert(self) -> Row:
+    def expert(self, experts: Experts) -> Row:
         """Every token's copies to their experts and back, beside those experts."""
         shape = self.shape
-        n = self.size("ep", min(self.cluster.gpus_per_node, shape.num_experts))
-        copies = self.tokens * shape.experts_per_token
+        n = self.size("ep", min(self.cluster.gpus_per_node, experts.num))
+        copies = self.tokens * experts.per_token
         there = ring_bytes("all-to-all", 2 * copies * shape.d_model / self.mesh.sp, n)
         return self.row(
             "ep",

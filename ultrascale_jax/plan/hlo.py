@@ -19,6 +19,7 @@ ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*S\((\d+)\)[^}]*\})?")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)')
 BATCHED = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]+)')
 MATMUL_TARGET = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|fmha|flash)', re.IGNORECASE)
+GROUPED = re.compile(r'custom_call_target="mosaic.*op_name="[^"]*/grouped_matmul/')
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,17 @@ class Module:
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
 
     def dots(self, instruction: Instruction, computation: str) -> list[Dot]:
-        """The matrix products that an instruction of `computation` is or holds."""
+        """The matrix products that an instruction of `computation` is or holds.
+
+        Of `kernels/grouped_matmul.py` it is one of all the rows that its buffer holds.
+        """
+        if instruction.opcode == "custom-call" and GROUPED.search(instruction.attributes):
+            *_, left, right = (
+                self.by_name[computation][name].arrays[0] for name in instruction.operands
+            )
+            rows, k = left.dims
+            n = instruction.arrays[0].dims[-1] if len(right.dims) == 3 else right.dims[-1]
+            return [Dot(1, rows, n, k, left.dtype)]
         contracted = CONTRACTED.search(instruction.attributes)
         if contracted is None:
             bodies = ((name, self.computations.get(name, [])) for name in instruction.called)
@@ -209,7 +220,8 @@ def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool
     if instruction.opcode in ("dot", "convolution", "ragged-dot"):
         return True
     if instruction.opcode == "custom-call":
-        return MATMUL_TARGET.search(instruction.attributes) is not None
+        text = instruction.attributes
+        return MATMUL_TARGET.search(text) is not None or GROUPED.search(text) is not None
     return any(name in heavy for name in instruction.called)
 
 

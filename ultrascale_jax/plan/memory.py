@@ -2,8 +2,8 @@
 
 `breakdown` follows `training/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
-`docs/planning/memory_xla.csv` has the sums beside XLA's own; pipelines are in `pipeline_memory.py`. Experts, fp8 and
-plain feed-forward layers, which the trainer does not run yet, follow from theory.
+`docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
+in `pipeline_memory.py`. fp8 and plain feed-forward layers, which the trainer does not run yet, follow from theory.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ultrascale_jax.plan.activations import (
     working_set,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.parameters import Weights, rest, weights_of
+from ultrascale_jax.plan.parameters import Weights, expert_matrices, rest, weights_of
 from ultrascale_jax.plan.workload import Run
 
 
@@ -102,10 +102,11 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
     The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
     where XLA casts it earlier, this is too much by half of it. Of the layer's own parameters attention's and two of the
-    feed-forward layer's are there: gathered, cut out of the stack, or as gradients.
+    feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed experts more.
     """
-    used = layer.input_width * (weights.attention + 2 * weights.matrix)
     gathered = run.zero == 3 and run.shards > 1
+    used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
+    used *= layer.input_width
     blocks = 4 * rest(run, weights, tables=False) if run.zero == 3 else layer.width * weights.blocks
     head = 4 if loss_chunks(run)[0] > 1 else layer.width
     return {
@@ -132,7 +133,8 @@ def _scatter(weights: Weights) -> dict[str, float]:
     """What zero 2's scatter adds after a micro-batch: its gradients, and the one that leaves, transposed."""
     return {
         "gradients": 2 * weights.blocks + 4 * weights.table,
-        "communication buffers": 2 * (weights.layers * weights.matrix + weights.table),
+        "communication buffers": 2
+        * (weights.layers * max(weights.matrix, weights.routed) + weights.table),
     }
 
 

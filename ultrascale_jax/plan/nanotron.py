@@ -178,7 +178,7 @@ def _check(run: Run) -> None:
     for axis in ("ep", "cp", "tp"):
         require(mesh.sizes[axis] == 1, f"mesh.{axis}", mesh.sizes[axis], fix)
     fix = "the playbook's nanotron trained dense models in bfloat16"
-    require(run.shape.num_experts == 0, "experts", run.shape.num_experts, fix)
+    require(run.shape.experts is None, "model.experts", run.shape.experts, fix)
     require(run.precision == "bf16", "train.precision", run.precision, fix)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ultrascale_jax.plan import experts
 from ultrascale_jax.plan.workload import Run
 
 
@@ -22,7 +23,9 @@ class Weights:
     attention: float
     """Matrices of the attention of one layer."""
     matrix: float
-    """One matrix of the feed-forward layer, or of all experts of a layer."""
+    """One matrix of the widest dense feed-forward layer."""
+    routed: float
+    """One matrix of all routed experts of a layer."""
     layers: float
     """Layers."""
 
@@ -35,31 +38,47 @@ class Weights:
 def weights_of(run: Run) -> Weights:
     """The parameters that one GPU works on.
 
-    Kv heads that the tensor group outnumbers are on all its GPUs. Every rank of a pipeline has as many layers as the
-    fullest, and its part of the vocabulary.
+    Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router and what makes the latents of
+    latent attention. Every rank of a pipeline has as many layers as the fullest, and its part of the vocabulary.
     """
-    shape, mesh = run.shape, run.mesh
+    shape, mesh, found = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
-    kv_heads = shape.num_kv_heads / min(t, shape.num_kv_heads)
-    attention = 2 * D * shape.head_dim * (shape.num_heads / t + kv_heads)
-    matrix, moe, routed, shared = D * shape.d_ff / t, 0.0, 0.0, 0.0
-    if shape.num_experts:
-        moe = shape.moe_layers / shape.num_layers
-        routed = shape.num_experts * shape.expert_params / (mesh.ep * t)
-        shared = shape.shared_experts * shape.expert_params / t + D * shape.num_experts
-        matrix = max(matrix if moe < 1 else 0.0, routed / shape.matrices)
+    heads, kv_heads, whole = shape.attention_matrices
+    attention = heads / t + kv_heads / min(t, shape.num_kv_heads) + whole
+    moe, routed, shared = shape.expert_share, 0.0, 0.0
+    if found is not None:
+        routed = found.num * shape.expert_params / (mesh.ep * t)
+        shared = found.shared * shape.expert_params / t + D * found.num
+    # Where a pipeline's layers are of both kinds, each has room for either.
+    both = mesh.pp > 1 and 0 < moe < 1
+    mlp, moe = (1, 1) if both else (1 - moe, moe)
+    width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = shape.vocab_size * D / (t * mesh.pp)
-    head_norms = 2 * shape.head_dim if shape.qk_norm == "head" else 0
     return Weights(
-        dense=layers * (attention + (1 - moe) * shape.mlp_params / t + moe * shared),
+        dense=layers * (attention + mlp * shape.mlp_params / t + moe * shared),
         experts=layers * moe * routed,
         table=table,
         tables=table if shape.tied_embeddings else 2 * table,
-        vectors=layers * (2 * D + head_norms) + D,
+        vectors=layers * shape.vector_params / shape.num_layers + D,
         attention=attention,
-        matrix=matrix,
+        matrix=D * width / t,
+        routed=routed / shape.matrices,
         layers=layers,
     )
+
+
+def expert_matrices(run: Run) -> int:
+    """Copies of one matrix of the routed experts in their backward pass.
+
+    All matrices gathered or cut out, where several experts are gathered at once the same in another order, and the
+    gradients of each loop for further rounds; those of a loop in another begin with zeros.
+    """
+    found, matrices, loops = run.shape.experts, run.shape.matrices, experts.loops(run)
+    if found is None:
+        return 0
+    gathered = run.zero == 3 and run.mesh.fsdp * run.mesh.cp > 1
+    copies = 2 if gathered and found.num > run.mesh.ep else 1
+    return matrices * (copies + loops) + 2 * max(loops - 1, 0)
 
 
 def rest(run: Run, weights: Weights, *, tables: bool = True) -> float:

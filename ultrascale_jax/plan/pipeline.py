@@ -70,16 +70,20 @@ def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
-    """For `timeline.simulate`: in which share of the ticks a conditional of the compiled step runs head or embedding.
+    """For `timeline.simulate`: in which share of the time a conditional of the compiled step takes its slowest branch.
 
-    A loop over ticks is the segment of the table that has as many, or else the nearest.
+    Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
+    has as many, or else the nearest. Of layers of both kinds it is the share of those with experts.
     """
     if run.mesh.pp == 1:
         return lambda conditional, trips: 1.0
     program = _assembled(_table(_key(run)), run.stash)
 
     def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
-        inside = (i.op_name for name in conditional.called for i in module.computations[name])
+        bodies = (module.computations[name] for name in conditional.called)
+        inside = [i.op_name for body in bodies for i in body]
+        if any("/attention/" in name for name in inside):
+            return run.shape.expert_share
         column = COLUMNS["head" if any("loss" in name for name in inside) else "embed_gradient"]
         ticks = trips[0] if trips else 1
         segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))

@@ -7,8 +7,15 @@ sums beside XLA's own.
 """
 
 from ultrascale_jax.plan import pipeline
-from ultrascale_jax.plan.activations import Layer, document_mask, kept, loss_chunks, working_set
-from ultrascale_jax.plan.parameters import Weights, rest
+from ultrascale_jax.plan.activations import (
+    Layer,
+    document_mask,
+    experts_passed,
+    kept,
+    loss_chunks,
+    working_set,
+)
+from ultrascale_jax.plan.parameters import Weights, expert_matrices, rest
 from ultrascale_jax.plan.workload import Run
 
 
@@ -85,13 +92,14 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     has its forward pass repeated.
     """
     a, both = layer.width, beside(run)
-    params = weights.attention + run.shape.matrices * weights.matrix
+    params = weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
     ahead = sum(kept(run, layer).values()) if both and run.stash == "residuals" else 0
-    forward = 2 * a * (layer.ffn + layer.whole + layer.query) if both else 0
+    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_passed(run, layer)
+    copies = a * expert_matrices(run) * weights.routed
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
         "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
-        "workspace": working_set(run, layer) + forward + ahead,
+        "workspace": working_set(run, layer) + both * forward + ahead + copies,
         "activations: document mask": (1 + both) * document_mask(run, layer),
         **(_kept(run, layer, 1) if run.stash == "input" else {}),
     }

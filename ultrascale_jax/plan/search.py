@@ -3,7 +3,8 @@
 The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
 maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
 `speed.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`, and the
-winner is the fastest of those. `cp` is tried for long sequences, and where nothing that this release runs fits without.
+winner is the fastest of those. `cp` is tried for long sequences, and where nothing that this release runs fits without;
+`ep` for models with experts, within a node where something fits so.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ type Evaluate = Callable[[Config], Compiled]
 """Compiles one configuration and times it; may raise `NotCompiled`."""
 
 
-type Kind = tuple[int, int, bool]
+type Kind = tuple[int, int, bool, bool]
 """What the candidates have in common of which one is compiled to correct the formulas of all."""
 
 
@@ -124,12 +125,26 @@ class Search:
 
     def predict(self, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Rank all candidates by formula; `advance` is told how many of how many are done."""
-        experts = self._shape is not None and self._shape.num_experts > 0
-        axes = [axis for axis in AXES if axis != "cp" and (axis != "ep" or experts)]
-        self._predict(axes, {**self._pieces(), **self._choices}, advance)
-        usable = any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
-        if not usable and "cp" not in self._choices:
-            self._predict([*axes, "cp"], self._choices, advance)
+        axes, sizes = [axis for axis in AXES if axis not in ("cp", "ep")], self._pieces()
+        within, across = self._parts()
+        self._predict(axes, {**sizes, **within, **self._choices}, advance)
+        if not self._usable and across and "ep" not in self._choices:
+            self._predict(axes, {**sizes, **across, **self._choices}, advance)
+        if not self._usable and "cp" not in self._choices:
+            self._predict([*axes, "cp"], {**within, **self._choices}, advance)
+
+    @property
+    def _usable(self) -> bool:
+        """Whether something fits that may be recommended, or could be if the trainer had the model."""
+        return any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
+
+    def _parts(self) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
+        """Sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
+        experts, node = self.cfg.model.experts, self.cluster.gpus_per_node
+        if experts is None:
+            return {}, {}
+        sizes = divisors(math.gcd(experts.num, self.cluster.num_gpus))
+        return {"ep": [size for size in sizes if size <= node]}, {"ep": sizes}
 
     def _pieces(self) -> dict[str, Sequence[int]]:
         """Sizes of cp that are tried beside everything else."""
@@ -313,8 +328,8 @@ class Search:
 
 
 def kind(run: Run) -> Kind:
-    """Tensor group, ZeRO stage, cp: on these it depends what communication is hidden, where the formulas err most."""
-    return run.mesh.tensor, run.zero, run.mesh.cp > 1
+    """Tensor group, ZeRO stage, cp, ep: on these it depends what communication is hidden, where formulas err most."""
+    return run.mesh.tensor, run.zero, run.mesh.cp > 1, run.mesh.ep > 1
 
 
 def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:

@@ -9,7 +9,12 @@ from ultrascale_jax.plan import nanotron
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run
 
-RESULTS = {"qkv": ("q", "k", "v"), "out": ("attn_out",), "up": ("gate", "up")}
+RESULTS = {
+    "qkv": ("q", "k", "v"),
+    "out": ("attn_out",),
+    "up": ("gate", "up"),
+    "routed up": ("gate", "up"),
+}
 """Matrix products of a layer and the names that `train.remat` has for their results."""
 
 KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(),), "full": ((),)}
@@ -39,6 +44,10 @@ class Software:
     """How often a layer gathers or scatters the residual stream, forward and backward."""
     gathers: int = 1
     """Collectives in which a layer's parameters are gathered (ZeRO-3)."""
+    travel: float = 1.0
+    """Share of the time of tokens on their way to experts and back that is waited for."""
+    overlapped: float = 1.0
+    """The same where half of them travel while experts work on the other half."""
     hide: float
     """Share of the arithmetic beside it that communication of parameters and gradients can hide behind."""
     reduce: float = 1.0
@@ -61,11 +70,21 @@ class Software:
     """How likely a step of the run stalls; none is never."""
 
 
-ULTRASCALE = Software(passes=19, logit_bytes=14, host_s=0.35e-3, gathers=6, hide=0.9, step_s=5e-3)
+ULTRASCALE = Software(
+    passes=19,
+    logit_bytes=14,
+    host_s=0.35e-3,
+    gathers=6,
+    travel=0.8,
+    overlapped=0.55,
+    hide=0.9,
+    step_s=5e-3,
+)
 """This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA
 0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.py). A layer is some 90 kernels of 4
-microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. What
+microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. Of
+the way of tokens to their experts XLA's schedules hide a fifth, or almost half (docs/planning/experts.csv). What else
 hides and what a step adds (`hide`, `step_s`) are estimates."""
 
 

@@ -7,12 +7,15 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
-from ultrascale_jax.plan import context, costs, nanotron, pipeline, pipeline_memory
+from ultrascale_jax.plan import context, costs, experts, nanotron, pipeline, pipeline_memory
 from ultrascale_jax.plan.activations import kept, layer_of
 from ultrascale_jax.plan.arithmetic import Arithmetic, Product
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.software import KEPT, RESULTS, ULTRASCALE, Software
 from ultrascale_jax.plan.workload import Group, Run, group
+
+SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
+"""Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Step(Arithmetic):
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
-        self.shards = self.group("fsdp", "ep", "cp")
+        self.shards = self.group(*SHARDED[0])
 
     def parts(self) -> dict[str, float]:
         """The whole step by what takes it."""
@@ -206,9 +209,9 @@ class Step(Arithmetic):
         if "attn_core" not in kept:
             seconds += passes.attention + self.exchanged()[0]
         for product, names in RESULTS.items():
-            seconds += (
-                passes.products[product] * sum(name not in kept for name in names) / len(names)
-            )
+            own = set() if product == "routed up" and remat == "dots" else kept
+            again = sum(name not in own for name in names) / len(names)
+            seconds += passes.products[product] * again
         gathered = 2 if "attn_out" in kept else 3
         return seconds + gathered / self.software.tensor_passes * self.tensor_group()
 
@@ -244,21 +247,26 @@ class Step(Arithmetic):
         return context.waited(self.run, self.cluster, passes.attention, passes.attention_backward)
 
     def experts(self) -> float:
-        """Tokens to their experts and back, forward and backward."""
-        shape, ranks = self.shape, self.group("ep")
-        if not shape.moe_layers:
+        """Tokens to their experts and back, forward and backward, and there again if what came is not kept."""
+        if self.shape.experts is None:
             return 0.0
-        size = 2 * self.run.tokens * shape.experts_per_token * shape.d_model / self.mesh.sp
-        share = shape.moe_layers / shape.num_layers
-        return 4 * share * self.collective("all-to-all", size, ranks)
+        remat = self.run.remat
+        kept = remat in ("none", "selective") or "dispatched" in remat
+        ways = self.shape.expert_share * (4 if kept else 5)
+        halves = experts.halves(self.run) == 2
+        waited = self.software.overlapped if halves else self.software.travel
+        return waited * ways * experts.travelling(self.run, self.cluster)
 
     def layer_params(self) -> list[tuple[float, Group]]:
         """Parameters of a mean layer on one GPU, whole over the axes of ZeRO, and the GPUs that share them."""
-        shape, n = self.shape, self.tensor.ranks
-        found = [(shape.dense_params / shape.num_layers / n, self.shards)]
+        shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
+        router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
+        whole = shape.attention_matrices[2] + router
+        dense = whole + (shape.dense_params / shape.num_layers - whole) / n
+        found = [(dense, self.shards)]
         if shape.routed_params:
             routed = shape.routed_params / shape.num_layers / n / self.mesh.ep
-            found.append((routed, self.group("fsdp", "cp")))
+            found.append((routed, self.group(*SHARDED[1])))
         return found
 
     def parameters(
@@ -286,23 +294,25 @@ class Step(Arithmetic):
         layers = shape.num_layers / mesh.pp if software.by_cost else run.rank_layers
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
-        count = sum(n for n, _ in self.layer_params()) * layers + table
-        owned = count / (self.shards.ranks if run.zero else 1)
-        whole = ("dp",) if run.zero else ("dp", "fsdp", "ep", "cp")
-        reduce = self.summed("all-reduce", 4 * (owned if run.zero else count), self.group(*whole))
-        scatter = gather = 0.0
-        if run.zero == 1:
-            scatter = self.summed("reduce-scatter", 4 * count, self.shards)
-        if run.zero in (1, 2):
-            gather = self.collective("all-gather", 2 * count, self.shards)
-            gather *= 1 + software.gather * (self.shards.nodes - 1)
+        reduce = scatter = gather = kept = 0.0
+        for (count, shards), axes in zip(self.layer_params(), SHARDED, strict=False):
+            count = count * layers + (table if axes == SHARDED[0] else 0.0)
+            owned = count / (shards.ranks if run.zero else 1)
+            whole = self.group("dp", *(() if run.zero else axes))
+            reduce += self.summed("all-reduce", 4 * owned, whole)
+            kept += owned
+            if run.zero == 1:
+                scatter += self.summed("reduce-scatter", 4 * count, shards)
+            if run.zero in (1, 2):
+                seconds = self.collective("all-gather", 2 * count, shards)
+                gather += seconds * (1 + software.gather * (shards.nodes - 1))
         seconds = {"exposed dp": reduce, "exposed fsdp": scatter}
         if software.reduce_in_backward:
             hidden = software.hide * slowest * 2 / 3
             seconds = {name: max(0.0, s - hidden) for name, s in seconds.items()}
         seconds["exposed fsdp"] += gather
         # Float32 parameter, gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
-        traffic = owned * (14 + 2 * run.moment_bytes)
+        traffic = kept * (14 + 2 * run.moment_bytes)
         return seconds | {"optimizer": costs.memory_seconds(self.gpu, traffic)}
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:

@@ -11,8 +11,9 @@ that XLA starts and finishes apart runs beside it:
   streams; over different links they run side by side. XLA's own limit of collectives in flight is in the schedule.
 * While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
-  is multiplication. Of a conditional's branches the slowest counts unless the caller says which one is taken, or in
-  which share of the iterations it is that one.
+  is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
+  a conditional's branches the slowest counts unless the caller says which one is taken, or in which share of the
+  iterations it is that one.
 * All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
 """
 
@@ -226,7 +227,7 @@ class _Replay:
     def loop(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
         """Replay a loop until it repeats itself, then multiply."""
         body, known = self.module.loop(instruction)
-        trips = 1 if known is None else known
+        trips = known or 0
         recording, steady, hidden, hidden_from = self.recording, None, 0, 0.0
         lengths = {stream: len(events) for stream, events in self.streams.items()}
         for done in range(1, trips + 1):

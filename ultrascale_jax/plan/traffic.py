@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale_jax.config import require
 from ultrascale_jax.plan.hlo import Array, Instruction, Module, is_heavy
 
 KINDS = (
@@ -88,8 +87,8 @@ class Collective:
 
     @property
     def times(self) -> int:
-        """How often one step runs it; a loop of unknown length counts once."""
-        return math.prod(trips or 1 for trips in self.loops)
+        """How often one step runs it; in a loop whose length depends on data never, as `timeline.py` has it."""
+        return math.prod(trips or 0 for trips in self.loops)
 
 
 def collectives(module: Module, axes: Mapping[str, int]) -> list[Collective]:
@@ -143,9 +142,8 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     replica_groups={{0,1},{2,3}}                   as they are; {} is everyone
     replica_groups=[2,4]<=[4,2]T(1,0)              2 groups of 4: iota over [4,2], transposed
     replica_groups=mesh['a'=4,'b'=2] {'b'}         along b of a row-major mesh
+    replica_groups=mesh['a'=8] {'a':(2)4}          along the 4 inner places of each half of a; outermost first
     source_target_pairs={{0,1},{1,2}}              collective-permute
-
-    Raises `ValueError` for a part of a mesh axis, a form not seen in our programs so far.
     """
     if iota := IOTA.search(attributes):
         shape, dims, order = (
@@ -154,15 +152,30 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
         ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
         return [tuple(group) for group in ids.reshape(shape).tolist()]
     if mesh := MESH.search(attributes):
-        require(":" not in mesh[2], "replica_groups", mesh[0], "parts of mesh axes are not read")
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        along = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        ids = np.moveaxis(ids, along, range(-len(along), 0))
-        return [tuple(g) for g in ids.reshape(-1, math.prod(ids.shape[-len(along) :])).tolist()]
+        return _mesh_groups(mesh[1], mesh[2])
     listed = re.findall(r"\{([\d,]+)\}", found[1]) if (found := LISTED.search(attributes)) else []
     everyone = ",".join(map(str, range(num_devices)))
     return [tuple(map(int, group.split(","))) for group in listed or [everyone]]
+
+
+def _mesh_groups(mesh: str, along: str) -> list[tuple[int, ...]]:
+    """Groups of a row-major mesh `'a'=4,'b'=2` along axes or parts of them, `'b'` or `'a':(2)2`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along):
+        parts.setdefault(name, []).append((int(outer or 1), int(size or sizes[name])))
+    shape: list[int] = []
+    talking: list[int] = []
+    for name, size in sizes.items():
+        done = 1
+        for outer, part in sorted(parts.get(name, ())):
+            shape += [outer // done, part]
+            talking.append(len(shape) - 1)
+            done = outer * part
+        shape.append(size // done)
+    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), talking, range(-len(talking), 0))
+    ranks = math.prod(shape[i] for i in talking)
+    return [tuple(group) for group in ids.reshape(-1, ranks).tolist()]
 
 
 def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,11 +1,10 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
 `Run` says what every formula of `memory.py`, `speed.py` and `playbook.py` needs: the model, the mesh, the tokens of a
-micro-batch and how the work is done. It also covers what the trainer cannot run yet (experts, fp8, plain feed-forward
-layers), so that a plan can be made before the machine is rented.
+micro-batch and how the work is done. It also covers what the trainer cannot run yet (fp8, plain feed-forward layers),
+so that a plan can be made before the machine is rented.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,109 +15,19 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     MeshConfig,
-    ModelConfig,
+    MoEConfig,
     PipelineConfig,
     require,
 )
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.reach import steps_in_reach
-from ultrascale_jax.training.flops import attention_flops_per_token, mean_keys
+from ultrascale_jax.plan.shape import Shape as Shape
+from ultrascale_jax.training.flops import mean_keys
 
 GIB = 2**30
 
 PIPELINE = ("schedule", "group", "stash", "divergent")
 """Fields that a run has from the section `pp` as they are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape(ModelConfig):
-    """A model's sizes; beyond those of `ModelConfig`, what only the planner knows so far."""
-
-    gated: bool = True
-    """Three matrices of the feed-forward layer (SwiGLU), or two (GELU, ReLU)."""
-    num_experts: int = 0
-    """Routed experts of a layer (E); 0 is a dense model."""
-    experts_per_token: int = 1
-    """Routed experts that a token visits."""
-    shared_experts: int = 0
-    """Experts that every token visits."""
-    expert_d_ff: int = 0
-    """Width of one expert; 0 is `d_ff`."""
-    dense_layers: int = 0
-    """First layers without experts."""
-
-    @classmethod
-    def of(cls, model: ModelConfig, **changes) -> "Shape":
-        """The same sizes as `model`, with `changes`."""
-        fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        return cls(**(fields | changes))
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of one feed-forward layer."""
-        return 3 if self.gated else 2
-
-    @property
-    def moe_layers(self) -> int:
-        """Layers with experts."""
-        return max(self.num_layers - self.dense_layers, 0) if self.num_experts else 0
-
-    @property
-    def expert_width(self) -> int:
-        """Width of one expert."""
-        return self.expert_d_ff or self.d_ff
-
-    @property
-    def attention_params(self) -> int:
-        """Matrix parameters of the attention of one layer: D*H*(2N + 2K)."""
-        return self.d_model * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-
-    @property
-    def mlp_params(self) -> int:
-        """Parameters of the feed-forward layer of one dense layer."""
-        return self.matrices * self.d_model * self.d_ff
-
-    @property
-    def expert_params(self) -> int:
-        """Parameters of one expert."""
-        return self.matrices * self.d_model * self.expert_width
-
-    @property
-    def dense_params(self) -> int:
-        """Parameters of all blocks without the routed experts, which alone are split over `ep`."""
-        shared = self.moe_layers * (
-            self.shared_experts * self.expert_params + self.d_model * self.num_experts
-        )
-        mlp = (self.num_layers - self.moe_layers) * self.mlp_params
-        norms = self.num_layers * 2 * self.d_model
-        return self.num_layers * self.attention_params + mlp + shared + norms
-
-    @property
-    def routed_params(self) -> int:
-        """Parameters of all routed experts."""
-        return self.moe_layers * self.num_experts * self.expert_params
-
-    @property
-    def embedding_params(self) -> int:
-        """Parameters of the embedding, the final norm and the head; a tied table counts once."""
-        tables = 1 if self.tied_embeddings else 2
-        return tables * self.vocab_size * self.d_model + self.d_model
-
-    @property
-    def num_params(self) -> int:
-        """All parameters."""
-        return self.dense_params + self.routed_params + self.embedding_params
-
-    @property
-    def active_params(self) -> int:
-        """Parameters that multiply one token: all but the embedding's lookup, the norms and idle experts."""
-        routed = self.moe_layers * self.experts_per_token * self.expert_params
-        blocks = self.dense_params - self.num_layers * 2 * self.d_model
-        return blocks + routed + self.vocab_size * self.d_model
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward pass per token, as `training/flops.py` counts them."""
-        return 6 * self.active_params + attention_flops_per_token(self, seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +55,8 @@ class Run:
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """As the section `moe`; it matters if the model has experts."""
     schedule: str = "1f1b"
     """As `pp.schedule`; this and the next four matter if mesh.pp > 1."""
     virtual_stages: int = 1
@@ -186,6 +97,8 @@ class Run:
         }
         if mesh.cp > 1:
             fields["context"] = cfg.cp
+        if cfg.model.experts is not None:
+            fields["moe"] = cfg.moe
         if mesh.pp > 1:
             own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
             fields |= {name: getattr(cfg.pp, name) for name in PIPELINE}
@@ -261,6 +174,19 @@ class Run:
         return [*named, *([f"u{together}"] if together > 1 and strategy != "ulysses" else [])]
 
     @property
+    def dispatch(self) -> list[str]:
+        """What is not the default of how tokens travel to their experts; empty without experts."""
+        if self.shape.experts is None:
+            return []
+        moe = self.moe
+        named = [moe.dispatch] if moe.dispatch != "dropless" else []
+        return [
+            *named,
+            *([f"nodes{moe.nodes}"] if moe.nodes > 1 else []),
+            *(["overlap"] if moe.overlap else []),
+        ]
+
+    @property
     def pipeline(self) -> list[str]:
         """Schedule, and what is not the default of stages of a rank and stash; empty without a pipeline."""
         if self.mesh.pp == 1:
@@ -273,7 +199,8 @@ class Run:
         """A short name: axes larger than 1, then what is not the default."""
         axes = [f"{axis}{self.mesh.sizes[axis]}" for axis in AXES if self.mesh.sizes[axis] > 1]
         work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.microbatches}", self.remat]
-        return " ".join([*(axes or ["1 GPU"]), *self.exchange, *self.pipeline, *work])
+        how = [*self.exchange, *self.dispatch, *self.pipeline]
+        return " ".join([*(axes or ["1 GPU"]), *how, *work])
 
 
 @dataclass(frozen=True, kw_only=True)

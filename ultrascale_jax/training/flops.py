@@ -30,10 +30,50 @@ sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8
 
 
 def matmul_params(model: ModelConfig) -> int:
-    """Number of parameters that multiply an activation: all matrices of the blocks and the head, not the lookup."""
-    attention = model.d_model * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    mlp = 3 * model.d_model * model.d_ff
-    return model.num_layers * (attention + mlp) + model.d_model * model.vocab_size
+    """Number of parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
+
+    Of the routed experts those that one token visits; `total_params` has all.
+    """
+    visited = 0 if model.experts is None else model.experts.per_token
+    return _matrix_params(model, visited)
+
+
+def total_params(model: ModelConfig) -> int:
+    """Number of all parameters; a tied embedding counts once."""
+    experts, latent, H = model.experts, model.latent, model.head_dim
+    norms = 2 * model.d_model
+    if model.qk_norm != "none":
+        heads = 2 if model.qk_norm == "head" else model.num_heads + model.num_kv_heads
+        norms += heads * H
+    if latent is not None:
+        norms += latent.q_rank + latent.kv_rank
+    biases = model.qkv_bias * (model.num_heads + 2 * model.num_kv_heads) * H
+    vectors = model.num_layers * (norms + biases) + model.d_model
+    if experts is not None:
+        vectors += (model.num_layers - model.dense_layers) * experts.num * experts.bias
+    lookup = 0 if model.tied_embeddings else model.vocab_size * model.d_model
+    return _matrix_params(model, 0 if experts is None else experts.num) + vectors + lookup
+
+
+def _matrix_params(model: ModelConfig, routed: int) -> int:
+    """Parameters of all matrices but the lookup, with `routed` routed experts in a layer that has any."""
+    D, experts = model.d_model, model.experts
+    params = model.num_layers * _attention_params(model) + model.dense_layers * 3 * D * model.d_ff
+    if experts is not None:
+        layer = 3 * D * model.expert_d_ff * (routed + experts.shared) + D * experts.num
+        params += (model.num_layers - model.dense_layers) * layer
+    return params + D * model.vocab_size
+
+
+def _attention_params(model: ModelConfig) -> int:
+    """Parameters of the matrices of one attention layer."""
+    D, N, H, latent = model.d_model, model.num_heads, model.head_dim, model.latent
+    if latent is None:
+        return D * H * (2 * N + 2 * model.num_kv_heads)
+    queries = latent.q_rank * (D + N * H) if latent.q_rank else D * N * H
+    expanded = N * (H - latent.rope_dim + latent.v_dim)
+    keys_and_values = D * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * expanded
+    return queries + keys_and_values + N * latent.v_dim * D
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:
@@ -44,7 +84,10 @@ def mean_keys(seq_len: int, window: int | None) -> float:
 
 
 def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of the scores and of their product with the values, forward and backward: 12*N*H per layer and key seen."""
+    """FLOPs of the scores and of their product with the values, forward and backward.
+
+    Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention.
+    """
     windowed = (
         max(model.num_layers - model.first_window_layer, 0)
         if model.sliding_window is not None
@@ -52,11 +95,11 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     )
     keys = (model.num_layers - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
-    return 12 * model.num_heads * model.head_dim * keys
+    return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward pass per token: 6 per matrix parameter, and the attention's."""
+    """FLOPs of forward and backward pass per token: 6 per matrix parameter that it meets, and the attention's."""
     return 6 * matmul_params(model) + attention_flops_per_token(model, seq_len)
 
 

@@ -1,0 +1,28 @@
+"""Mixtral 8x7B, meant for 64 to 1,024 GPUs of 80 GB: the 8 experts of a layer inside each node, sharded across.
+
+64 GPUs (fsdp 8 x ep 8) want `--train.microbatches 8`; 4 M tokens a step. The weight of the balancing loss is that of
+its `config.json`.
+"""
+
+from configs import shapes
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=shapes.MIXTRAL_8X7B,
+    mesh=MeshConfig(fsdp=-1, ep=8),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
+    optim=OptimConfig(lr=2e-4, warmup_steps=2000),
+    train=TrainConfig(steps=100_000, global_batch=1024, remat="full", eval_every=1000),
+    moe=MoEConfig(aux_loss=0.02),
+    checkpoint=CheckpointConfig(every=500),
+    log=LogConfig(run_dir="out/mixtral_8x7b"),
+)

@@ -1,0 +1,28 @@
+"""Qwen3 30B-A3B, meant for 16 to 512 GPUs of 80 GB: the 128 experts of a layer inside each node, sharded across.
+
+16 GPUs (fsdp 2 x ep 8) want `--train.microbatches 16`; 4 M tokens a step. The weight of the balancing loss is that of
+its `config.json`.
+"""
+
+from configs import shapes
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=shapes.QWEN3_30B_A3B,
+    mesh=MeshConfig(fsdp=-1, ep=8),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
+    optim=OptimConfig(lr=3e-4, warmup_steps=2000),
+    train=TrainConfig(steps=100_000, global_batch=1024, remat="full", eval_every=1000),
+    moe=MoEConfig(aux_loss=0.001),
+    checkpoint=CheckpointConfig(every=500),
+    log=LogConfig(run_dir="out/qwen3_30b_a3b"),
+)

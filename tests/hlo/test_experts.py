@@ -1,0 +1,132 @@
+"""The H100 program of experts: no dense expansion, tokens on their way beside products, gradients that stay."""
+
+import math
+
+import pytest
+
+from ultrascale_jax.config import Config, Experts
+from ultrascale_jax.parallel.room import hops, room
+from ultrascale_jax.plan.compile import CompiledStep
+from ultrascale_jax.plan.traffic import Collective
+
+pytestmark = pytest.mark.slow
+
+GPUS = 8
+EXPERTS = Experts(num=16, per_token=2, d_ff=512)
+# name: (mesh, section moe)
+RUNS = {
+    "ep8": ({"ep": 8}, {}),
+    "ep4_fsdp2_overlap": ({"fsdp": 2, "ep": 4}, {"overlap": True}),
+    "ep2_fsdp2_cp2": ({"fsdp": 2, "ep": 2, "cp": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def run(compiled):
+    """A run by name, and its step on H100s."""
+
+    def compile_run(name: str) -> tuple[Config, CompiledStep]:
+        mesh, moe = RUNS[name]
+        return compiled(GPUS, {"fsdp": 1} | mesh, experts=EXPERTS, moe=moe)
+
+    return compile_run
+
+
+def tokens(cfg: Config) -> int:
+    """Tokens of one device in one step."""
+    return cfg.train.global_batch * cfg.data.seq_len // GPUS
+
+
+def layer_loops(cfg: Config, step: CompiledStep) -> list[str]:
+    """Bodies of the forward and of the backward scan over the layers; the backward one has more products."""
+    loops = (cfg.model.num_layers,)
+    work = {name: 0 for name, found in step.module.walk() if found == loops}
+    for m in step.matmuls:
+        if m.computation in work:
+            work[m.computation] += 1
+    return sorted((name for name, count in work.items() if count), key=work.__getitem__)
+
+
+def moves(cfg: Config, step: CompiledStep, body: str) -> list[Collective]:
+    """All-to-alls of tokens in a computation."""
+    found = [c for c in step.collectives if c.kind == "all-to-all" and c.computation == body]
+    return [c for c in found if c.operands[0].dims[-1] >= cfg.model.d_model]
+
+
+NAMES = pytest.mark.parametrize("name", RUNS)
+
+
+@NAMES
+def test_nothing_is_as_large_as_tokens_times_experts_times_a_width(run, name):
+    """Not even inside a fusion. Bytes are cuBLAS's own room."""
+    cfg, step = run(name)
+    limit = tokens(cfg) * EXPERTS.num * min(cfg.model.d_model, EXPERTS.d_ff)
+    sizes = {
+        (math.prod(array.dims), array.dims)
+        for body in step.module.computations.values()
+        for instruction in body
+        for array in instruction.arrays
+        if array.dtype != "s8"
+    }
+    assert max(sizes)[0] < limit, max(sizes)
+
+
+@NAMES
+def test_products_run_over_the_rows_of_the_buffers(run, name):
+    """Which are as many as balanced routing fills, `bound` times, but for what rounding to 8 adds."""
+    cfg, step = run(name)
+    halves, here = 1 + cfg.moe.overlap, EXPERTS.num // cfg.mesh.ep
+    (hop,) = hops(cfg.moe, EXPERTS, cfg.mesh.ep, tokens(cfg) // halves)
+    balanced = tokens(cfg) * EXPERTS.per_token / halves
+    rows = halves * here * room(hop.parts * hop.rows, balanced / here, cfg.moe.bound)
+    assert rows <= cfg.moe.bound * tokens(cfg) * EXPERTS.per_token + halves * here * 8
+    # Forward three products; backward gate and up again, and two for the gradients of each.
+    for body, products in zip(layer_loops(cfg, step), (3, 2 + 6), strict=True):
+        instructions = [i for i in step.module.computations[body] if i.opcode != "while"]
+        dots = [dot for i in instructions for dot in step.module.dots(i, body) if dot.batch == here]
+        one = 2 * rows * cfg.model.d_model * EXPERTS.d_ff
+        assert sum(dot.flops for dot in dots) == products * one
+
+
+@NAMES
+def test_tokens_travel_asynchronously(run, name):
+    """But for one in a loop that XLA finds nothing to put beside, and so makes synchronous."""
+    cfg, step = run(name)
+    for body, ways in zip(layer_loops(cfg, step), (2, 3), strict=True):
+        found = moves(cfg, step, body)
+        assert len(found) == ways * (1 + cfg.moe.overlap)
+        assert sum(not c.asynchronous for c in found) <= 1
+
+
+def test_with_overlap_half_of_the_exchanges_run_beside_the_products_of_the_other_half(run):
+    cfg, step = run("ep4_fsdp2_overlap")
+    for body in layer_loops(cfg, step):
+        hidden = [c.hidden_by_heavy > 0 for c in moves(cfg, step, body)]
+        assert sum(hidden) >= len(hidden) / 2
+    cfg, step = run("ep8")
+    assert not any(c.hidden_by_heavy for c in moves(cfg, step, layer_loops(cfg, step)[0]))
+
+
+@NAMES
+def test_experts_are_gathered_and_their_gradients_scattered_over_fsdp_and_cp_alone(run, name):
+    cfg, step = run(name)
+    here, axes = EXPERTS.num // cfg.mesh.ep, [a for a in ("fsdp", "cp") if RUNS[name][0].get(a)]
+
+    def collectives(kind: str, body: str | None = None) -> list[tuple]:
+        """Axes and elements of each array of all experts of a device."""
+        return [
+            (c.axes, math.prod(array.dims))
+            for c in step.collectives
+            for array in c.operands
+            if c.kind == kind and body in (None, c.computation)
+            if len(array.dims) == 3 and array.dims[0] == here
+        ]
+
+    matrix = here * cfg.model.d_model * EXPERTS.d_ff
+    parts = math.prod(RUNS[name][0][axis] for axis in axes)
+    forward, backward = layer_loops(cfg, step)
+    gathered = 3 * [(tuple(axes), matrix // parts)] if axes else []
+    assert collectives("all-gather", forward) == collectives("all-gather", backward) == gathered
+    assert collectives("reduce-scatter", backward) == (3 * [(tuple(axes), matrix)] if axes else [])
+    summed = [c for c in step.collectives if c.kind == "all-reduce"]
+    assert max(math.prod(array.dims) for c in summed for array in c.operands) < matrix

@@ -1,0 +1,134 @@
+"""Latent attention: every mesh gives what one device gives, and its parts do what the paper says.
+
+That the numbers are those of DeepSeek-V3's own layers is shown by its checkpoint in `test_hf_numbers.py`.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from ultrascale_jax.config import (
+    ContextConfig,
+    LatentAttention,
+    MeshConfig,
+    ModelConfig,
+    RopeScaling,
+)
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.models.layers import (
+    gather_param,
+    map_params,
+    reduce_gradient,
+    scatter_sequence,
+)
+from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.rotary import rotary
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import act, manual, specs
+
+YARN = RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, mscale_all_dim=1.0)
+LATENT = LatentAttention(q_rank=16, kv_rank=8, rope_dim=4, v_dim=6)
+MODEL = ModelConfig(
+    d_model=32, num_heads=4, num_kv_heads=4, head_dim=12, latent=LATENT, rope_scaling=YARN
+)
+DIRECT = dataclasses.replace(
+    MODEL,
+    latent=dataclasses.replace(LATENT, q_rank=0, interleaved=False),
+    sliding_window=5,
+)
+MODELS = {"latent_queries": MODEL, "direct_queries": DIRECT}
+
+
+@functools.cache
+def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False):
+    """Output of one layer on this mesh, and the gradients of parameters and input for a random cotangent."""
+    cfg, sizes = MODELS[name], MeshConfig(**({"fsdp": 1} | dict(mesh)))
+    devices = jax.devices()[: math.prod(sizes.sizes.values())]
+    x, g = np.random.default_rng(0).normal(size=(2, 4, 16, 32)).astype(np.float32)
+    positions = np.tile(np.arange(16, dtype=np.int32), (4, 1))
+    documents = (positions >= 9).astype(np.int32)
+
+    def layer(mla, x_BRD, positions_BT, ids_BT):
+        def gathered(value, dims, on):
+            return gather_param(value, dims, on, jnp.float32, cfg)
+
+        out, _ = map_params(gathered, mla)(
+            x_BRD, rotary(positions_BT, cfg), ids_BT,
+            window=cfg.sliding_window, context=ContextConfig(strategy=strategy),
+        )  # fmt: skip
+        return scatter_sequence(out)
+
+    def both(mla, x_BRD, g_BRD, *batch):
+        out, pull_back = jax.vjp(lambda mla, x: layer(mla, x, *batch), mla, x_BRD)
+        grads, dx_BRD = pull_back(g_BRD)
+        if manual():
+            grads = map_params(lambda g, dims, on, p: reduce_gradient(g, dims, p), grads, mla)
+        return out, grads, dx_BRD
+
+    @jax.jit
+    def whole(*arrays):
+        inputs = jax.tree.map(lambda p: 3 * p, MLA(cfg, jax.random.key(0))), *arrays
+        rests = specs(inputs)
+        if by_pieces:
+            return smap(both, in_specs=rests, out_specs=(rests[1], *rests[:2]))(*inputs)
+        return both(*inputs)
+
+    mesh = make_mesh(sizes, devices)
+    with jax.set_mesh(mesh):
+        place = (act("BRD"), act("BRD"), act("BT"), act("BT"))
+        arrays = (
+            jax.device_put(value, NamedSharding(mesh, spec))
+            for value, spec in zip((x, g, positions, documents), place, strict=True)
+        )
+        return jax.tree.map(np.asarray, whole(*arrays))
+
+
+@pytest.mark.parametrize("by_pieces", [False, True])
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [
+        ("latent_queries", {"fsdp": 2, "sp": 2, "tp": 2}, "ring"),
+        ("latent_queries", {"ep": 2, "cp": 2, "sp": 2}, "ring"),
+        ("direct_queries", {"dp": 2, "cp": 2, "tp": 2}, "ulysses"),
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives(name, mesh, strategy, by_pieces):
+    found, expected = run(name, tuple(mesh.items()), strategy, by_pieces), run(name, ())
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, value), other in zip(leaves, jax.tree.leaves(found), strict=True):
+        error = np.abs(other - value).max() / np.abs(value).max()
+        assert error < 1e-5, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
+
+
+def gathers(jaxpr):
+    """Shapes of what the all-gathers of a program return."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("all_gather"):
+            yield eqn.outvars[0].aval.shape
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from gathers(inner)
+
+
+def test_latents_travel_over_sp_and_not_the_residual_stream():
+    mesh = make_mesh(MeshConfig(fsdp=1, sp=4), jax.devices()[:4])
+
+    def forward(mla, x_BRD, positions_BT):
+        partial_BTD, _ = mla(x_BRD, rotary(positions_BT, MODEL), context=ContextConfig())
+        return scatter_sequence(partial_BTD)
+
+    with jax.set_mesh(mesh):
+        mla = jax.eval_shape(lambda: MLA(MODEL, jax.random.key(0)))
+        x = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32, sharding=NamedSharding(mesh, act("BRD")))
+        ids = jax.ShapeDtypeStruct((2, 16), jnp.int32, sharding=NamedSharding(mesh, act("BT")))
+        rests = specs((mla, x, ids))
+        run = smap(forward, in_specs=rests, out_specs=act("BRD"))
+        found = list(gathers(jax.make_jaxpr(run)(mla, x, ids).jaxpr))
+    assert sorted(found) == [(2, 16, 8 + 4), (2, 16, 16)]

@@ -1,0 +1,283 @@
+"""The router, its losses and its statistics, against plain numpy in float64."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
+from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.models.layers import gather_param, map_params
+from ultrascale_jax.models.moe import MoE, route
+from ultrascale_jax.sharding import act
+
+ROUTERS = {
+    "mixtral": Experts(num=8, per_token=2),
+    "qwen3_moe": Experts(num=16, per_token=4, normalize=False),
+    "one_choice": Experts(num=8, per_token=1, normalize=False),
+    "sigmoid": Experts(num=8, per_token=3, scores="sigmoid", scale=2.5),
+    "groups": Experts(num=12, per_token=3, groups=4, groups_per_token=2),
+    "groups_of_one": Experts(num=8, per_token=2, groups=8, groups_per_token=3),
+    "deepseek_v3": Experts(
+        num=16, per_token=4, scores="sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True
+    ),
+}
+
+
+@functools.cache
+def drawn(name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Logits [64, X] and, if the router has one, a bias that changes most choices."""
+    experts, rng = ROUTERS[name], np.random.default_rng(0)
+    logits = 2 * rng.normal(size=(64, experts.num)).astype(np.float32)
+    bias = rng.normal(size=experts.num).astype(np.float32)
+    return logits, bias if experts.bias else None
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_chooses_and_weighs_as_its_formula_says(name):
+    experts, (logits, bias) = ROUTERS[name], drawn(name)
+    ids, weights, probabilities = route(logits, experts, bias)
+    scores, expected = routed(logits, experts, bias)
+    assert ids.dtype == jnp.int32
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_allclose(weights, weighed(scores, expected, experts), rtol=1e-5)
+    np.testing.assert_allclose(probabilities, scores / scores.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_a_bias_moves_the_choice_and_not_the_weight():
+    experts, (logits, bias) = ROUTERS["deepseek_v3"], drawn("deepseek_v3")
+    assert bias is not None
+    ids, weights, probabilities = route(logits, experts, bias)
+    plain, _, same = route(logits, experts)
+    assert np.mean(np.sort(ids) != np.sort(plain)) > 0.2
+    np.testing.assert_array_equal(probabilities, same)
+    scores = routed(logits, experts)[0]
+    np.testing.assert_allclose(weights, weighed(scores, np.asarray(ids), experts), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_of_equal_scores_the_first_is_chosen_and_none_twice(name):
+    experts = ROUTERS[name]
+    logits = np.zeros((3, experts.num), np.float32)
+    logits[1, -1] = logits[2, 1::2] = 1
+    ids = np.asarray(route(logits, experts)[0])
+    np.testing.assert_array_equal(ids, routed(logits, experts)[1])
+    assert all(len(set(row)) == experts.per_token for row in ids)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gradients_go_through_the_weights_and_not_through_the_choice(name):
+    """They are the slopes of the weights of the experts that are chosen; the bias has none."""
+    experts, (logits, bias) = ROUTERS[name], drawn(name)
+    direction = np.random.default_rng(1).normal(size=logits.shape)
+    cotangent = np.random.default_rng(2).normal(size=(64, experts.per_token)).astype(np.float32)
+    used = jnp.zeros(experts.num) if bias is None else bias
+
+    def total(logits, bias):
+        return jnp.sum(route(logits, experts, bias)[1] * cotangent)
+
+    grads, bias_grads = jax.grad(total, (0, 1))(logits, used)
+    ids = routed(logits, experts, bias)[1]
+
+    def along(step: float) -> float:
+        scores, _ = routed(logits + step * direction, experts)
+        return float(np.sum(weighed(scores, ids, experts) * cotangent))
+
+    slope = (along(1e-5) - along(-1e-5)) / 2e-5
+    assert np.vdot(grads, direction) == pytest.approx(slope, rel=1e-4)
+    assert not np.any(bias_grads)
+
+
+B, R, D, F = 4, 16, 16, 12
+# Nothing here runs for long: XLA compiles these twice as fast.
+QUICKLY = {"xla_backend_optimization_level": 0}
+MODELS = {
+    "softmax": Experts(num=8, per_token=2, d_ff=F),
+    "sigmoid": Experts(
+        num=8, per_token=2, d_ff=F, shared=2, scores="sigmoid", scale=2.5, groups=4,
+        groups_per_token=2, bias=True,
+    ),
+}  # fmt: skip
+# name: (model, section moe, mesh)
+LAYERS = {
+    "batch": ("softmax", MoEConfig(aux_loss=0.3), {}),
+    "sequence": ("sigmoid", MoEConfig(aux_loss=0.3, aux_over="sequence", z_loss=0.1), {}),
+    "drops": ("softmax", MoEConfig(dispatch="capacity", bound=1.0), {}),
+    "batch_on_a_mesh": (
+        "sigmoid", MoEConfig(aux_loss=0.3, z_loss=0.1, bound=1.0), {"ep": 2, "cp": 2, "sp": 2},
+    ),
+    "sequence_on_a_mesh": (
+        "softmax", MoEConfig(aux_loss=0.3, aux_over="sequence"), {"fsdp": 2, "cp": 2, "tp": 2},
+    ),
+}  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """Its result [B, R, D], what it adds to the objective [B, R], parameters by name, and for random cotangents the
+    gradients of these."""
+
+    y: np.ndarray
+    aux: np.ndarray
+    params: dict[str, np.ndarray]
+    grads: dict[str, np.ndarray]
+
+
+@functools.cache
+def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, and cotangents of both results."""
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(B, R, D)), rng.normal(size=(B, R, D)), rng.random((B, R))
+    x, dy, daux = (a.astype(np.float32) for a in arrays)
+    return x, dy, daux
+
+
+@functools.cache
+def run(name: str) -> Layer:
+    model, moe, sizes = LAYERS[name]
+    cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS[model])
+    bias = 0.2 * np.random.default_rng(3).normal(size=8).astype(np.float32)
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def both(x, dy, daux):
+        # Larger than in training, for a router with opinions and experts that count.
+        start = map_params(
+            lambda p, dims, on: bias if dims == "X" else 20 * p, MoE(cfg, jax.random.key(1))
+        )
+
+        def layer(params):
+            used = map_params(
+                lambda p, dims, on: gather_param(p, dims, on, jnp.float32, cfg), params
+            )
+            return used(x, moe)
+
+        (y, aux), pull_back = jax.vjp(layer, start)
+        return y, aux, start, pull_back((dy, daux))[0]
+
+    def named(tree):
+        names = (path for path, _ in jax.tree.leaves_with_path(tree))
+        names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in names)
+        values = map(np.float64, jax.tree.leaves(tree))
+        return {name.removesuffix(".value"): a for name, a in zip(names, values, strict=True)}
+
+    with jax.set_mesh(mesh):
+        places = (NamedSharding(mesh, act(dims)) for dims in ("BRD", "BRD", "BR"))
+        y, aux, params, grads = both(*map(jax.device_put, inputs(), places))
+        return Layer(np.asarray(y), np.asarray(aux), named(params), named(grads))
+
+
+def chosen(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, scores and ids of the layer's tokens."""
+    logits = np.float64(inputs()[0]).reshape(-1, D) @ run(name).params["w_router"]
+    return logits, *routed(logits, MODELS[LAYERS[name][0]], run(name).params.get("bias"))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def kept(name: str, ids: np.ndarray) -> np.ndarray:
+    """The choices [n, k] that the layer computes."""
+    model, moe, _ = LAYERS[name]
+    if moe.dispatch == "dropless":
+        return np.ones(ids.shape, bool)
+    return kept_by_capacity(ids, 1, moe, MODELS[model])
+
+
+def expected_aux(name: str, logits: np.ndarray, scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """[B, R]: equation 4 of arXiv 2101.03961, whose mean over tokens this is a token's part of, and the z-loss."""
+    moe, X = LAYERS[name][1], scores.shape[1]
+    p_BRX = (scores / scores.sum(1, keepdims=True)).reshape(B, R, X)
+    chosen_BRX = (ids[:, :, None] == np.arange(X)).sum(1).reshape(B, R, X)
+    over = (0, 1) if moe.aux_over == "batch" else (1,)
+    share = chosen_BRX.sum(over, keepdims=True) / chosen_BRX.sum((*over, 2), keepdims=True)
+    z_BR = np.square(np.log(np.exp(logits).sum(1))).reshape(B, R)
+    return moe.aux_loss * X * np.sum(p_BRX * share, 2) + moe.z_loss * z_BR
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    assert np.abs(found - expected).max() / np.abs(expected).max() < tolerance
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_routed_experts_and_the_shared_ones(name):
+    experts, params, (x, dy, _) = MODELS[LAYERS[name][0]], run(name).params, inputs()
+    x, dy = x.reshape(-1, D), dy.reshape(-1, D)
+    _, scores, ids = chosen(name)
+    matrices = {part: params[part] for part in ("w_gate", "w_up", "w_down")}
+    weights = weighed(scores, ids, experts)
+    dense = dense_experts(x, ids, weights, **matrices, d_y=dy, kept=kept(name, ids))
+    y = dense.y
+    if experts.shared:
+        gate, up = (x @ params[f"shared.{part}"] for part in ("w_gate", "w_up"))
+        assert gate.shape[1] == experts.shared * F
+        y = y + (silu(gate) * up) @ params["shared.w_down"]
+    assert_close(run(name).y, y.reshape(B, R, D))
+    for part in matrices:
+        assert_close(run(name).grads[part], getattr(dense, f"d{part}"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_balance_adds_is_the_formula_of_the_paper(name):
+    found, moe = run(name).aux, LAYERS[name][1]
+    expected = expected_aux(name, *chosen(name))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert np.any(found) == bool(moe.aux_loss or moe.z_loss)
+
+
+def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
+    """Two of eight experts have all tokens with certainty: four times the mean."""
+    cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS["softmax"])
+    favour = np.zeros((D, 8), np.float32)
+    favour[:, 3:5] = 10
+
+    def aux(w_router):
+        x_BRD = jax.reshard(np.ones((2, 4, D), np.float32), act("BRD"))
+        moe = map_params(
+            lambda p, dims, on: w_router if dims == "DX" else p, MoE(cfg, jax.random.key(0))
+        )
+        return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1])
+
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        found = jax.jit(jax.vmap(aux), compiler_options=QUICKLY)(np.stack([0 * favour, favour]))
+    np.testing.assert_allclose(found, [0.5, 4 * 0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_monitors_cotangent_is_what_the_router_did(name):
+    _, scores, ids = chosen(name)
+    p = scores / scores.sum(1, keepdims=True)
+    loads, monitor = np.bincount(ids.reshape(-1), minlength=8), run(name).grads["monitor"]
+    np.testing.assert_array_equal(monitor[:8], loads)
+    assert monitor[8] == np.sum(~kept(name, ids))
+    assert (monitor[8] > 0) == (name == "drops")
+    assert monitor[9] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_routers_gradient_is_the_slope_of_result_and_balance(name):
+    """Where the choices, and the shares that the loss counts, stay as they are."""
+    experts, params, (x, dy, daux) = MODELS[LAYERS[name][0]], run(name).params, inputs()
+    ids = chosen(name)[2]
+    direction = np.random.default_rng(5).normal(size=params["w_router"].shape)
+
+    def along(step: float) -> float:
+        logits = np.float64(x).reshape(-1, D) @ (params["w_router"] + step * direction)
+        scores, _ = routed(logits, experts)
+        matrices = (params[part] for part in ("w_gate", "w_up", "w_down"))
+        dense = dense_experts(
+            x.reshape(-1, D), ids, weighed(scores, ids, experts), *matrices, dy.reshape(-1, D),
+            kept=kept(name, ids),
+        )  # fmt: skip
+        aux = expected_aux(name, logits, scores, ids)
+        return float(np.sum(dense.y * dy.reshape(-1, D)) + np.sum(aux * daux))
+
+    slope = (along(1e-5) - along(-1e-5)) / 2e-5
+    assert np.vdot(run(name).grads["w_router"], direction) == pytest.approx(slope, rel=1e-4)
+    assert not np.any(run(name).grads.get("bias", 0.0))

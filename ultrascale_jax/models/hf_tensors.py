@@ -1,0 +1,171 @@
+"""Which tensors of a Hugging Face checkpoint our parameters are, and how their dims lie there.
+
+Dims are letters of `sharding.py`. A parameter of the blocks is stacked over the layers that have it, and over their
+experts; a checkpoint has a tensor for each of them.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ultrascale_jax.config import LatentAttention, ModelConfig
+
+MONITOR = "blocks.moe.monitor"
+"""The only parameter that no checkpoint has: it is always zeros."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One parameter of ours and the tensor (of each layer, or of each of its experts) that holds it."""
+
+    name: str
+    """Name in the checkpoint; `{}` stands for the layer, and a second one for the expert."""
+    dims: str
+    """Our dims, without the leading L of a stacked parameter."""
+    stored: str
+    """The same dims as the tensor has them, without E; NH, KH, NI and NW are one dim there."""
+    sizes: Mapping[str, int]
+    """Size of each dim."""
+    layers: range = range(0)
+    """The layers that have it."""
+    float32: bool = False
+    """Stored in float32, whatever the type of the others."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether there is one tensor per layer."""
+        return "{}" in self.name
+
+    @property
+    def experts(self) -> range:
+        """The experts of a layer, each with a tensor of its own; none: one tensor."""
+        return range(self.sizes["E"] if "E" in self.dims else 0)
+
+    @property
+    def unstacked(self) -> str:
+        """Our dims of one tensor."""
+        return self.dims.removeprefix("E")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Where each of our dims is in the tensor."""
+        return tuple(self.stored.index(letter) for letter in self.unstacked)
+
+    @property
+    def groups(self) -> list[str]:
+        """The letters of each dim of the tensor."""
+        return re.findall("[NK][HIW]|.", self.stored)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.groups)
+
+    def names(self, layer: int | None) -> list[str]:
+        """Names of this layer's tensors: one, or one for each expert."""
+        if not self.experts:
+            return [self.name.format(layer)]
+        return [self.name.format(layer, expert) for expert in self.experts]
+
+
+def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
+    """Our parameter's path (`blocks.attn.w_q`) to its tensor."""
+    norms = ("input_layernorm", "post_attention_layernorm")
+    if cfg.norm_placement == "post":
+        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    blocks = [("attn_norm", norms[0], "D", "D"), ("mlp_norm", norms[1], "D", "D")]
+    blocks += _grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent)
+    sizes = {"V": cfg.vocab_size, "D": cfg.d_model, "F": cfg.d_ff}
+    sizes |= {"N": cfg.num_heads, "K": cfg.num_kv_heads, "H": cfg.head_dim}
+    if cfg.latent is not None:
+        Q, J, rope, W = (getattr(cfg.latent, name) for name in LATENT_SIZES)
+        sizes |= {"Q": Q, "J": J, "A": J + rope, "I": cfg.head_dim - rope + W, "W": W}
+    table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
+
+    def add(rows: Rows, layers: range, width: int) -> None:
+        for ours, name, dims, stored in rows if layers else []:
+            weight = "" if name.endswith("bias") else ".weight"
+            table[f"blocks.{ours}"] = Tensor(
+                name=f"model.layers.{{}}.{name}{weight}",
+                dims=dims,
+                stored=stored,
+                sizes=sizes | {"F": width},
+                layers=layers,
+                float32=ours == "moe.bias",
+            )
+
+    every, experts = range(cfg.num_layers), cfg.experts
+    add(blocks, every, 0)
+    add(_gated("mlp", "mlp."), every[: cfg.dense_layers], cfg.d_ff)
+    if experts is not None:
+        sizes |= {"X": experts.num, "E": experts.num}
+        layers, width = every[cfg.dense_layers :], cfg.expert_d_ff
+        add(_experts(cfg), layers, width)
+        if experts.shared:
+            rows = _gated("moe.shared", "mlp.shared_experts.")
+            add(rows, layers, experts.shared * width)
+    table["final_norm"] = Tensor(name="model.norm.weight", dims="D", stored="D", sizes=sizes)
+    if not cfg.tied_embeddings:
+        table["head"] = Tensor(name="lm_head.weight", dims="DV", stored="VD", sizes=sizes)
+    return table
+
+
+type Rows = list[tuple[str, str, str, str]]
+"""Of parameters of the blocks: our name, the tensor's, our dims, and the tensor's."""
+
+LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
+
+
+def _grouped_attention(cfg: ModelConfig) -> Rows:
+    rows = [("attn.w_o", "self_attn.o_proj", "NHD", "DNH")]
+    for letter, heads in (("q", "NH"), ("k", "KH"), ("v", "KH")):
+        ours, name = f"attn.w_{letter}", f"self_attn.{letter}_proj"
+        rows.append((ours, name, f"D{heads}", f"{heads}D"))
+        if cfg.qkv_bias:
+            rows.append((f"attn.b_{letter}", f"{name}.bias", heads, heads))
+        if cfg.qk_norm != "none" and letter != "v":
+            dims = "H" if cfg.qk_norm == "head" else heads
+            rows.append((f"attn.{letter}_norm", f"self_attn.{letter}_norm", dims, dims))
+    return rows
+
+
+def _latent_attention(latent: LatentAttention) -> Rows:
+    rows = [
+        ("attn.w_kv_a", "self_attn.kv_a_proj_with_mqa", "DA", "AD"),
+        ("attn.kv_a_norm", "self_attn.kv_a_layernorm", "J", "J"),
+        ("attn.w_kv_b", "self_attn.kv_b_proj", "JNI", "NIJ"),
+        ("attn.w_o", "self_attn.o_proj", "NWD", "DNW"),
+    ]
+    if not latent.q_rank:
+        return [*rows, ("attn.w_q", "self_attn.q_proj", "DNH", "NHD")]
+    return [
+        *rows,
+        ("attn.w_q_a", "self_attn.q_a_proj", "DQ", "QD"),
+        ("attn.q_a_norm", "self_attn.q_a_layernorm", "Q", "Q"),
+        ("attn.w_q_b", "self_attn.q_b_proj", "QNH", "NHQ"),
+    ]
+
+
+def _gated(ours: str, name: str, expert: str = "") -> Rows:
+    """The three matrices of a gated layer, or of each expert."""
+    return [
+        (f"{ours}.w_gate", f"{name}gate_proj", f"{expert}DF", "FD"),
+        (f"{ours}.w_up", f"{name}up_proj", f"{expert}DF", "FD"),
+        (f"{ours}.w_down", f"{name}down_proj", f"{expert}FD", "DF"),
+    ]
+
+
+def _experts(cfg: ModelConfig) -> Rows:
+    # Mixtral's names are those of its own code; it alone has the plain attention of Llama.
+    if cfg.latent is None and cfg.qk_norm == "none":
+        rows = [("moe.w_router", "block_sparse_moe.gate", "DX", "XD")]
+        for (ours, _, dims, stored), name in zip(
+            _gated("moe", "", "E"), ("w1", "w3", "w2"), strict=True
+        ):
+            rows.append((ours, f"block_sparse_moe.experts.{{}}.{name}", dims, stored))
+        return rows
+    rows = [("moe.w_router", "mlp.gate", "DX", "XD"), *_gated("moe", "mlp.experts.{}.", "E")]
+    if cfg.experts is not None and cfg.experts.bias:
+        rows.append(("moe.bias", "mlp.gate.e_score_correction_bias", "X", "X"))
+    return rows

@@ -1,0 +1,126 @@
+"""A model as the planner's formulas see it: how many parameters of which kind, and how many of them work on a token."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.training.flops import attention_flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(ModelConfig):
+    """A model's sizes; beyond those of `ModelConfig`, what only the planner knows so far."""
+
+    gated: bool = True
+    """Three matrices of the feed-forward layer (SwiGLU), or two (GELU, ReLU)."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, **changes) -> "Shape":
+        """The same sizes as `model`, with `changes`."""
+        fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        return cls(**(fields | changes))
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of one feed-forward layer."""
+        return 3 if self.gated else 2
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.dense_layers
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the layers that have experts."""
+        return self.moe_layers / self.num_layers
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared experts together."""
+        return 0 if self.experts is None else self.experts.shared * self.expert_d_ff
+
+    @property
+    def attention_matrices(self) -> tuple[int, int, int]:
+        """Matrix parameters of the attention of one layer: split by heads, by kv heads, and by neither.
+
+        Latent attention makes its latents with matrices that every member of a tensor group has whole.
+        """
+        D, heads, latent = self.d_model, self.num_heads, self.latent
+        if latent is None:
+            width = 2 * D * self.head_dim
+            return width * heads, width * self.num_kv_heads, 0
+        up = self.head_dim * (latent.q_rank or D)
+        up += latent.kv_rank * (self.head_dim - latent.rope_dim + latent.v_dim)
+        down = D * (latent.q_rank + latent.kv_rank + latent.rope_dim)
+        return heads * (up + latent.v_dim * D), 0, down
+
+    @property
+    def attention_params(self) -> int:
+        """Matrix parameters of the attention of one layer; grouped queries: D*H*(2N + 2K)."""
+        return sum(self.attention_matrices)
+
+    @property
+    def vector_params(self) -> int:
+        """Parameters of all blocks that are no matrices: norms and biases."""
+        heads, kv_heads, H = self.num_heads, self.num_kv_heads, self.head_dim
+        qk_norms = {"none": 0, "head": 2 * H, "full": (heads + kv_heads) * H}[self.qk_norm]
+        biases = (heads + 2 * kv_heads) * H * self.qkv_bias
+        latents = 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
+        one = 2 * self.d_model + qk_norms + biases + latents
+        balancing = 0 if self.experts is None else self.experts.num * self.experts.bias
+        return self.num_layers * one + self.moe_layers * balancing
+
+    @property
+    def mlp_params(self) -> int:
+        """Parameters of the feed-forward layer of one dense layer."""
+        return self.matrices * self.d_model * self.d_ff
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        return self.matrices * self.d_model * self.expert_d_ff
+
+    @property
+    def shared_params(self) -> int:
+        """Matrix parameters of a layer with experts that every token meets: router and shared experts."""
+        if self.experts is None:
+            return 0
+        return self.experts.shared * self.expert_params + self.d_model * self.experts.num
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters of all blocks without the routed experts, which alone are split over `ep`."""
+        ffn = self.dense_layers * self.mlp_params + self.moe_layers * self.shared_params
+        return self.num_layers * self.attention_params + ffn + self.vector_params
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts."""
+        return (
+            0 if self.experts is None else self.moe_layers * self.experts.num * self.expert_params
+        )
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the embedding, the final norm and the head; a tied table counts once."""
+        tables = 1 if self.tied_embeddings else 2
+        return tables * self.vocab_size * self.d_model + self.d_model
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        return self.dense_params + self.routed_params + self.embedding_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that multiply one token: all but the embedding's lookup, the norms and idle experts."""
+        visited = 0 if self.experts is None else self.experts.per_token
+        routed = self.moe_layers * visited * self.expert_params
+        matrices = self.dense_params - self.vector_params
+        return matrices + routed + self.vocab_size * self.d_model
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward pass per token, as `training/flops.py` counts them."""
+        return 6 * self.active_params + attention_flops_per_token(self, seq_len)
