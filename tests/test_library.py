@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md`, `docs/pipelines.md` and `docs/context.md` run as they stand there."""
+"""The examples of `docs/library.md`, `pipelines.md`, `context.md` and `experts.md` run as they stand there."""
 
 import re
 import subprocess
@@ -13,8 +13,8 @@ import pytest
 from tests.attention_oracle import dense_attention
 
 ROOT = Path(__file__).parent.parent
-DOCS, PIPELINES, CONTEXT = (
-    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context")
+DOCS, PIPELINES, CONTEXT, EXPERTS = (
+    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context", "experts")
 )
 
 
@@ -74,3 +74,24 @@ def test_attention_over_a_split_sequence_is_dense_attention():
     for name in ("dq", "dk", "dv"):
         want = getattr(expected, name)[:, order]
         np.testing.assert_allclose(names[name], want, atol=1e-5 * np.abs(want).max(), rtol=0)
+
+
+def test_the_layer_of_experts_has_the_gradients_of_a_dense_loop():
+    names: dict = {}
+    (source,) = examples(EXPERTS)
+    exec(compile(source, str(EXPERTS), "exec"), names)
+
+    def loss(x, router, w_gate, w_up, w_down):
+        weights, ids = jax.lax.top_k(jax.nn.softmax(x @ router), names["k"])
+        y = jnp.zeros_like(x)
+        for e in range(names["E"]):
+            weight = jnp.sum(jnp.where(ids == e, weights, 0), axis=1, keepdims=True)
+            y += weight * ((jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e])
+        return jnp.sum(y**2), y
+
+    want, y = jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*names["arrays"])
+    np.testing.assert_allclose(names["y"], y, rtol=1e-5, atol=1e-5)
+    for got, expected in zip(names["grads"], want, strict=True):
+        scale = float(jnp.max(jnp.abs(expected)))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * scale)
+    assert int(names["dropped"].sum()) == 0

@@ -7,7 +7,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ultrascale_jax.config import Config, ContextConfig, MeshConfig, ModelConfig
+    from ultrascale_jax.config import (
+        Config,
+        ContextConfig,
+        Experts,
+        LatentAttention,
+        MeshConfig,
+        ModelConfig,
+        MoEConfig,
+    )
     from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.mesh import abstract_mesh, make_mesh
     from ultrascale_jax.models.generate import generate
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
         ulysses_attention,
         zigzag_attention,
     )
+    from ultrascale_jax.parallel.expert import expert_layer
     from ultrascale_jax.parallel.manual import smap
     from ultrascale_jax.parallel.order import sequence_order
     from ultrascale_jax.parallel.pipeline import Stages, pipeline
@@ -42,8 +51,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ContextConfig",
+    "Experts",
+    "LatentAttention",
     "Loader",
     "MeshConfig",
+    "MoEConfig",
     "ModelConfig",
     "Run",
     "Shape",
@@ -56,6 +68,7 @@ __all__ = [
     "build_schedule",
     "compile_step",
     "estimate_step",
+    "expert_layer",
     "find_cluster",
     "forward_only",
     "generate",
@@ -82,8 +95,11 @@ __all__ = [
 _HOME = {
     "Config": "config",
     "ContextConfig": "config",
+    "Experts": "config",
+    "LatentAttention": "config",
     "Loader": "data.loader",
     "MeshConfig": "config",
+    "MoEConfig": "config",
     "ModelConfig": "config",
     "Run": "plan.workload",
     "Shape": "plan.workload",
@@ -96,6 +112,7 @@ _HOME = {
     "build_schedule": "parallel.schedules:build",
     "compile_step": "plan.compile",
     "estimate_step": "plan.speed:estimate",
+    "expert_layer": "parallel.expert",
     "find_cluster": "plan.hardware",
     "forward_only": "parallel.schedules",
     "generate": "models.generate",

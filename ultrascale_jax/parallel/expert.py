@@ -151,19 +151,25 @@ def _take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
 
 
 def _in_turn(
-    run: Inner, batch: Sequence[Tokens], matrices: Matrices
+    run: Inner,
+    batch: Sequence[Tokens],
+    matrices: Matrices,
+    send: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`run` of each part of a batch, one after the other, so that one part travels while another is computed.
+    """`send` of what `run` makes of each part of a batch, one part in flight while another is computed.
 
-    Left alone, XLA sends all parts at once and then computes them all.
+    Left alone, XLA sends all parts at once and then computes them all. Here a part is computed after the one before,
+    which is back before the part's last product begins.
     """
     results, total = [], jnp.int32(0)
+    *hidden, w_down = matrices
     for tokens in batch:
         if results:
             results[-1], tokens = jax.lax.optimization_barrier((results[-1], tokens))
-        y, dropped = run(tokens, matrices)
+            results[-1], w_down = jax.lax.optimization_barrier((send(results[-1]), w_down))
+        y, dropped = run(tokens, (*hidden, w_down))
         results, total = [*results, y], total + dropped
-    return results, total
+    return [*results[:-1], send(results[-1])], total
 
 
 @dataclass(frozen=True)
@@ -243,9 +249,10 @@ def _gather_all(
     for x, ids, weights in batch:
         own = _own(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
         gathered.append((checkpoint_name(gather(x), "dispatched"), *own))
-    results, dropped = _in_turn(run, gathered, matrices)
-    scatter = functools.partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0)
-    return [scatter(y, tiled=True) for y in results], dropped
+    scatter = functools.partial(
+        jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0, tiled=True
+    )
+    return _in_turn(run, gathered, matrices, scatter)
 
 
 def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
@@ -314,8 +321,8 @@ class _Exchange:
                 received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
             x_here, ids, sent = exchange_together(self.exchange, *tokens)
             received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
-        results, dropped = _in_turn(self.inner, received, matrices)
-        back = zip(map(self.exchange, results), slots, strict=True)
+        results, dropped = _in_turn(self.inner, received, matrices, self.exchange)
+        back = zip(results, slots, strict=True)
         return [collect(y, slot.token, slot.slot) for y, slot in back], dropped
 
     def _fill(self, slots: Slots, x, ids, weights) -> Tokens:

@@ -75,8 +75,8 @@ ULTRASCALE = Software(
     logit_bytes=14,
     host_s=0.35e-3,
     gathers=6,
-    travel=0.8,
-    overlapped=0.55,
+    travel=0.85,
+    overlapped=0.7,
     hide=0.9,
     step_s=5e-3,
 )
@@ -84,7 +84,7 @@ ULTRASCALE = Software(
 0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.py). A layer is some 90 kernels of 4
 microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. Of
-the way of tokens to their experts XLA's schedules hide a fifth, or almost half (docs/planning/experts.csv). What else
+the way of tokens to their experts XLA's schedules hide a seventh, or a third (docs/planning/experts.csv). What else
 hides and what a step adds (`hide`, `step_s`) are estimates."""
 
 

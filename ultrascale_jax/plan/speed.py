@@ -158,7 +158,8 @@ class Step(Arithmetic):
             self.tensor_axes: self.tensor_group(),
             "exposed cp": sum(self.exchanged()),
             "exposed ep": self.experts(),
-            "exposed fsdp": self.parameters(self.layer_params(), forward_s, backward_s),
+            "exposed fsdp": self.parameters(self.layer_params()[:1], forward_s, backward_s)
+            + self.matrices_of_experts(),
             "exposed offload": self.offload(forward_s + backward_s),
         }
         host = self.software.host_s
@@ -273,14 +274,31 @@ class Step(Arithmetic):
         self, params: list[tuple[float, Group]], forward: float, backward: float
     ) -> float:
         """Parameters gathered twice (ZeRO-3) and gradients scattered (ZeRO-2 and 3), beyond that much arithmetic."""
-        if self.run.zero < 2:
-            return 0.0
-        hide, pieces, gather, scatter = self.software.hide, self.software.gathers, 0.0, 0.0
-        for count, ranks in params:
-            scatter += self.collective("reduce-scatter", 2 * count, ranks)
-            if self.run.zero == 3:
-                gather += pieces * self.collective("all-gather", 2 * count / pieces, ranks)
+        hide = self.software.hide
+        gather, scatter = self.moved(params)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
+
+    def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
+        """Gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
+        zero, pieces, gather, scatter = self.run.zero, self.software.gathers, 0.0, 0.0
+        for count, ranks in params if zero >= 2 else ():
+            scatter += self.collective("reduce-scatter", 2 * count, ranks)
+            if zero == 3:
+                gather += pieces * self.collective("all-gather", 2 * count / pieces, ranks)
+        return gather, scatter
+
+    def matrices_of_experts(self) -> float:
+        """The same for routed experts, which a layer gathers for itself: only its attention and dense products hide it.
+
+        Backward these come after the experts, unless they are repeated before.
+        """
+        passes, hide = self.passes, self.software.hide
+        own = sum(passes.products[name] for name in ("routed up", "routed down"))
+        beside = hide * (passes.forward - passes.traffic / 3 - own)
+        again = beside if self.run.remat not in ("none", "selective") else 0.0
+        gather, scatter = self.moved(self.layer_params()[1:])
+        waits = gather - beside, gather - again, scatter - 2 * beside
+        return sum(max(0.0, seconds) for seconds in waits)
 
     def hand_over(self) -> float:
         """Activations of one micro-batch to the next stage."""
