@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.config import AXES, MeshConfig
 from ultrascale_jax.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import (
+    SHARD,
     act,
     axes_of,
     einsum,
@@ -34,8 +35,19 @@ def test_activations_split_as_the_alphabet_says():
     assert axes_of("RN") == {"cp", "sp", "tp"}
 
 
+def test_zero_splits_in_the_order_of_the_mesh():
+    """In another one XLA all-reduces gradients instead of scattering them."""
+    assert SHARD == tuple(axis for axis in AXES if axis in SHARD)
+
+
+def test_zero_splits_a_latent_where_there_is_no_model_dim_and_experts_without_ep():
+    assert stored("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
+    assert stored("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
+    assert stored("J", (64,)) == P(None)
+
+
 def test_zero_splits_the_model_dim_of_matrices_only():
-    assert stored("LDF", (4, 64, 128)) == P(None, ("fsdp", "cp", "ep"), ("sp", "tp"))
+    assert stored("LDF", (4, 64, 128)) == P(None, ("fsdp", "ep", "cp"), ("sp", "tp"))
     assert stored("LDF", (4, 64, 128), zero=0) == P(None, None, ("sp", "tp"))
     assert stored("LD", (4, 64)) == P(None, None)
     assert gathered("LDF", (4, 64, 128)) == P(None, None, ("sp", "tp"))
@@ -48,13 +60,13 @@ def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
 
 @pytest.mark.parametrize("mesh", [MeshConfig(pp=2, fsdp=2, sp=2)], indirect=True)
 def test_a_pipeline_splits_layers_and_vocabulary_too(mesh):
-    assert stored("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "cp", "ep"), ("sp", "tp"))
-    assert stored("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "cp", "ep"))
+    assert stored("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "ep", "cp"), ("sp", "tp"))
+    assert stored("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "ep", "cp"))
     assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("pp", "sp", "tp"))
 
 
 def test_without_a_pipeline_its_axis_is_in_no_spec():
-    assert stored("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "cp", "ep"))
+    assert stored("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "ep", "cp"))
     assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
 
 

@@ -7,7 +7,7 @@
     W value width   I = a head's key without positions and its value
 
     activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
-    parameters:   D:(fsdp,cp,ep)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
+    parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
 
 ZeRO splits the first of D, Q and J that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
 
@@ -32,8 +32,11 @@ from jax.sharding import PartitionSpec as P
 BATCH = ("dp", "fsdp", "ep")
 TENSOR = ("sp", "tp")
 VOCABULARY = ("pp", "sp", "tp")
-SHARD = ("fsdp", "cp", "ep")
-"""Axes over which ZeRO shards parameters, gradients and optimizer state."""
+SHARD = ("fsdp", "ep", "cp")
+"""Axes over which ZeRO shards parameters, gradients and optimizer state, in the mesh's order.
+
+In another order XLA does not know the reduce-scatter of a gradient: it all-reduces, and sends twice as much.
+"""
 
 ACTIVATION: dict[str, tuple[str, ...]] = {
     "B": BATCH,
