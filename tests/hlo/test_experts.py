@@ -99,24 +99,25 @@ def test_tokens_travel_asynchronously(run, name):
 
 
 def products_beside(cfg: Config, step: CompiledStep, body: str) -> list[int]:
-    """Of each exchange of tokens, the products between its start and its end; loops of further rounds do not count."""
+    """Of each exchange of tokens, the products between its start and its end.
+
+    Loops of further rounds, of which balanced routing has none, do not count.
+    """
     products = {m.name for m in step.matmuls if m.computation == body}
     instructions = step.module.computations[body]
-    starts = {c.name for c in moves(cfg, step, body)}
     places = {instruction.name: place for place, instruction in enumerate(instructions)}
-    return [
-        sum(i.name in products for i in instructions[places[start] : places[end.name]])
-        for end in instructions
-        if end.opcode == "all-to-all-done" or end.opcode == "async-done"
-        for start in starts & set(end.operands)
-    ]
+    found = []
+    for start in (c.name for c in moves(cfg, step, body)):
+        ends = [i for i in instructions if start in i.operands and i.opcode.endswith("-done")]
+        between = instructions[places[start] : places[ends[0].name]] if ends else []
+        found.append(sum(i.name in products for i in between))
+    return found
 
 
 def test_with_overlap_half_of_the_exchanges_run_beside_the_products_of_the_other_half(run):
     cfg, step = run("ep4_fsdp2_overlap")
     for body in layer_loops(cfg, step):
         found = products_beside(cfg, step, body)
-        assert len(found) == len(moves(cfg, step, body))
         assert sum(map(bool, found)) >= len(found) / 2
     cfg, step = run("ep8")
     assert not any(products_beside(cfg, step, layer_loops(cfg, step)[0]))
@@ -144,4 +145,5 @@ def test_experts_are_gathered_and_their_gradients_scattered_over_fsdp_and_cp_alo
     assert collectives("all-gather", forward) == collectives("all-gather", backward) == gathered
     assert collectives("reduce-scatter", backward) == (3 * [(tuple(axes), matrix)] if axes else [])
     summed = [c for c in step.collectives if c.kind == "all-reduce"]
-    assert max(math.prod(array.dims) for c in summed for array in c.operands) < matrix
+    smallest = cfg.model.d_model * EXPERTS.num  # of all matrices, the router
+    assert max(math.prod(array.dims) for c in summed for array in c.operands) < smallest

@@ -116,8 +116,9 @@ TABLE = {
         {"ep": 2, "sp": 2, "fsdp": 2}, {"remat": "selective"}, "mixtral", {}, {"overlap": True},
     ),
     "ep2_cp2_zero1": ({"ep": 2, "cp": 2}, {"zero": 1, "remat": "full"}, "mixtral_batch"),
-    "ep4_nodes2_tp2": (
-        {"ep": 4, "tp": 2}, {"remat": "save:dispatched,gate,up"}, "mixtral", {}, {"nodes": 2},
+    "ep4_nodes2_tp2_capacity": (
+        {"ep": 4, "tp": 2}, {"remat": "save:dispatched,gate,up"}, "mixtral", {},
+        {"nodes": 2, "dispatch": "capacity", "bound": 8.0},
     ),
     "ep2_sp2_tp2_allgather_zero0": (
         {"ep": 2, "sp": 2, "tp": 2}, {"zero": 0}, "mixtral", {}, {"dispatch": "allgather"},

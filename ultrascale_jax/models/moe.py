@@ -112,6 +112,8 @@ def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
     y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts)
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
+    if "tp" in varying(dropped) - axes:
+        dropped = jax.lax.pmax(dropped, "tp")
     chosen_BRX = jnp.sum(
         ids[:, :, None] == jnp.arange(experts.num)[None, None], axis=1, dtype=jnp.float32
     )
