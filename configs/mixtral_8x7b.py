@@ -1,7 +1,7 @@
 """Mixtral 8x7B, meant for 64 to 1,024 GPUs of 80 GB: the 8 experts of a layer inside each node, sharded across.
 
-64 GPUs (fsdp 8 x ep 8) want `--train.microbatches 8`; 4 M tokens a step. The weight of the balancing loss is that of
-its `config.json`.
+4 M tokens a step, on 64 GPUs 65,536 tokens each at a time. The weight of the balancing loss is that of its
+`config.json`.
 """
 
 from configs import shapes

@@ -1,6 +1,6 @@
 """Qwen3 30B-A3B, meant for 16 to 512 GPUs of 80 GB: the 128 experts of a layer inside each node, sharded across.
 
-16 GPUs (fsdp 2 x ep 8) want `--train.microbatches 16`; 4 M tokens a step. The weight of the balancing loss is that of
+16 GPUs (fsdp 2 x ep 8) want `--train.microbatches 8`; 4 M tokens a step. The weight of the balancing loss is that of
 its `config.json`.
 """
 

@@ -231,6 +231,23 @@ def test_what_balance_adds_is_the_formula_of_the_paper(name):
     assert np.any(found) == bool(moe.aux_loss or moe.z_loss)
 
 
+def test_rows_of_zeros_go_to_no_expert():
+    """They are a pipeline's idle ticks: all alike, they would fill one expert, and take the most rounds."""
+    cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS["softmax"])
+    rows = np.zeros((2, 8, D), np.float32)
+    rows[1] = np.random.default_rng(0).normal(size=(8, D))
+
+    def total(moe):
+        y_BRD, _ = moe(jax.reshard(rows, act("BRD")), MoEConfig())
+        return jnp.sum(y_BRD), y_BRD
+
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        run = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICKLY)
+        grads, y_BRD = run(MoE(cfg, jax.random.key(0)))
+    assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
+    assert np.sum(grads.monitor[...][:8]) == 8 * cfg.experts.per_token
+
+
 def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
     """Two of eight experts have all tokens with certainty: four times the mean."""
     cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS["softmax"])

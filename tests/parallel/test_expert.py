@@ -326,3 +326,25 @@ def test_what_does_not_fit_is_refused_in_one_line(axis, ep, moe, shape, message)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message) as refused:
         jax.eval_shape(jax.shard_map(layer, in_specs=P("ep"), out_specs=(P("ep"), P())), *arrays)
     assert "\n" not in str(refused.value)
+
+
+def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
+    found = []
+    for name in ("sp", "data"):
+        mesh = jax.make_mesh((2, 2), (name, "ep"), axis_types=(AxisType.Explicit,) * 2)
+        tokens, own = P((name, "ep")), P("ep")
+
+        def layer(*arrays):
+            return expert_layer(*arrays, moe=MoEConfig(), experts=EXPERTS)[0]
+
+        arrays = inputs(EXPERTS)
+        names = ("x", "weights", "w_gate", "w_up", "w_down")
+        x, weights, *matrices = (arrays[name] for name in names)
+        with jax.set_mesh(mesh):
+            specs = (tokens, tokens, tokens, own, own, own)
+            run = jax.jit(
+                jax.shard_map(layer, in_specs=specs, out_specs=tokens), compiler_options=QUICKLY
+            )
+            given = map(jax.device_put, (x, routing("random"), weights, *matrices), specs)
+            found.append(np.asarray(run(*given)))
+    np.testing.assert_array_equal(*found)

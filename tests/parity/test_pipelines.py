@@ -84,6 +84,9 @@ TABLE = {
 FAST = {"1f1b_fsdp_cp_zigzag", "zb_uniform_fsdp_sp"}
 
 
+BALANCED = MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01)
+
+
 def configure(mesh, pp, train, model, cp=None) -> Config:
     cfg = dataclasses.replace(
         BASE,
@@ -91,7 +94,7 @@ def configure(mesh, pp, train, model, cp=None) -> Config:
         mesh=MeshConfig(**{"fsdp": 1, **mesh}),
         pp=PipelineConfig(**pp),
         cp=ContextConfig(**cp or {}),
-        moe=MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01),
+        moe=BALANCED if "experts" in model else MoEConfig(),
         train=dataclasses.replace(BASE.train, **train),
     )
     return cfg.check(math.prod(mesh.values()))

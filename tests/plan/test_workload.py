@@ -128,8 +128,7 @@ def test_a_run_knows_how_tokens_reach_their_experts():
 
     assert label() == "ep8" and label(dispatch="capacity") == "ep8 capacity"
     assert label(nodes=2, overlap=True) == "ep8 nodes2 overlap"
-    dense = dataclasses.replace(llama3_8b.config, moe=MoEConfig(dispatch="capacity"))
-    assert Run.of(dense, 8).dispatch == [] and Run.of(dense, 8).moe == MoEConfig()
+    assert Run.of(llama3_8b.config, 8).dispatch == []
     with pytest.raises(UserError, match=r"mesh\.ep=16: must divide"):
         Run.of(dataclasses.replace(cfg, mesh=MeshConfig(ep=16)), 16)
 

@@ -30,6 +30,10 @@ Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
 
 Dispatch = Literal["dropless", "capacity", "allgather"]
 
+AUX_OVER = ("batch", "sequence")
+
+IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+
 GPU_MEMORY_SHARE = 0.92
 """What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
 
@@ -343,6 +347,9 @@ class MoEConfig:
     def __post_init__(self):
         fix = f"must be one of {', '.join(get_args(Dispatch))}"
         require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
+        for name, known in (("aux_over", AUX_OVER), ("implementation", IMPLEMENTATIONS)):
+            value, fix = getattr(self, name), f"must be one of {', '.join(known)}"
+            require(value in known, f"moe.{name}", value, fix)
         require(self.bound >= 1, "moe.bound", self.bound, "must be at least 1")
         require_at_least(1, "moe", self, ("nodes",))
         require_at_least(0, "moe", self, ("aux_loss", "z_loss", "bias_rate"))
@@ -417,7 +424,11 @@ class Config:
             size = getattr(model, name)
             fix = f"must be divisible by {group}; use a smaller group"
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
-        if model.experts is not None:
+        if model.experts is None:
+            for name, value in dataclasses.asdict(self.moe).items():
+                fix = "the model has no experts; set model.experts.num, or leave it"
+                require(value == getattr(MoEConfig(), name), f"moe.{name}", value, fix)
+        else:
             self.moe.check(model.experts, mesh.ep)
             fix = f"must be divisible by {group}; use a smaller group"
             width = model.expert_d_ff
@@ -454,6 +465,9 @@ class Config:
         parts = mesh.pp * mesh.tensor
         fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
         require(model.vocab_size % parts == 0, "model.vocab_size", model.vocab_size, fix)
+        muon = self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers
+        fix = "Muon's state has no names by which a checkpoint could sort both kinds of layer; use adamw, or mesh.pp=1"
+        require(not muon, "optim.name", self.optim.name, fix)
         mixed = model.sliding_window is not None and model.first_window_layer > 0
         fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
         require(not mixed, "model.first_window_layer", model.first_window_layer, fix)

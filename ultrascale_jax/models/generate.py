@@ -138,7 +138,7 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
 
         def layer(x_BRD, block_and_kv, window=window):
             block, kv = block_and_kv
-            x_BRD, kv, _ = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
+            x_BRD, _, kv = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
             return x_BRD, list(kv[:2])
 
         part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks.of(kind), kv))

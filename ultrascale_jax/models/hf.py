@@ -142,7 +142,7 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
     require_none("tensors", expected.keys() - files.keys(), "missing from the checkpoint")
     # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's a layer more,
     # which predicts the token after the next.
-    more = f"model.layers.{cfg.num_layers}." if cfg.latent is not None else "none"
+    more = () if cfg.latent is None else (f"model.layers.{cfg.num_layers}.",)
     known = {n for n in files if n.endswith("rotary_emb.inv_freq") or n.startswith(more)}
     require_none("tensors", files.keys() - expected.keys() - known, "not part of this model")
     for name, shape in expected.items():

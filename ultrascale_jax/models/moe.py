@@ -109,6 +109,8 @@ def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
     w_router, bias, monitor = jax.tree.map(lambda a: vary(a, axes), router)
     logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
     ids, weights, probabilities = route(logits, experts, bias)
+    # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
+    ids = jnp.where(jnp.any(x != 0, axis=1, keepdims=True), ids, experts.num)
     y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts)
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")

@@ -58,10 +58,14 @@ class Block(nnx.Module):
 
     def of(self, kind: FeedForward) -> "Block":
         """The same block with this feed-forward layer alone."""
+        return self.without("moe" if kind == "mlp" else "mlp")
+
+    def without(self, *parts: str) -> "Block":
+        """The same block without these parts, of which it may lack some."""
         block = jax.tree.map(lambda p: p, self)
-        for other in {"mlp", "moe"} - {kind}:
-            if hasattr(block, other):
-                delattr(block, other)
+        for part in parts:
+            if hasattr(block, part):
+                delattr(block, part)
         return block
 
     def gathered(self, dtype: jax.typing.DTypeLike) -> "Block":
@@ -83,31 +87,46 @@ class Block(nnx.Module):
         recompute=False,
         moe: MoEConfig = DROPLESS,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None, Cache | None]:
         """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
 
-        The second result is the cache, the third what each token adds to the objective for the balance of experts
-        `[B, R]`, none without experts.
+        The second result is what each token adds to the objective for the balance of experts `[B, R]`, none without
+        experts; the third the cache.
 
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
         """
-        post, aux_BR = self.cfg.norm_placement == "post", None
         kind = "moe" if hasattr(self, "moe") else "mlp"
+        settings = {"window": window, "context": context, "recompute": recompute}
+        x_BRD, cache, feed_forward = self.attend(
+            x_BRD, rope, segment_ids_BT, getattr(self, kind), **settings, cache=cache
+        )
+        return *self.feed(x_BRD, feed_forward, moe), cache
+
+    def attend(self, x_BRD, rope, segment_ids_BT, feed_forward=None, *, cache=None, **settings):
+        """The first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
+        post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
             h, attn = together((h, self.attn))
-            settings = {"window": window, "context": context, "recompute": recompute}
             h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
-            h, feed_forward = together((h, getattr(self, kind)))
+            h, feed_forward = together((h, feed_forward))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
-            x_BRD = x_BRD + (self._norm(h, "attn_norm") if post else h)
-        with jax.named_scope(kind):
+            return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
+
+    def feed(
+        self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The second half: the residual stream, and what experts add to the objective."""
+        post, aux_BR = self.cfg.norm_placement == "post", None
+        with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
-            h, aux_BR = feed_forward(h, moe) if kind == "moe" else (feed_forward(h), None)
+            if isinstance(feed_forward, MoE):
+                h, aux_BR = feed_forward(h, moe)
+            else:
+                h = feed_forward(h)
             h = checkpoint_name(h, "mlp_out")
-            x_BRD = x_BRD + (self._norm(h, "mlp_norm") if post else h)
-        return x_BRD, cache, aux_BR
+            return x_BRD + (self._norm(h, "mlp_norm") if post else h), aux_BR
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         weight = getattr(self, name)[...]
@@ -232,7 +251,7 @@ class Transformer(nnx.Module):
 
             def layer(x_BRD, block_and_cache, window=window):
                 block, kv = block_and_cache
-                x_BRD, kv, aux_BR = block.gathered(dtype)(
+                x_BRD, aux_BR, kv = block.gathered(dtype)(
                     x_BRD,
                     rope,
                     segment_ids_BT,

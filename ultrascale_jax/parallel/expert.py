@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
-from ultrascale_jax.parallel.room import Hop, hops, room
+from ultrascale_jax.parallel.room import Hop, halves, hops, room
 from ultrascale_jax.parallel.rows import (
     Order,
     Slots,
@@ -73,8 +73,8 @@ def expert_layer(
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
 
-    Where the mesh axis `sp` is manual and not 1 it splits F, and tokens are gathered over it; over `tp` results are
-    partial sums, which the caller adds.
+    Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
+    splits F (`tp`) results are partial sums, which the caller adds.
 
     Returns:
       `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
@@ -84,10 +84,11 @@ def expert_layer(
     """
     ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
+    shared = "sp" in varying(w_gate)
     x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
-    parts = 2 if moe.overlap and ranks > 1 and x.shape[0] % 2 == 0 else 1
+    parts = halves(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
-    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts)
+    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared)
     results, dropped = run(batch, matrices)
     return jnp.concatenate(results), dropped
 
@@ -110,13 +111,19 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
             f"ids, weights, w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape}, "
             f"{experts.num} experts over {ranks} ranks and {k} for each token"
         )
+    if (ids.dtype, weights.dtype) != (jnp.int32, jnp.float32):
+        raise ValueError(f"ids {ids.dtype}, weights {weights.dtype}: want int32 and float32")
     return ranks
 
 
-def _outer(moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int) -> Outer:
-    """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shared = mesh.shape["sp"] if "sp" in mesh.manual_axes else 1
+def _outer(
+    moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int, splits: bool
+) -> Outer:
+    """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost.
+
+    `splits` says whether sp splits the experts' F.
+    """
+    shared = jax.lax.axis_size("sp") if splits else 1
     local = _Local(
         rows=tokens * experts.per_token * shared,
         bound=moe.bound,

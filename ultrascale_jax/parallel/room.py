@@ -38,6 +38,11 @@ def room(tokens: int, expected: float, bound: float) -> int:
     return min(tokens, 8 * math.ceil(bound * expected / 8))
 
 
+def halves(moe: MoEConfig, ranks: int, tokens: int) -> int:
+    """Parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
+    return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1
+
+
 def hops(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]:
     """The exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, and with `allgather`."""
     if ranks == 1 or moe.dispatch == "allgather":

@@ -48,7 +48,8 @@ def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
     loads, dropped, entropy = routed[:, :-2], routed[:, -2], routed[:, -1]
     total = jnp.maximum(jnp.sum(loads), 1.0)
     # A pipeline's padding has no choices.
-    mean = jnp.maximum(jnp.mean(loads, axis=1, keepdims=True), 1.0)
+    mean = jnp.mean(loads, axis=1, keepdims=True)
+    mean = jnp.where(mean > 0, mean, 1.0)
     return {
         "moe_load": jnp.sum(loads, axis=0) * experts.num / total,
         "moe_max_load": jnp.max(loads / mean),

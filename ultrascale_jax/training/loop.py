@@ -57,6 +57,8 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
     forced = cfg.model.attention == "cudnn"
     fix = f"needs a GPU, and this is a {platform}; use auto or xla"
     require(platform == "gpu" or not forced, "model.attention", cfg.model.attention, fix)
+    kernel, fix = cfg.moe.implementation, f"needs a GPU, and this is a {platform}; use auto or xla"
+    require(platform == "gpu" or kernel != "mosaic", "moe.implementation", kernel, fix)
     run_dir, parallel = Path(cfg.log.run_dir), parallelism(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))

@@ -102,22 +102,29 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     settings = {
         "window": cfg.model.window(0),
         "context": cfg.cp,
-        "moe": cfg.moe,
         "recompute": cfg.train.remat == "selective",
     }
 
-    def run(kind, block, x_BRD, context):
-        rope, segment_ids_BT, weight = context
-        axes = varying(x_BRD)
-        x_BRD, _, aux_BR = block.of(kind).gathered(dtype)(x_BRD, rope, segment_ids_BT, **settings)
-        aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
-        return vary(x_BRD, axes), vary(aux, axes)
-
     def layer(block, x_BRD, context, number):
+        rope, segment_ids_BT, weight = context
         if dense in (0, cfg.model.num_layers):
-            return run("moe" if cfg.model.experts else "mlp", block, x_BRD, context)
-        kinds = (functools.partial(run, kind) for kind in ("mlp", "moe"))
-        return jax.lax.cond(number < dense, *kinds, block, x_BRD, context)
+            block = block.gathered(dtype)
+            x_BRD, aux_BR, _ = block(x_BRD, rope, segment_ids_BT, **settings, moe=cfg.moe)
+            return x_BRD, jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+        attention = block.without("mlp", "moe").gathered(dtype)
+        x_BRD = attention.attend(x_BRD, rope, segment_ids_BT, **settings)[0]
+        axes = varying(x_BRD)
+
+        def feed(kind, block, x_BRD):
+            block = block.of(kind).gathered(dtype)
+            x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), cfg.moe)
+            aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+            return vary(x_BRD, axes), vary(aux, axes)
+
+        # Stages part ways here: only the all-to-alls of experts, over ranks of one stage, stand inside.
+        kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))
+        rest = block.without("attn", "attn_norm")
+        return jax.lax.cond(number < dense, *kinds, rest, x_BRD)
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):

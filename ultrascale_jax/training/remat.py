@@ -4,7 +4,7 @@ none        everything, except gathered parameters: ZeRO-3 gathers them again
 full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
-dots        the results of matmuls with parameters
+dots        the results of matmuls with parameters; of routed experts only the sum that returns to a token
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
