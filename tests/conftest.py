@@ -14,8 +14,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=60",
         # From the cache, XLA:CPU runs sends that do not wait for each other in any order, and pairs the wrong ones.
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-        # Tests compile for longer than they run: a third less in all.
-        "--xla_backend_optimization_level=0",
     ]
 ).strip()
 

@@ -141,5 +141,5 @@ def _imbalance(p_BRX: jax.Array, chosen_BRX: jax.Array, over: str) -> jax.Array:
     """
     dims, axes = ((0, 1), axes_of("BR")) if over == "batch" else ((1,), axes_of("R"))
     counts = jax.lax.psum(jnp.sum(chosen_BRX, dims, keepdims=True), tuple(sorted(axes)))
-    share = counts / jnp.sum(counts, axis=2, keepdims=True)
+    share = counts / jnp.maximum(jnp.sum(counts, axis=2, keepdims=True), 1)
     return p_BRX.shape[2] * jnp.sum(p_BRX * share, axis=2)
