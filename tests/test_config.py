@@ -204,7 +204,6 @@ MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
         ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
         ({"model__d_model": 60}, 8, "model.d_model=60", "mesh.dp"),
         ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
-        ({"moe__nodes": 2}, 8, "moe.nodes=2", "the model has no experts"),
         (
             {"mesh__pp": 2, "optim__name": "muon", "model__experts": Experts(dense_layers=1)},
             8,

@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    Experts,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -27,8 +28,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.training import loop
+from ultrascale_jax.parallel import room
 from ultrascale_jax.training.checkpoint import Checkpoints, describe
+from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.loop import Diverged, train
 from ultrascale_jax.training.metrics import read_rows
@@ -204,8 +206,25 @@ def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path,
 )
 def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, text):
     cfg = change(BASE, mesh__cp=4, cp__strategy=strategy, cp__ulysses=ulysses)
-    assert loop._describe_context(cfg) == [f"context parallelism: {text}"]
-    assert loop._describe_context(BASE) == []
+    assert parallelism(cfg) == [f"context parallelism: {text}"]
+    assert parallelism(BASE) == []
+
+
+def test_the_way_to_experts_is_described_as_it_is_run():
+    cfg = change(
+        BASE,
+        mesh__ep=4,
+        model__experts=Experts(num=8, per_token=2),
+        moe__overlap=True,
+        moe__nodes=2,
+    )
+    (line,) = parallelism(cfg)
+    tokens = BASE.data.seq_len * BASE.train.global_batch // (4 * BASE.train.microbatches)
+    first, second = room.hops(cfg.moe, cfg.model.experts, 4, tokens // 2)
+    assert line == (
+        "experts: 2 of 8 for each token, 2 on a GPU; dropless over ep=4 in 2 parts, one half beside the other; "
+        f"a round sends at most {first.rows:,} rows to each of 2, then {second.rows:,} rows to each of 2"
+    )
 
 
 def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_path):

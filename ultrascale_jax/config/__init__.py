@@ -424,11 +424,7 @@ class Config:
             size = getattr(model, name)
             fix = f"must be divisible by {group}; use a smaller group"
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
-        if model.experts is None:
-            for name, value in dataclasses.asdict(self.moe).items():
-                fix = "the model has no experts; set model.experts.num, or leave it"
-                require(value == getattr(MoEConfig(), name), f"moe.{name}", value, fix)
-        else:
+        if model.experts is not None:
             self.moe.check(model.experts, mesh.ep)
             fix = f"must be divisible by {group}; use a smaller group"
             width = model.expert_d_ff
