@@ -91,7 +91,9 @@ def test_a_missing_plugin_names_the_extra():
         text=True,
     )
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("ultrascale_jax.config.base.UserError: gpu='h100': ")
+    assert run.stderr.splitlines()[-1].startswith(
+        "ultrascale_jax.config.base.UserError: gpu='h100': "
+    )
     assert "ultrascale_jax[aot]" in run.stderr.splitlines()[-1]
 
 
