@@ -6,10 +6,7 @@ the formulas' errors and the tables of docs/benchmarks/h100_experts.md. Rows tha
 loses nothing but the row at work.
 """
 
-import argparse
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from scripts.plan_verbs import memory_table, pipelines_table
 from ultrascale_jax.plan.hardware import find_gpu
@@ -107,14 +104,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the CSV")
-    parser.add_argument("--limit", type=int, default=len(RUNS), help="compile at most so many rows")
-    arguments = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
-    found = memory_table.Table(arguments.out, NAMES, MEASURED, list(runs()))
-    found.fill(measure, pipelines_table.with_formula, arguments.limit)
-    print(memory_table.summary(found.rows), table(found.rows), sep="\n\n")
+    pipelines_table.fill_and_print(__doc__, NAMES, MEASURED, list(runs()), measure, table)
 
 
 if __name__ == "__main__":

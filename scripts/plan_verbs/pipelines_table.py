@@ -7,7 +7,7 @@ micro-batches. Rows that the file has already are kept; Ctrl-C loses nothing but
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,25 @@ def figure(rows: list[dict[str, str]]) -> Lines:
         hollow="without its bubble",
         scale="none",
     )
+
+
+def fill_and_print(
+    doc: str | None,
+    names: tuple[str, ...],
+    measured: tuple[str, ...],
+    runs: list[dict[str, str]],
+    measure: Callable[[dict[str, str]], dict[str, Any]],
+    text: Callable[[list[dict[str, str]]], str],
+) -> None:
+    """The command line of a table: fills the CSV, prints the formulas' errors and what `text` makes of the rows."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--out", type=Path, required=True, help="the CSV")
+    parser.add_argument("--limit", type=int, default=len(runs), help="compile at most so many rows")
+    arguments = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
+    found = memory_table.Table(arguments.out, names, measured, runs)
+    found.fill(measure, with_formula, arguments.limit)
+    print(memory_table.summary(found.rows), text(found.rows), sep="\n\n")
 
 
 def main() -> None:

@@ -30,9 +30,9 @@ Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
 
 Dispatch = Literal["dropless", "capacity", "allgather"]
 
-AUX_OVER = ("batch", "sequence")
+AuxOver = Literal["batch", "sequence"]
 
-IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+GroupedProduct = Literal["auto", "mosaic", "xla"]
 
 GPU_MEMORY_SHARE = 0.92
 """What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
@@ -333,11 +333,11 @@ class MoEConfig:
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
     """Halve the batch: one half travels while the experts work on the other."""
-    implementation: Literal["auto", "mosaic", "xla"] = "auto"
+    implementation: GroupedProduct = "auto"
     """Products of the experts: the Mosaic kernel on ragged groups, or batched GEMMs on groups padded to `bound`."""
     aux_loss: float = 0.0
     """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
-    aux_over: Literal["batch", "sequence"] = "batch"
+    aux_over: AuxOver = "batch"
     """What is to be balanced: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
@@ -345,11 +345,10 @@ class MoEConfig:
     """What the bias of an expert rises by in a step in which it had less than the mean, and falls by otherwise."""
 
     def __post_init__(self):
-        fix = f"must be one of {', '.join(get_args(Dispatch))}"
-        require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
-        for name, known in (("aux_over", AUX_OVER), ("implementation", IMPLEMENTATIONS)):
-            value, fix = getattr(self, name), f"must be one of {', '.join(known)}"
-            require(value in known, f"moe.{name}", value, fix)
+        kinds = {"dispatch": Dispatch, "aux_over": AuxOver, "implementation": GroupedProduct}
+        for name, kind in kinds.items():
+            value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
+            require(value in get_args(kind), f"moe.{name}", value, fix)
         require(self.bound >= 1, "moe.bound", self.bound, "must be at least 1")
         require_at_least(1, "moe", self, ("nodes",))
         require_at_least(0, "moe", self, ("aux_loss", "z_loss", "bias_rate"))

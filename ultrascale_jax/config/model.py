@@ -6,6 +6,9 @@ from typing import Literal
 
 from ultrascale_jax.config.base import require, require_at_least
 
+FeedForward = Literal["mlp", "moe"]
+"""A gated layer, or experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -214,6 +217,10 @@ class ModelConfig:
         fix = "latent attention normalises its latents; use none"
         require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, fix)
         require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
+
+    def feed_forward(self, layer: int) -> FeedForward:
+        """Which feed-forward layer a layer has."""
+        return "mlp" if layer < self.dense_layers else "moe"
 
     @property
     def rotary_dim(self) -> int:

@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
+from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.models.transformer import FeedForward, Transformer
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import VOCABULARY, act, einsum, mesh_size, specs, vary
 
@@ -159,8 +160,8 @@ def _visits(model: Transformer) -> list[tuple[int, int, int, int | None, FeedFor
     def run(layer: int) -> tuple:
         """What layers of one run share: the last is the distance from the layer to where it rests."""
         rank, position = divmod(order.index(layer), size)
-        kind = "mlp" if layer < model.cfg.dense_layers else "moe"
-        return rank, model.cfg.window(layer), kind, position - layer
+        cfg = model.cfg
+        return rank, cfg.window(layer), cfg.feed_forward(layer), position - layer
 
     found = []
     for (rank, window, kind, distance), run_of in itertools.groupby(

@@ -7,7 +7,6 @@ parameters as the first thing it does, inside the scan, so that XLA moves one la
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.attention import Attention, Cache
 from ultrascale_jax.models.layers import (
     MLP,
@@ -38,9 +38,6 @@ NATURAL = ContextConfig(strategy="ring")
 
 DROPLESS = MoEConfig()
 """Experts as they come: no token is dropped, nothing is added to the objective."""
-
-
-type FeedForward = Literal["mlp", "moe"]
 
 
 class Block(nnx.Module):
@@ -154,6 +151,11 @@ def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, 
     return jax.tree.map(clear, stack)
 
 
+def _first_layer(cfg: ModelConfig, kind: FeedForward) -> int:
+    """The number of the first layer that has this feed-forward layer."""
+    return cfg.dense_layers if kind == "moe" else 0
+
+
 def _cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
     """Layers from `start` up to `stop` of a stack; the whole as it is."""
     return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
@@ -174,7 +176,7 @@ class Transformer(nnx.Module):
         self.blocks = _stack(lambda k: Block(cfg, k), cfg, k_blocks, self.layer_order, 0)
         for kind, make in (("mlp", MLP), ("moe", MoE)):
             if order := self.order_of(f"blocks.{kind}."):
-                first = cfg.dense_layers if kind == "moe" else 0
+                first = _first_layer(cfg, kind)
                 parts = _stack(
                     lambda k, make=make: make(cfg, jax.random.split(k)[1]),
                     cfg,
@@ -281,8 +283,7 @@ class Transformer(nnx.Module):
     def _segments(self) -> list[tuple[int | None, FeedForward, int, int]]:
         """Runs of layers that are alike, from the first up to the last number: their window and feed-forward layer."""
         kinds: list[tuple[int | None, FeedForward]] = [
-            (self.cfg.window(i), "mlp" if i < self.cfg.dense_layers else "moe")
-            for i in range(self.cfg.num_layers)
+            (self.cfg.window(i), self.cfg.feed_forward(i)) for i in range(self.cfg.num_layers)
         ]
         runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
         stops = itertools.accumulate(length for _, length in runs)
@@ -293,7 +294,7 @@ class Transformer(nnx.Module):
 
     def _layers(self, kind: FeedForward, start: int, stop: int) -> Block:
         """These layers, all with this feed-forward layer."""
-        first = self.cfg.dense_layers if kind == "moe" else 0
+        first = _first_layer(self.cfg, kind)
         block = self.blocks.of(kind)
         feed_forward = _cut(getattr(block, kind), start - first, stop - first)
         delattr(block, kind)
