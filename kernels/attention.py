@@ -1,16 +1,25 @@
-"""Causal attention over local arrays: cuDNN on a GPU, the XLA reference elsewhere.
+"""Causal attention over local arrays: cuDNN on a GPU, the XLA reference elsewhere, our kernel where it is asked for.
 
 Every implementation takes the same arguments and none knows a mesh: call it under `smap`, since XLA gathers the inputs
-of a custom call that it finds under a plain `jit`.
+of a custom call that it finds under a plain `jit`. For documents cuDNN and the reference need a mask `[B, T, S]`; the
+kernel (`attention_mosaic.py`) takes a range of the keys for each query, and skips what is in none.
 """
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.kernels import attention_cudnn
+from ultrascale_jax.kernels import attention_mosaic as mosaic
+from ultrascale_jax.kernels.attention_mosaic import Ranges
+from ultrascale_jax.kernels.device import choose, vary_alike
+
+FIRST = -(2**31)
+"""An index before any."""
 
 UNSEEN = -1e30
 """The score of a key that may not be seen: finite, so that a query without any has a log-sum-exp."""
@@ -37,13 +46,20 @@ def attention(
       segment_ids: `([B, T], [B, S])` int32; a query sees only keys of its own document.
       window: a query sees the last `window` keys, itself included.
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
-      implementation: `auto`, `cudnn` (bf16 or fp16 on a GPU) or `xla`; a forced one fails loudly.
+      implementation: `cudnn` (bf16 or fp16 on a GPU), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease
+        along a row) or `xla`; a forced one fails loudly. `auto` is cudnn where it applies and else xla, until the
+        kernel of mosaic has been measured on a GPU.
 
     Returns:
       `[B, T, N, H]` in q's type.
     """
-    if _choose(implementation, q, k, segment_ids is not None) == "cudnn":
+    chosen = _choose(implementation, q, k, segment_ids is not None)
+    if chosen == "cudnn":
         return _cudnn(q, k, v, segment_ids, window)
+    if chosen == "mosaic":
+        k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
+        ranges = visible_ranges(q_index, k_index, segment_ids, window)
+        return _fused(*_alike(ranges, q, k, v))
     reference = _recomputed if recompute else attention_reference
     return reference(q, k, v, q_index, segment_ids, window)
 
@@ -54,6 +70,7 @@ def attention_forward(
     v: jax.Array,
     visible: jax.Array | None = None,
     *,
+    ranges: Ranges | None = None,
     causal: bool = False,
     window: int | None = None,
     implementation: str = "auto",
@@ -65,16 +82,23 @@ def attention_forward(
       k: keys `[B, S, K, H]`; K divides N (grouped-query attention).
       v: values `[B, S, K, H]`.
       visible: `[B or 1, T, S]` bool, which keys a query may see, besides what `causal` says; none: all.
+      ranges: which keys a query sees, instead of `visible`, `causal` and `window`; `mosaic` takes no `visible`.
       causal: query t sees keys up to t; T == S.
       window: of the causal keys, only the last `window`.
-      implementation: `auto`, `cudnn` (bf16 or fp16 on a GPU) or `xla`; a forced one fails loudly.
+      implementation: as `attention` takes it.
 
     Returns:
       The result `[B, T, N, H]` in q's type, and the log-sum-exp of the scores `[B, N, T]` float32. A query that sees
       none of the keys has a finite result and a log-sum-exp far below any other: it counts for nothing beside a block
       with keys that it sees.
     """
-    if _choose(implementation, q, k, visible is not None, causal) == "cudnn":
+    masked = visible is not None or ranges is not None
+    chosen = _choose(implementation, q, k, masked, causal)
+    if chosen == "mosaic":
+        ranges = _ranges(q, k, visible, ranges, causal, window)
+        return mosaic.forward(*_alike(ranges, q, k, v))
+    visible = visible if ranges is None else _within(ranges, k.shape[1])
+    if chosen == "cudnn":
         return attention_cudnn.forward(q, k, v, visible, causal, window)
     scores_BKGTS = _scores(q, k, _visible(q, k, visible, causal, window))
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
@@ -91,6 +115,7 @@ def attention_backward(
     dout: jax.Array,
     visible: jax.Array | None = None,
     *,
+    ranges: Ranges | None = None,
     causal: bool = False,
     window: int | None = None,
     implementation: str = "auto",
@@ -98,12 +123,18 @@ def attention_backward(
     """What one block of the keys adds to the gradients of q, k and v, in their types.
 
     Args:
-      q, k, v, visible, causal, window, implementation: as given to `attention_forward`.
+      q, k, v, visible, ranges, causal, window, implementation: as given to `attention_forward`.
       out: result `[B, T, N, H]` of all blocks together.
       lse: log-sum-exp `[B, N, T]` float32 of all blocks together.
       dout: cotangent of `out`, `[B, T, N, H]`.
     """
-    if _choose(implementation, q, k, visible is not None, causal) == "cudnn":
+    masked = visible is not None or ranges is not None
+    chosen = _choose(implementation, q, k, masked, causal)
+    if chosen == "mosaic":
+        ranges = _ranges(q, k, visible, ranges, causal, window)
+        return mosaic.backward(*_alike(ranges, q, k, v, out, lse, dout))
+    visible = visible if ranges is None else _within(ranges, k.shape[1])
+    if chosen == "cudnn":
         return attention_cudnn.backward(q, k, v, out, lse, dout, visible, causal, window)
     K = k.shape[2]
     scores_BKGTS = _scores(q, k, _visible(q, k, visible, causal, window))
@@ -142,10 +173,41 @@ def visible_keys(
     return seen
 
 
+def visible_ranges(
+    q_index: jax.Array,
+    k_index: jax.Array,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
+) -> Ranges:
+    """What `visible_keys` says, as a range of the keys for each query, `[B or 1, T]` int32; nothing is `[T, S]`.
+
+    It is one range where the ids of documents do not decrease, and indices increase along each document.
+    """
+    q_index, k_index = jnp.atleast_2d(q_index), jnp.atleast_2d(k_index)
+    q_ids, k_ids = segment_ids or (jnp.zeros_like(q_index), jnp.zeros_like(k_index))
+    B = max(x.shape[0] for x in (q_index, k_index, q_ids, k_ids))
+    q_index, k_index, q_ids, k_ids = (
+        jnp.broadcast_to(x, (B, x.shape[1])) for x in (q_index, k_index, q_ids, k_ids)
+    )
+    unseen = jnp.full_like(q_index, FIRST) if window is None else q_index - window
+    start, end = (jax.vmap(_count_until)(k_ids, k_index, q_ids, x) for x in (unseen, q_index))
+    return Ranges(start, end)
+
+
 def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str:
-    """`cudnn` or `xla`, as `implementation` and these arrays say."""
-    if implementation not in ("auto", "cudnn", "xla"):
-        raise ValueError(f"implementation={implementation!r}: must be auto, cudnn or xla")
+    """`cudnn`, `mosaic` or `xla`, as `implementation` and these arrays say."""
+    if implementation not in ("auto", "cudnn", "mosaic", "xla"):
+        raise ValueError(f"implementation={implementation!r}: must be auto, cudnn, mosaic or xla")
+    if implementation == "mosaic":
+        (T, _, H), S = q.shape[1:], k.shape[1]
+        aligned = T % mosaic.TILE == 0 and S % mosaic.TILE == 0 and H in mosaic.HEAD_DIMS
+        choose(
+            implementation,
+            fits=aligned and q.dtype == k.dtype == jnp.bfloat16,
+            needs=f"bfloat16, T and S in multiples of {mosaic.TILE}, and a head dim of 64 or 128",
+            got=f"{q.dtype} and {k.dtype}, T={T}, S={S}, H={H}",
+            field="model.attention",
+        )
     if implementation == "auto":
         return "cudnn" if cudnn_applies(q, k, masked, causal) else "xla"
     if implementation == "cudnn" and not cudnn_applies(q, k, masked, causal):
@@ -193,6 +255,46 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.
     k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
     scores_BKGTS = _scores(q, k, visible_keys(q_index, k_index, segment_ids, window))
     return _ungroup(_weighted(jax.nn.softmax(scores_BKGTS, axis=-1), v)).astype(q.dtype)
+
+
+def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
+    """How many of the keys `[S]` come before or at each query `[T]`, by document and then by index: by bisection."""
+    S, count = k_index.shape[0], jnp.zeros_like(q_index)
+    for bit in reversed(range(S.bit_length())):
+        more = count + (1 << bit)
+        last = jnp.minimum(more, S) - 1
+        ids, index = k_ids[last], k_index[last]
+        before = (ids < q_ids) | ((ids == q_ids) & (index <= q_index))
+        count = jnp.where((more <= S) & before, more, count)
+    return count
+
+
+def _ranges(q, k, visible, ranges, causal, window) -> Ranges:
+    """`ranges`, or what `causal` and `window` say."""
+    if visible is not None:
+        raise ValueError(
+            "implementation='mosaic': takes no `visible`; give `ranges` of visible_ranges"
+        )
+    if ranges is not None:
+        return ranges
+    T, S = q.shape[1], k.shape[1]
+    if causal:
+        return visible_ranges(jnp.arange(T), jnp.arange(S), window=window)
+    return Ranges(jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S, jnp.int32))
+
+
+def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
+    """The arrays and then the ranges, `[B, T]`: all typed as varying over the same mesh axes."""
+    bounds = (jnp.broadcast_to(x, arrays[0].shape[:2]) for x in ranges)
+    *others, start, end = vary_alike(*arrays, *bounds)
+    return *others, Ranges(start, end)
+
+
+def _within(ranges: Ranges, S: int) -> jax.Array:
+    """The keys in the ranges, as `visible_keys` says them."""
+    start, end = (x[:, :, None] for x in ranges)
+    k_index = jnp.arange(S, dtype=jnp.int32)[None, None]
+    return (k_index >= start) & (k_index < end)
 
 
 def _visible(q, k, visible, causal, window):
@@ -260,3 +362,22 @@ def _recomputed_backward(window, inputs, g):
 
 
 _recomputed.defvjp(_recomputed_forward, _recomputed_backward)
+
+
+@jax.custom_vjp
+def _fused(q, k, v, ranges: Ranges) -> jax.Array:
+    """Our kernel, whose backward pass starts from the result and the log-sum-exp."""
+    return mosaic.forward(q, k, v, ranges)[0]
+
+
+def _fused_forward(q, k, v, ranges: Ranges):
+    out, lse = (checkpoint_name(x, "attn_core") for x in mosaic.forward(q, k, v, ranges))
+    return out, (q, k, v, out, lse, ranges)
+
+
+def _fused_backward(residuals, dout):
+    q, k, v, out, lse, ranges = residuals
+    return *mosaic.backward(q, k, v, out, lse, dout, ranges), None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

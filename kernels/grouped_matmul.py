@@ -9,16 +9,13 @@ The kernel (`grouped_matmul_mosaic.py`) pads nothing.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
-
-HOPPER = ("H100", "H200", "H800", "H20")
-"""GPUs that have the kernel's instructions (sm_90a), as their kind's name says."""
+from ultrascale_jax.kernels.device import choose, on_hopper, vary_alike
 
 
 def grouped_matmul(
@@ -46,45 +43,31 @@ def grouped_matmul(
     Raises:
       ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
     """
-    if implementation not in ("auto", "mosaic", "xla"):
-        raise ValueError(f"implementation={implementation!r}: must be auto, mosaic or xla")
-    if implementation == "mosaic" and not mosaic_applies(x, w):
-        (R, D), F, multiple = x.shape, w.shape[2], mosaic.MULTIPLE
-        raise ValueError(
-            f"moe.implementation='mosaic': needs an H100 or H200, bfloat16, rows in multiples of {mosaic.ALIGNED}, and "
-            f"D and F in multiples of {multiple}; got {_device().device_kind}, {x.dtype} and {w.dtype}, R={R}, D={D}, "
-            f"F={F}; use moe.implementation='xla'"
-        )
-    capacity = _capacity(x.shape[0], w.shape[0], bound)
-    return _grouped_matmul(*_vary_alike(x, w, sizes), capacity, implementation == "mosaic")
+    (R, D), (E, _, F) = x.shape, w.shape
+    fused = choose(
+        implementation,
+        fits=_fits(x, w),
+        needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
+        got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
+        field="moe.implementation",
+    )
+    return _grouped_matmul(*vary_alike(x, w, sizes), _capacity(R, E, bound), fused)
 
 
 def mosaic_applies(x: jax.Array, w: jax.Array) -> bool:
     """Whether the kernel takes these shapes and types, on the GPU that is compiled for."""
+    return _fits(x, w) and on_hopper()
+
+
+def _fits(x: jax.Array, w: jax.Array) -> bool:
     R, (_, D, F) = x.shape[0], w.shape
     fits = R % mosaic.ALIGNED == 0 and D % mosaic.MULTIPLE == 0 and F % mosaic.MULTIPLE == 0
-    typed = x.dtype == w.dtype == jnp.bfloat16
-    return fits and typed and any(name in _device().device_kind for name in HOPPER)
-
-
-def _device() -> Any:
-    """A device of the mesh, which may be absent (deviceless compilation), or of this process."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return fits and x.dtype == w.dtype == jnp.bfloat16
 
 
 def _capacity(R: int, E: int, bound: float) -> int:
     """Rows of an expert in one turn: a multiple of 8, as the GPU's matrix units like it, but never more than all."""
     return min(R, 8 * math.ceil(bound * R / E / 8))
-
-
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays typed as varying over the mesh axes over which any does, as results and gradients do."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
-    missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]
-    return [
-        lax.pcast(x, names, to="varying") if names else x
-        for x, names in zip(arrays, missing, strict=True)
-    ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

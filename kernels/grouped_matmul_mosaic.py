@@ -22,6 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.device import cores
+
 ALIGNED = 8
 """Rows at whose multiples a copy from global memory starts."""
 
@@ -284,7 +286,7 @@ def _call(body: Callable, name: str, out: Any, programs: int | None, *operands: 
     result = plgpu.kernel(
         body,
         out_type=out,
-        grid=(programs or _cores(),),
+        grid=(programs or cores(),),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
@@ -292,9 +294,3 @@ def _call(body: Callable, name: str, out: Any, programs: int | None, *operands: 
     )(*operands)
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
     return lax.pcast(result, tuple(sorted(axes)), to="varying") if axes else result
-
-
-def _cores() -> int:
-    """SMs of the GPU that is compiled for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].core_count if device is None else device.num_cores

@@ -1,0 +1,58 @@
+"""Which GPU a kernel is compiled for, and which implementation is taken there."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+HOPPER = ("H100", "H200", "H800", "H20")
+"""GPUs that have the kernels' instructions (sm_90a), as their kind's name says."""
+
+
+def device() -> Any:
+    """A device of the mesh, which may be absent (deviceless compilation), or of this process."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def on_hopper() -> bool:
+    """Whether the kernels' instructions are there."""
+    return any(name in device().device_kind for name in HOPPER)
+
+
+def cores() -> int:
+    """SMs of the GPU that is compiled for."""
+    absent = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].core_count if absent is None else absent.num_cores
+
+
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays typed as varying over the mesh axes over which any does, as results and gradients do."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+    missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]
+    return [
+        lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(arrays, missing, strict=True)
+    ]
+
+
+def choose(
+    implementation: str, *, fits: bool, needs: str, got: str, field: str = "implementation"
+) -> bool:
+    """Whether the Mosaic kernel is taken: when it is asked for, since none has been measured yet for `auto`.
+
+    Args:
+      implementation: `auto`, `mosaic` or `xla`.
+      fits: whether the kernel takes these shapes and types.
+      needs, got: what it takes, and what there is, for the error.
+      field: the field of the config that says the implementation.
+
+    Raises:
+      ValueError: the implementation is unknown, or the kernel is asked for and cannot run here or on these shapes.
+    """
+    if implementation not in ("auto", "mosaic", "xla"):
+        raise ValueError(f"{field}={implementation!r}: must be auto, mosaic or xla")
+    if implementation == "mosaic" and not (fits and on_hopper()):
+        raise ValueError(
+            f"{field}='mosaic': needs an H100 or H200, {needs}; got {device().device_kind}, {got}; use {field}='xla'"
+        )
+    return implementation == "mosaic"

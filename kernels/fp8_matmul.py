@@ -1,0 +1,79 @@
+"""Product of two fp8 arrays with a scale for every block of 128 along the contracted dim (DeepSeek-V3's recipe).
+
+The reference multiplies in float32 what the scales and values say: the exact definition, and slow. The kernel
+(`fp8_matmul_mosaic.py`) multiplies fp8. Nothing here is differentiable: call it inside a `custom_vjp`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
+from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, dequantize
+
+
+def fp8_matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str = "auto",
+) -> jax.Array:
+    """`a b^T`: both contracted along their last dim. Sums are float32.
+
+    Args:
+      a: `[M, K]` in blocks of 1 x 128: scales `[M, ceil(K / 128)]`.
+      b: `[N, K]` in tiles of 128 x 128 (weights), or in blocks of 1 x 128. Both may have one leading dim of groups.
+      out_dtype: bfloat16, or float32 (gradients of weights).
+      implementation: `xla`, `mosaic` (float8_e4m3fn or float8_e5m2, M, N and K multiples of 128, on a Hopper GPU; a
+        forced one fails loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+
+    Returns:
+      `[M, N]`, or `[G, M, N]`.
+
+    Raises:
+      ValueError: the scales are not those of blocks, the implementation is unknown, or the kernel cannot run here or on
+        these shapes.
+    """
+    shapes = a.values.shape, a.scales.shape, b.values.shape, b.scales.shape
+    if not _in_blocks(*shapes):
+        raise ValueError(
+            f"a has values {shapes[0]} and scales {shapes[1]}, b {shapes[2]} and {shapes[3]}: must be [M, K] in blocks "
+            f"of 1 x {BLOCK} and [N, K] in blocks or in tiles of {BLOCK} x {BLOCK}, both or neither with groups"
+        )
+    (M, K), N = shapes[0][-2:], shapes[2][-2]
+    types = all(q.values.dtype in mosaic.TYPES for q in (a, b))
+    fits = types and not any(n % mosaic.BLOCK for n in (M, N, K))
+    fused = choose(
+        implementation,
+        fits=fits and jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
+        needs=f"float8_e4m3fn or float8_e5m2 to bfloat16 or float32, and dims that are multiples of {mosaic.BLOCK}",
+        got=f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}",
+    )
+    a_values, a_scales, b_values, b_scales = vary_alike(*a, *b)
+    if not fused:
+        return _reference(Quantized(a_values, a_scales), Quantized(b_values, b_scales), out_dtype)
+    if len(shapes[0]) == 3:
+        return mosaic.products(a_values, a_scales, b_values, b_scales, out_dtype)
+    return mosaic.products(
+        a_values[None], a_scales[None], b_values[None], b_scales[None], out_dtype
+    )[0]
+
+
+def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:
+    """Whether these are the shapes of values and scales that `fp8_matmul` takes."""
+    if len(a) not in (2, 3) or len(b) != len(a) or (*a[:-2], a[-1]) != (*b[:-2], b[-1]):
+        return False
+    blocks = -(-a[-1] // BLOCK)
+    rows = b[-2], -(-b[-2] // BLOCK)
+    return a_scales == (*a[:-1], blocks) and b_scales in [(*b[:-2], n, blocks) for n in rows]
+
+
+def _reference(a: Quantized, b: Quantized, out_dtype) -> jax.Array:
+    """The definition of `fp8_matmul`."""
+    y = jnp.einsum(
+        "...mk,...nk->...mn",
+        *(dequantize(q, jnp.float32) for q in (a, b)),
+        precision="highest",
+    )
+    return y.astype(out_dtype)

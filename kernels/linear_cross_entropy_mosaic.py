@@ -1,0 +1,204 @@
+"""Matrix product with the output head on Hopper GPUs, whose results, the logits, are never in memory.
+
+Both kernels compute them tile by tile, 128 tokens x 256 words in float32 registers, half of the words in either
+warpgroup:
+
+    statistics    of each half tile: log-sum-exp of a token's logits, and the target's logit if it is there
+    gradient      of the logits, in bfloat16, from the log-sum-exp over the whole vocabulary
+
+The statistics of half tiles are 1/64 of the logits' bytes and are combined outside.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ultrascale_jax.kernels.pipeline_mosaic import STRIP, WARPGROUPS, launch, pipeline, quiesce
+
+ROWS = 128
+"""Tokens of a tile."""
+
+HALF = 128
+"""Words that a warpgroup has of it."""
+
+WIDTH = WARPGROUPS * HALF
+
+DEPTH = 64
+"""Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
+
+ALIGNED = 32
+"""The vocabulary is a multiple: TMA swizzles parts of rows of 64 bytes or, where they divide it, of 128."""
+
+LOWEST = -1e30
+"""Logit of what is no word."""
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def statistics(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, programs: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """For each token the log-sum-exp of its logits, and the logit of its target (0 where that is no column of head).
+
+    Args:
+      x: `[M, D]` bfloat16; M is a multiple of 128, D of 64.
+      head: `[D, V]` bfloat16; V is a multiple of 32.
+      targets: `[M]` int32.
+      programs: programs that run at once; none is one on each SM.
+
+    Returns:
+      `[M]` float32, twice.
+    """
+    M, V = x.shape[0], head.shape[1]
+
+    def finish(logits, rows, part, word, out, _):
+        targets_g, lse_g, gold_g = out
+        hit = _numbers(logits) == _spread(_load(targets_g, rows) - word, logits)
+        logits = jnp.where(_numbers(logits) < V - word, logits, LOWEST)
+        highest = jnp.max(logits, axis=1)
+        total = jnp.sum(jnp.exp(logits - _spread(highest, logits)), axis=1)
+        lse_g[part, rows] = highest + jnp.log(total)
+        gold_g[part, rows] = jnp.sum(jnp.where(hit, logits, 0.0), axis=1)
+
+    # The last tile may have columns beyond V, with logits that are none.
+    targets = jnp.where(targets < V, targets, -1)
+    parts = jax.ShapeDtypeStruct((-(-V // WIDTH) * WARPGROUPS, M), jnp.float32)
+    lse, gold = _for_each_tile(
+        finish, "linear_cross_entropy", x, head, None, V, [targets], [parts] * 2, programs
+    )
+    return jax.nn.logsumexp(lse, axis=0), jnp.sum(gold, axis=0)
+
+
+def gradient(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    lse: jax.Array,
+    scale: jax.Array,
+    gold_scale: jax.Array,
+    start: jax.Array,
+    width: int,
+    *,
+    programs: int | None = None,
+) -> jax.Array:
+    """`scale * exp(logits - lse) - gold_scale * (word is target)` of the words from `start` on.
+
+    Args:
+      x, head, targets, programs: as in `statistics`.
+      lse, scale, gold_scale: `[M]` float32.
+      start: int32 scalar, a multiple of 256.
+      width: of the result, a multiple of 32; `start + width` is at most V.
+
+    Returns:
+      `[M, width]` bfloat16.
+    """
+
+    def finish(logits, rows, part, word, out, out_s):
+        *rows_g, d_g = out
+        target, lse, scale, gold_scale = [_load(g, rows) for g in rows_g]
+        for first in range(0, HALF, 64):
+            some = logits[:, first : first + 64]
+            d = jnp.exp(some - _spread(lse, some)) * _spread(scale, some)
+            hit = _numbers(some) == _spread(target - (word + first), some)
+            d -= jnp.where(hit, _spread(gold_scale, some), 0.0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_s[...] = d.astype(out_s.dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(part * HALF + first, 64)
+            plgpu.copy_smem_to_gmem(out_s, d_g.at[rows, columns])
+
+    out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
+    rows = targets, lse, scale, gold_scale
+    name = "linear_cross_entropy_gradient"
+    return _for_each_tile(finish, name, x, head, start, width, rows, [out], programs)[0]
+
+
+def _for_each_tile(
+    finish: Callable,
+    name: str,
+    x: jax.Array,
+    head: jax.Array,
+    start: jax.Array | None,
+    width: int,
+    rows: Sequence[jax.Array],
+    out: Sequence[jax.ShapeDtypeStruct],
+    programs: int | None,
+) -> list[jax.Array]:
+    """Call `finish` with the logits of every half tile of `width` words from `start` on.
+
+    It gets the logits, which rows they are, the number of the half tile from the start, its first word, the refs of
+    `rows` and `out` in global memory, and shared memory for the copy of 64 columns.
+    """
+    tiles, steps = (x.shape[0] // ROWS, -(-width // WIDTH)), x.shape[1] // DEPTH
+    starts = [] if start is None else [start.reshape(1)]
+    across = 64 if head.shape[1] % 64 == 0 else ALIGNED
+    swizzled = plgpu.TilingTransform((8, across)), plgpu.SwizzleTransform(2 * across)
+
+    def specs(row, column):
+        return [
+            plgpu.BlockSpec((ROWS, DEPTH), lambda k: (row, k), transforms=swizzled),
+            plgpu.BlockSpec((DEPTH, WIDTH), lambda k: (k, column), transforms=swizzled),
+        ]
+
+    def multiply(_, x_s, head_s, acc):
+        own = pl.ds(lax.axis_index("wg") * HALF, HALF)
+        plgpu.wgmma(acc, x_s, head_s.at[:, own])
+        plgpu.wgmma_wait(0)
+        return acc
+
+    def body(x_g, head_g, *refs):
+        first_tile = lax.div(refs[0][0], WIDTH) if starts else 0
+        others = refs[len(starts) :]
+
+        @functools.partial(
+            pl.run_scoped,
+            buffers=pipeline(None, steps, specs(0, 0)).get_allocations(x_g, head_g),
+            out_s=plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled),
+            collective_axes="wg",
+        )
+        def _(buffers, out_s):
+            wg = lax.axis_index("wg")
+
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
+            def _(loop):
+                row, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
+
+                def around(run):
+                    def with_accumulator(acc):
+                        run(acc)
+                        part, rows = column * WARPGROUPS + wg, pl.ds(row * ROWS, ROWS)
+                        word = first_tile * WIDTH + part * HALF
+                        finish(acc[...], rows, part, word, others, out_s.at[wg])
+
+                    pl.run_scoped(with_accumulator, plgpu.ACC((ROWS, HALF), jnp.float32))
+
+                blocks = specs(row, first_tile + column)
+                run = pipeline(multiply, steps, blocks, around, loop.local_index)
+                run(x_g, head_g, allocations=buffers)
+
+            quiesce(buffers, steps, tiles[0] * tiles[1])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return launch(body, name, out, programs, [x, head, *starts, *rows])
+
+
+def _load(rows_g: Any, rows: Any) -> jax.Array:
+    """Values of a tile's tokens."""
+    return plgpu.load(rows_g.at[rows], layout=BY_ROW, optimized=False)
+
+
+def _numbers(logits: jax.Array) -> jax.Array:
+    """The number of each logit's column."""
+    return plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def _spread(row: jax.Array, logits: jax.Array) -> jax.Array:
+    """A token's value for each of its logits."""
+    return lax.broadcast_in_dim(row, logits.shape, [0])

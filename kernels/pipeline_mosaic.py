@@ -1,0 +1,106 @@
+"""What kernels of matrix products on Hopper GPUs share: one program on each SM, which takes every n-th tile.
+
+Two of its warpgroups multiply, a third one loads ahead by TMA.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ultrascale_jax.kernels.device import cores, vary_alike
+
+STAGES = 4
+"""Steps that are loaded ahead."""
+
+WARPGROUPS = 2
+"""Those that multiply."""
+
+STRIP = 16
+"""Rows of tiles whose columns follow each other, so that the tiles under way share operands in the L2 cache."""
+
+
+def launch(
+    body: Callable,
+    name: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    programs: int | None,
+    operands: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The results of `body`, typed as varying over the mesh axes over which an operand does.
+
+    Args:
+      body: gets the operands and the results, in global memory; its axes are `program` and `wg`.
+      name: of the kernel.
+      out: shapes and types of the results.
+      programs: programs that run at once; none is one on each SM.
+      operands: arrays.
+    """
+    results = plgpu.kernel(
+        body,
+        out_type=list(out),
+        grid=(programs or cores(),),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        kernel_name=name,
+        # exp and log are the GPU's instructions, two of which are off by a few units in float32's last place.
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*operands)
+    return vary_alike(*results, *operands)[: len(out)]
+
+
+def pipeline(
+    step: Any,
+    steps: int,
+    specs: list,
+    around: Callable = lambda run: None,
+    tile: Any = None,
+    *,
+    waits: bool = False,
+) -> Any:
+    """`step` over the blocks of one tile; `around` gets a function that runs it, of the first state.
+
+    Where the stages divide the steps, the next tile's blocks are loaded while this one's results are stored: the loads
+    of `tile` 0, this program's first, fill the stages, those of later ones wait for them, and `quiesce` ends it.
+
+    Args:
+      step: gets index, blocks, with `waits` a barrier for each, and the state; returns the next state. None for a
+        pipeline of which only the buffers are wanted.
+      steps: blocks of the contracted dim.
+      specs: where the operands' blocks are.
+      around: makes the state, runs, and uses the last state.
+      tile: how many tiles this program has had.
+      waits: whether the step waits for its blocks itself.
+    """
+    states = plgpu.PipelinePipeline
+    chained = tile is not None and steps % STAGES == 0
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(steps,),
+        memory_registers=40,
+        in_specs=specs,
+        wg_axis="wg",
+        num_compute_wgs=WARPGROUPS,
+        max_concurrent_steps=STAGES,
+        manual_produced_barriers=waits,
+        compute_context=around,
+        pipeline_state=jnp.where(tile == 0, states.START, states.STEADY) if chained else None,
+    )
+
+
+def quiesce(buffers: Any, steps: int, tiles: int) -> None:
+    """Wait until what was loaded last has been used; the pipeline's own end of a chain wants two tiles at least."""
+    if steps % STAGES:
+        return
+    loads = (lax.axis_index("wg") == WARPGROUPS) & (lax.axis_index("program") < tiles)
+
+    @pl.when(loads)
+    def _():
+        [used] = buffers["flat_consumed_barrier_refs"]
+        for stage in range(STAGES):
+            plgpu.barrier_wait(used.at[stage])

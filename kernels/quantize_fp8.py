@@ -1,0 +1,264 @@
+"""Float8 values with float32 scales, chosen from the values themselves (current scaling).
+
+A scale belongs to the whole array, a row, a block of 1 x 128 or a tile of 128 x 128, and maps the largest magnitude
+there to the largest of the float8 type. Nothing here is differentiable: quantise inside a `custom_vjp`.
+
+XLA reads what it quantises two or three times, once more for the transpose, and writes the result of a norm or SwiGLU
+before. The kernels (`quantize_fp8_mosaic.py`) read once and write float8 alone; where a scale needs the whole array
+(`tensor`, and `row` for both orientations) XLA finds it before.
+"""
+
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
+from ultrascale_jax.kernels import rms_norm
+from ultrascale_jax.kernels.device import choose, vary_alike
+
+BLOCK = 128
+"""Columns of a block; rows and columns of a tile."""
+
+TINY = float(jnp.finfo(jnp.float32).tiny)
+"""Smallest scale, whose inverse is finite."""
+
+type Scaling = Literal["tensor", "row", "block", "tile"]
+
+
+class Quantized(NamedTuple):
+    """An array as float8 `values` `[..., M, K]` times float32 `scales`, each for a part of the last two dims."""
+
+    values: jax.Array
+    scales: jax.Array
+    """`[]` tensor, `[..., M, 1]` row, `[..., M, ceil(K/128)]` block, `[..., ceil(M/128), ceil(K/128)]` tile."""
+
+
+def quantize_fp8(
+    x: jax.Array,
+    scaling: Scaling,
+    *,
+    amax: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
+    power_of_2: bool = False,
+    implementation: str = "auto",
+) -> Quantized:
+    """`x` in float8, each part times the inverse of its scale.
+
+    A scale is the part's largest magnitude over the largest number of `dtype`; 1 for a part of zeros (or of values so
+    small that the scale would not be a normal number). Infinities and NaNs give NaNs.
+
+    Args:
+      x: `[..., M, K]` bfloat16 or float32; the last block or tile of a dim may be short.
+      scaling: what has a scale of its own: `tensor`, `row`, `block` (1 x 128) or `tile` (128 x 128).
+      amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a piece of the tensor.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      power_of_2: round scales up to powers of 2, which lose nothing in products.
+      implementation: `xla`, `mosaic` (bfloat16 `[M, K]`, multiples of 128, on a Hopper GPU; a forced one fails
+        loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+
+    Raises:
+      ValueError: scaling, dtype or implementation is unknown, amax does not belong to it, or the kernel cannot run here
+        or on these shapes.
+    """
+    return _quantize(x, scaling, amax, dtype, power_of_2, implementation, both=False)[0]
+
+
+def quantize_fp8_both(
+    x: jax.Array,
+    scaling: Scaling,
+    *,
+    amax: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
+    power_of_2: bool = False,
+    implementation: str = "auto",
+) -> tuple[Quantized, Quantized]:
+    """`quantize_fp8` of `x` `[..., M, K]` and of its transpose `[..., K, M]`; the kernel reads x once."""
+    straight, turned = _quantize(x, scaling, amax, dtype, power_of_2, implementation, both=True)
+    return straight, turned
+
+
+def rms_norm_quantize(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    scaling: Scaling,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
+    power_of_2: bool = False,
+    implementation: str = "auto",
+) -> Quantized:
+    """`quantize_fp8` of the RMSNorm of `x` `[..., M, K]` with `weight` `[K]` float32, which is never in memory.
+
+    The kernel takes scaling `row` with K a multiple of 128, and `block` with K a multiple of 512; rows have to fit into
+    shared memory (K up to 28,544).
+
+    Raises:
+      ValueError: as `quantize_fp8`.
+    """
+    x, weight = vary_alike(x, weight)
+    make, combine = lambda x, w: rms_norm.reference(x, w, eps), mosaic.normed(eps)
+    return _quantize_made(make, combine, [x], [weight], scaling, dtype, power_of_2, implementation)
+
+
+def swiglu_quantize(
+    gate: jax.Array,
+    up: jax.Array,
+    scaling: Scaling,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
+    power_of_2: bool = False,
+    implementation: str = "auto",
+) -> Quantized:
+    """`quantize_fp8` of silu(gate) * up, both `[..., M, K]`, which is never in memory.
+
+    The kernel takes what that of `rms_norm_quantize` takes.
+
+    Raises:
+      ValueError: as `quantize_fp8`.
+    """
+    rows = vary_alike(gate, up)
+    return _quantize_made(
+        swiglu, mosaic.gated, rows, [], scaling, dtype, power_of_2, implementation
+    )
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up in float32, back in gate's type (arXiv 2002.05202)."""
+    gate32 = gate.astype(jnp.float32)
+    return (gate32 * lax.logistic(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`values` times `scales`, multiplied in float32."""
+    values, scales = q.values.astype(jnp.float32), q.scales
+    if scales.ndim:
+        (M, K), rows = values.shape[-2:], scales.shape[-2]
+        sizes = 1 if rows == M else BLOCK, K if scales.shape[-1] == 1 else BLOCK
+        scales = _spread(scales, sizes, values.shape)
+    return (values * scales).astype(dtype)
+
+
+def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool):
+    """`quantize_fp8` of x, and of its transpose if `both`."""
+    _check(scaling, dtype)
+    if amax is not None:
+        if scaling != "tensor":
+            raise ValueError(f"amax is given for scaling={scaling!r}: only 'tensor' takes it")
+        x, amax = vary_alike(x, amax)
+    fused = choose(
+        implementation,
+        fits=x.ndim == 2 and x.dtype == jnp.bfloat16 and not any(n % BLOCK for n in x.shape),
+        needs=f"bfloat16 [M, K] in multiples of {BLOCK}",
+        got=f"{x.dtype} {list(x.shape)}",
+    )
+    if fused:
+        return kernel(x, scaling, amax, dtype, power_of_2, both=both)
+    arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
+    return tuple(reference(a, scaling, amax, dtype, power_of_2) for a in arrays)
+
+
+def _quantize_made(make, combine, rows, vectors, scaling, dtype, power_of_2, implementation):
+    """`quantize_fp8` of `make(*rows, *vectors)`; `combine` is that in the kernel."""
+    _check(scaling, dtype)
+    blocks = scaling == "block"
+    types = sorted({a.dtype.name for a in rows})
+    flat = rows[0].ndim == 2 and types == ["bfloat16"]
+    fused = choose(
+        implementation,
+        fits=flat
+        and all(v.dtype == jnp.float32 for v in vectors)
+        and scaling in ("row", "block")
+        and mosaic.rows_fit(rows, vectors, blocks=blocks),
+        needs=f"bfloat16 [M, K], a float32 weight, scaling row (K in multiples of {BLOCK}) or block (of "
+        f"{mosaic.Blocks.MULTIPLE}), and rows that fit into shared memory",
+        got=f"{' and '.join(types)} {list(rows[0].shape)}, scaling={scaling!r}",
+    )
+    if not fused:
+        return reference(make(*rows, *vectors), scaling, None, dtype, power_of_2)
+    scale = functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2)
+    return Quantized(
+        *mosaic.by_rows(rows, scale, dtype, blocks=blocks, combine=combine, vectors=vectors)
+    )
+
+
+def _check(scaling: str, dtype) -> None:
+    if scaling not in ("tensor", "row", "block", "tile"):
+        raise ValueError(f"scaling={scaling!r}: must be tensor, row, block or tile")
+    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        raise ValueError(f"dtype={dtype}: must be float8_e4m3fn or float8_e5m2")
+
+
+def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
+    """The definition of `quantize_fp8`."""
+    x32 = x.astype(jnp.float32)
+    if scaling == "tensor":
+        amax = jnp.max(jnp.abs(x32)) if amax is None else amax.astype(jnp.float32)
+        scales = scale_of(amax, dtype, power_of_2)
+        return Quantized(cast(x32, 1 / scales, dtype), scales)
+    sizes = {"row": (1, x.shape[-1]), "block": (1, BLOCK), "tile": (BLOCK, BLOCK)}[scaling]
+    amax = jnp.max(jnp.abs(_blocks(x32, sizes)), axis=(-3, -1))
+    scales = scale_of(amax, dtype, power_of_2)
+    return Quantized(cast(x32, _spread(1 / scales, sizes, x.shape), dtype), scales)
+
+
+def kernel(
+    x, scaling: Scaling, amax, dtype, power_of_2: bool, *, both: bool, programs: int | None = None
+) -> tuple[Quantized, ...]:
+    """The kernels' `quantize_fp8`, and of the transpose if `both`; `programs` run at once (none: one on each SM)."""
+    scale = functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2)
+    tiled = functools.partial(mosaic.by_tiles, x, scale, dtype, both=both, programs=programs)
+    if scaling in ("block", "tile"):
+        return tuple(Quantized(*result) for result in tiled(tiles=scaling == "tile"))
+    if scaling == "row" and not both and mosaic.rows_fit([x], blocks=False):
+        result = mosaic.by_rows([x], scale, dtype, blocks=False, programs=programs)
+        return (Quantized(*result),)
+    turns, size = range(2 if both else 1), jnp.abs(x).astype(jnp.float32)
+    if scaling == "row":
+        scales = [scale(jnp.max(size, axis=1 - turn)) for turn in turns]
+    else:
+        whole = jnp.max(size) if amax is None else amax.astype(jnp.float32)
+        scales = [scale(whole) for _ in turns]
+    inverses = [jnp.broadcast_to(1 / scales[turn], x.shape[turn]) for turn in turns]
+    values = (values for (values,) in tiled(inverses=inverses))
+    scales = [s[:, None] if s.ndim else s for s in scales]
+    return tuple(Quantized(*q) for q in zip(values, scales, strict=True))
+
+
+def scale_of(amax: jax.Array, dtype, power_of_2: bool) -> jax.Array:
+    """The scales of parts whose largest magnitudes are `amax`, float32."""
+    # Not a division, of which XLA makes this only where it compiles it.
+    scale = amax * (1 / float(jnp.finfo(dtype).max))
+    scale = jnp.where(scale < TINY, 1.0, scale)
+    if not power_of_2:
+        return scale
+    # One less than a power of 2 is added and the mantissa dropped; infinity stays, but NaN would not.
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    up = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    return jnp.where(jnp.isnan(scale), scale, up)
+
+
+def cast(x: jax.Array, inverse: jax.Array, dtype) -> jax.Array:
+    """x times the inverse scales; clipped, since a cast makes of what is too large NaN or infinity."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x * inverse, -largest, largest).astype(dtype)
+
+
+def _blocks(x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+    """`[..., M, K]` as `[..., m, rows, k, columns]`, with zeros at the ends of what does not divide."""
+    counts = [math.ceil(n / size) for n, size in zip(x.shape[-2:], sizes, strict=True)]
+    ends = [count * size - n for count, size, n in zip(counts, sizes, x.shape[-2:], strict=True)]
+    if any(ends):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, end) for end in ends])
+    return x.reshape(*x.shape[:-2], counts[0], sizes[0], counts[1], sizes[1])
+
+
+def _spread(scales: jax.Array, sizes: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
+    """Each of `[..., m, k]` for all of its block, `[..., M, K]`."""
+    *rest, m, k = scales.shape
+    dims = *range(len(rest) + 1), len(rest) + 2
+    blocks = lax.broadcast_in_dim(scales, (*rest, m, sizes[0], k, sizes[1]), dims)
+    return blocks.reshape(*rest, m * sizes[0], k * sizes[1])[..., : shape[-2], : shape[-1]]

@@ -1,0 +1,319 @@
+"""The kernel for documents and ring blocks: its ranges, numerics in the GPU interpreter, and what H100s run."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.attention_oracle import Dense, dense_attention
+from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.kernels import attention_mosaic as mosaic
+from ultrascale_jax.kernels.attention import (
+    attention,
+    attention_backward,
+    attention_forward,
+    visible_keys,
+    visible_ranges,
+)
+from ultrascale_jax.kernels.attention_mosaic import Ranges
+from ultrascale_jax.kernels.shapes import ATTENTION
+from ultrascale_jax.parallel.context import context_attention
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+
+def within(ranges: Ranges, S: int) -> np.ndarray:
+    start, end = (np.asarray(x)[:, :, None] for x in ranges)
+    return (np.arange(S) >= start) & (np.arange(S) < end)
+
+
+PLACES = 24
+says = {
+    window: jax.jit(lambda *a, w=window: (visible_keys(*a, window=w), visible_ranges(*a, window=w)))
+    for window in (None, 1, 5)
+}
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=4 * PLACES, max_size=4 * PLACES),
+    st.permutations(range(4)),
+    st.sampled_from(list(says)),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_ranges_say_what_the_mask_says_between_pieces_of_a_sequence(ids, order, window, restart):
+    ids = np.sort(ids).astype(np.int32)
+    index = np.arange(ids.size, dtype=np.int32)
+    if restart:
+        index -= np.searchsorted(ids, ids).astype(np.int32)
+    # A rank has two chunks, as zigzag deals them out.
+    queries, others = (
+        np.concatenate([np.arange(PLACES) + PLACES * i for i in sorted(pair)])
+        for pair in (order[:2], order[2:])
+    )
+    for keys in (queries, others):
+        segments = ids[None, queries], ids[None, keys]
+        mask, ranges = says[window](index[queries], index[keys], segments)
+        np.testing.assert_array_equal(within(ranges, keys.size), mask)
+
+
+T, S = 512, 384
+plan = jax.jit(
+    lambda ranges: (
+        mosaic._steps(ranges, mosaic.TILE, mosaic.TILE, S),
+        mosaic._steps(ranges, mosaic.TILE, mosaic.HALF, S),
+        mosaic._query_steps(ranges, S),
+        mosaic._inside(ranges),
+    )
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, S), st.integers(0, 150)), min_size=8, max_size=8))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_programs_visit_the_tiles_that_meet_their_ranges_and_no_others(pieces):
+    start, length = np.repeat(np.array(pieces, np.int32), T // 8, axis=0).T[:, None]
+    ranges = Ranges(start, np.minimum(start + length, S))
+    by_tile, by_half, by_key, inside = (np.asarray(x)[0] for x in plan(ranges))
+    halves = within(ranges, S).reshape(T // mosaic.HALF, mosaic.HALF, S)
+    met = halves.any(1)
+    tiles = met.reshape(T // mosaic.TILE, 2, S).any(1)
+    blocks = (
+        (by_tile, tiles.reshape(-1, S // mosaic.TILE, mosaic.TILE).any(2)),
+        (by_half, tiles.reshape(-1, S // mosaic.HALF, mosaic.HALF).any(2)),
+        (by_key, met.reshape(-1, S // mosaic.TILE, mosaic.TILE).any(2).T),
+    )
+    for table, seen in blocks:
+        for (first, count), row in zip(table, seen, strict=True):
+            (places,) = np.nonzero(row)
+            wanted = (places[0], places[-1] + 1 - places[0]) if places.size else (first, 0)
+            assert (first, count) == wanted
+    np.testing.assert_array_equal(within(Ranges(*inside.T[:, None]), S)[0], halves.all(1))
+
+
+class Case(NamedTuple):
+    """Arrays as for one call, the documents `[1, T]`, and what the oracle says."""
+
+    arrays: list[jax.Array]
+    ids: jax.Array
+    window: int | None
+    want: Dense
+
+
+def case(shape, lengths, window=None, dtype=jnp.bfloat16) -> Case:
+    """Documents of these lengths."""
+    B, tokens, N, K, H = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+        jax.random.normal(key, (B, tokens, n, H), dtype)
+        for key, n in zip(keys, (N, K, K, N), strict=True)
+    ]
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    want = dense_attention(*arrays, segment_ids=ids, window=window)
+    return Case(arrays, jnp.asarray(ids), window, want)
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))
+
+
+def whole(case: Case, forward, backward):
+    """One block: result, log-sum-exp and gradients."""
+    (q, k, v, dout), ids = case.arrays, case.ids
+    index = jnp.arange(q.shape[1])
+    ranges = visible_ranges(index, index, (ids, ids), case.window)
+    out, lse = forward(q, k, v, ranges=ranges)
+    return out, lse, *backward(q, k, v, out, lse, dout, ranges=ranges)
+
+
+def joined(case: Case, forward, backward, cut: int):
+    """The same of two blocks of keys, as a ring has them; there are queries that see nothing of the first."""
+    (q, k, v, dout), ids = case.arrays, case.ids
+    index = jnp.arange(q.shape[1])
+    blocks = [
+        (
+            k[:, keys],
+            v[:, keys],
+            visible_ranges(index, index[keys], (ids, ids[:, keys]), case.window),
+        )
+        for keys in (slice(0, cut), slice(cut, None))
+    ]
+    parts = [forward(q, k, v, ranges=ranges) for k, v, ranges in blocks]
+    unseen = ~within(blocks[0][2], cut).any(2)[0]
+    assert unseen.any() and np.all(np.isfinite(np.asarray(parts[0][0], np.float32)))
+    assert np.all(parts[0][1][:, :, unseen] < -1e29)
+    lse = jnp.logaddexp(parts[0][1], parts[1][1])
+    shares = [jnp.moveaxis(jnp.exp(part[1] - lse), 1, 2)[..., None] for part in parts]
+    first, second = (part[0] * share for part, share in zip(parts, shares, strict=True))
+    out = (first + second).astype(q.dtype)
+    gradients = [backward(q, k, v, out, lse, dout, ranges=ranges) for k, v, ranges in blocks]
+    dqs, *others = ([x.astype(jnp.float32) for x in xs] for xs in zip(*gradients, strict=True))
+    return out, lse, sum(dqs), *(jnp.concatenate(xs, axis=1) for xs in others)
+
+
+def check(got, want, errors) -> None:
+    """`errors` allowed: relative of the result, absolute of the log-sum-exp, relative of gradients."""
+    np.testing.assert_allclose(got[1], want.lse, atol=errors[1], rtol=0)
+    assert relative(got[0], want.out) < errors[0]
+    for gradient, wanted in zip(got[2:], (want.dq, want.dk, want.dv), strict=True):
+        assert relative(gradient, wanted) < errors[2]
+
+
+EXACT, ROUNDED = (1e-6, 1e-5, 1e-6), (4e-3, 1e-3, 1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_reference_takes_ranges_and_blocks_join_to_the_whole(window):
+    small = case((1, 64, 4, 2, 8), (25, 10, 29), window, jnp.float32)
+    check(whole(small, attention_forward, attention_backward), small.want, EXACT)
+    check(joined(small, attention_forward, attention_backward, 32), small.want, EXACT)
+
+
+@pytest.fixture
+def kernel():
+    """The kernel's two passes, in the GPU interpreter with race detection."""
+
+    def one_device(run):
+        def call(*arrays, ranges):
+            B, tokens = arrays[0].shape[:2]
+            bounds = Ranges(*(jnp.broadcast_to(x, (B, tokens)) for x in ranges))
+            return run(*arrays, bounds, staged=True)
+
+        return call
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield one_device(mosaic.forward), one_device(mosaic.backward)
+
+
+def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(kernel):
+    # One document is in all tiles, so that buffers are used again.
+    tiny = case(ATTENTION["tiny"], (30, 340, 14))
+    got = whole(tiny, *kernel)
+    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.float32] + [jnp.bfloat16] * 3
+    check(got, tiny.want, ROUNDED)
+
+
+@pytest.mark.slow
+def test_the_kernels_blocks_join_to_the_whole_in_the_interpreter(kernel):
+    blocks = case((1, 384, 2, 2, 64), (100, 130, 154), window=90)
+    check(joined(blocks, *kernel, cut=128), blocks.want, ROUNDED)
+
+
+@pytest.mark.slow
+def test_the_kernel_reads_no_keys_that_no_query_of_a_tile_sees(kernel):
+    tokens = 384
+    skipped = case((1, tokens, 1, 1, 64), (256, 128))
+    (q, k, v, dout), ids, _, want = skipped
+    # All but the last tile of queries, and what only they see, is not there.
+    k, v = (x.at[:, :256].set(jnp.nan) for x in (k, v))
+    index = jnp.arange(tokens)
+    ranges = visible_ranges(index[256:], index, (ids[:, 256:], ids))
+    forward, backward = kernel
+    out, lse = forward(q[:, 256:], k, v, ranges=ranges)
+    dq, dk, dv = backward(q[:, 256:], k, v, out, lse, dout[:, 256:], ranges=ranges)
+    got = out, lse, dq, dk[:, 256:], dv[:, 256:]
+    rows = {name: getattr(want, name)[:, 256:] for name in ("out", "dq", "dk", "dv")}
+    last = Dense(lse=want.lse[:, :, 256:], **rows)
+    check(got, last, ROUNDED)
+    np.testing.assert_array_equal(np.asarray([dk[:, :256], dv[:, :256]], np.float32), 0)
+
+
+@pytest.fixture(scope="module")
+def h100s() -> jax.sharding.Mesh:
+    devices = np.array(target_devices(8))
+    return jax.sharding.Mesh(devices, ("cp",), axis_types=(AxisType.Explicit,))
+
+
+def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
+    q, k, v, _ = case((1, 128, 2, 1, 64), (128,)).arrays
+    index = jnp.arange(128)
+    run = functools.partial(attention, q_index=index, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"model\.attention='mosaic'.*got cpu"):
+        run(q, k, v)
+    wrong = (
+        [x.astype(jnp.float32) for x in (q, k, v)],
+        [x[..., :32] for x in (q, k, v)],
+        [q, k[:, :64], v[:, :64]],
+    )
+    mask = visible_keys(index, index)
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        assert jax.eval_shape(run, q, k, v).shape == q.shape
+        for arrays in wrong:
+            with pytest.raises(ValueError, match=r"model\.attention='mosaic'.*got NVIDIA H100"):
+                jax.eval_shape(run, *arrays)
+        with pytest.raises(ValueError, match="takes no `visible`"):
+            attention_forward(q, k, v, mask, implementation="mosaic")
+    with pytest.raises(ValueError, match="must be auto, cudnn, mosaic or xla"):
+        attention(q, k, v, q_index=index, implementation="triton")
+
+
+def compiled(mesh, run, specs, shape, tokens: int, rows: int):
+    """Result and gradients of `run(q, k, v, segment_ids)` on each of the devices, `[rows, tokens]` on all."""
+    _, _, N, K, H = shape
+
+    def with_gradients(q, k, v, dout, ids):
+        out, pull_back = jax.vjp(lambda q, k, v: run(q, k, v, ids), q, k, v)
+        return out, *pull_back(dout)
+
+    with jax.set_mesh(mesh), uncached():
+        local = smap(with_gradients, in_specs=(specs,) * 5, out_specs=(specs,) * 4, axes=("cp",))
+        given = [
+            jax.ShapeDtypeStruct((rows, tokens, *dims), dtype, sharding=NamedSharding(mesh, specs))
+            for dims, dtype in [((n, H), jnp.bfloat16) for n in (N, K, K, N)] + [((), jnp.int32)]
+        ]
+        options = {"xla_gpu_enable_triton_gemm": False, **DEVICELESS_OPTIONS}
+        return jax.jit(local).lower(*given).compile(compiler_options=options)
+
+
+def kernels(text: str) -> int:
+    return len(re.findall("custom_call_target=.mosaic", text))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_8b", *(pytest.param(f"llama3_{n}", marks=pytest.mark.slow) for n in ("1b", "70b"))],
+)
+def test_h100s_run_three_kernels_that_keep_all_in_registers(h100s, name, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    shape = ATTENTION[name]
+    B, tokens, N, _, _ = shape
+
+    def run(q, k, v, ids):
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        return attention(q, k, v, q_index=index, segment_ids=(ids, ids), implementation="mosaic")
+
+    program = compiled(h100s, run, P("cp"), shape, tokens, 8 * B)
+    text = program.as_text()
+    assert kernels(text) == 3
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    assert f"{tokens},{tokens}" not in text
+    # Two float32 numbers for each query and head, beside lists of tiles.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * B * N * tokens + 1e6
+    words = "".join(capfd.readouterr())
+    unspilled = words.count("0 bytes spill stores, 0 bytes spill loads")
+    assert unspilled == words.count("spill stores") == 3
+    assert "setmaxnreg" not in words and "serialized" not in words
+
+
+@pytest.mark.slow
+def test_on_h100s_a_ring_over_documents_makes_no_mask(h100s):
+    tokens, context = 2048, ContextConfig(strategy="zigzag")
+
+    def run(q, k, v, ids):
+        return context_attention(context, q, k, v, None, ids, implementation="mosaic")
+
+    two = jax.sharding.Mesh(h100s.devices[:2], h100s.axis_names, axis_types=h100s.axis_types)
+    program = compiled(two, run, P(None, "cp"), ATTENTION["llama3_8b"], 2 * tokens, 1)
+    text = program.as_text()
+    # Three for each block: the own one, and two chunks' with those of the other rank.
+    assert kernels(text) == 9
+    assert not re.search(rf"{tokens},{tokens}|{tokens // 2},{tokens // 2}", text)

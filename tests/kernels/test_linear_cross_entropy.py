@@ -1,0 +1,195 @@
+"""Head and loss in one against float64: reference, kernels in the GPU interpreter; and what H100s run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.kernels import linear_cross_entropy as module
+from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
+from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
+from ultrascale_jax.kernels.shapes import LINEAR_CROSS_ENTROPY
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+Z_LOSS, WEIGHT = 0.1, 0.02
+
+
+def inputs(M, D, V, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    x, head = (rng.normal(size=shape) for shape in ((M, D), (D, V)))
+    targets = rng.integers(0, V, M)
+    targets[::5] = -1
+    return jnp.asarray(x, dtype), jnp.asarray(head / 4, dtype), jnp.asarray(targets, jnp.int32)
+
+
+def exact(x, head, targets, cotangents=(1.0, 0.0)):
+    """Objective, bare loss, and the gradients of x and head, in float64 with all logits."""
+    x, head = (np.asarray(a, np.float64) for a in (x, head))
+    logits, targets = x @ head, np.asarray(targets)
+    lse = np.log(np.sum(np.exp(logits), axis=1))
+    token, word = np.nonzero(targets >= 0)[0], targets[targets >= 0]
+    loss = WEIGHT * np.sum(lse[token] - logits[token, word])
+    objective = loss + WEIGHT * Z_LOSS * np.sum(lse[token] ** 2)
+    one, both = cotangents[0], sum(cotangents)
+    scale = np.where(targets >= 0, WEIGHT, 0.0) * (both + one * 2 * Z_LOSS * lse)
+    d = np.exp(logits - lse[:, None]) * scale[:, None]
+    d[token, word] -= WEIGHT * both
+    return (objective, loss), (d @ head.T, x.T @ d)
+
+
+def loss(x, head, targets, implementation="xla", **options):
+    return linear_cross_entropy(
+        x, head, targets, weight=np.float32(WEIGHT), z_loss=Z_LOSS,
+        implementation=implementation, **options,
+    )  # fmt: skip
+
+
+def with_gradients(loss, cotangents=(1.0, 0.0)):
+    def run(x, head, targets):
+        values, pull_back = jax.vjp(lambda x, head: loss(x, head, targets), x, head)
+        return values, pull_back(tuple(map(jnp.float32, cotangents)))
+
+    return run
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**28, 4 * 300 * 5, 4], ids=["one", "several", "all"])
+@pytest.mark.parametrize("cotangents", [(1.0, 0.0), (3.0, 0.5)], ids=str)
+def test_the_reference_equals_float64_in_any_chunks(monkeypatch, chunk_bytes, cotangents):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    given = inputs(20, 12, 600)
+    values, gradients = jax.jit(with_gradients(loss, cotangents))(*given)
+    expected, expected_gradients = exact(*given, cotangents)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert relative(got, want) < 1e-6
+
+
+def test_a_split_vocabulary_and_split_tokens_give_the_same_loss_and_gradients():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), (AxisType.Explicit,) * 2, devices=jax.devices())
+    given = inputs(20, 12, 600)
+    with jax.set_mesh(mesh):
+        specs = P("dp"), P(None, "tp"), P("dp")
+
+        def local(x, head, targets):
+            offset = jax.lax.axis_index("tp") * head.shape[1]
+            return jax.lax.psum(loss(x, head, targets, offset=offset, axes=["tp"]), "dp")
+
+        region = smap(local, in_specs=specs, out_specs=(P(), P()), axes=("dp", "tp"))
+        placed = [jax.device_put(a, spec) for a, spec in zip(given, specs, strict=True)]
+        values, gradients = jax.jit(with_gradients(region))(*placed)
+    expected, expected_gradients = exact(*given)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert relative(got, want) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "width"),
+    [
+        pytest.param(LINEAR_CROSS_ENTROPY["tiny"], 0, 256, id="chain"),
+        # The last tile is not full, and one warpgroup has nothing of it.
+        pytest.param((256, 64, 544), 256, 288, id="ragged"),
+    ],
+)
+def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(shape, start, width):
+    x, head, targets = inputs(*shape, jnp.bfloat16)
+    M, _, V = shape
+    # Words of the next piece of a vocabulary.
+    targets = targets.at[1::5].add(V)
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    lse = np.log(np.sum(np.exp(logits), axis=1))
+    hit = np.arange(V) == np.asarray(targets)[:, None]
+    scale, gold_scale = np.random.default_rng(1).uniform(size=(2, M)).astype(np.float32)
+    rows = [jnp.asarray(a, jnp.float32) for a in (lse, scale, gold_scale)]
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got_lse, got_gold = mosaic.statistics(x, head, targets, programs=2)
+        got = mosaic.gradient(x, head, targets, *rows, jnp.int32(start), width, programs=3)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5)
+    np.testing.assert_allclose(got_gold, np.sum(logits * hit, axis=1), atol=1e-5)
+    gradient = scale[:, None] * np.exp(logits - lse[:, None]) - gold_scale[:, None] * hit
+    assert got.dtype == jnp.bfloat16
+    assert relative(got, gradient[:, start : start + width]) < 4e-3
+
+
+def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
+    x, head, targets = inputs(128, 64, 256, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+        loss(x, head, targets, "mosaic")
+    wrong = (
+        (x[:64], head, targets[:64]),
+        (x, head[:, :252], targets),
+        (x.astype(jnp.float32), head, targets),
+    )
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        for given in wrong:
+            with pytest.raises(ValueError, match=r"implementation='mosaic'.*got NVIDIA H100"):
+                loss(*given, "mosaic")
+
+
+@pytest.fixture(scope="module")
+def h100s() -> jax.sharding.Mesh:
+    devices = np.array(target_devices(8)).reshape(1, 8)
+    return jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def compiled(mesh, implementation: str, M: int, D: int, V: int, split: bool):
+    """Loss and gradients on each of the devices, of its own tokens and with `split` its own words."""
+    with jax.set_mesh(mesh), uncached():
+        words = P(None, "tp") if split else P()
+        rows = P("dp") if split else P(("dp", "tp"))
+
+        def local(x, head, targets):
+            options = {}
+            if split:
+                options = {"offset": jax.lax.axis_index("tp") * head.shape[1], "axes": ["tp"]}
+            values = loss(x, head, targets, implementation, **options)
+            return jax.lax.psum(values, rows[0])
+
+        region = smap(local, in_specs=(rows, words, rows), out_specs=(P(), P()), axes=("dp", "tp"))
+        M *= 1 if split else 8
+        shapes = ((M, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((M,), jnp.int32)
+        given = [
+            jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, (rows, words, rows), strict=True)
+        ]
+        options = {"xla_gpu_enable_triton_gemm": False, **DEVICELESS_OPTIONS}
+        return jax.jit(with_gradients(region)).lower(*given).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize(
+    ("split", "chunks"),
+    [
+        pytest.param(True, [16032], id="split vocabulary"),
+        # One in a loop, and the rest.
+        pytest.param(False, [15360, 16128], id="whole vocabulary", marks=pytest.mark.slow),
+    ],
+)
+def test_h100s_hold_no_logits_and_keep_all_in_registers(h100s, split, chunks, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    M, D, V = LINEAR_CROSS_ENTROPY["llama3_8b"]
+    program = compiled(h100s, "mosaic", M, D, V, split)
+    text = program.as_text()
+    calls = re.findall(r"= \(?(\w+\[[\d,]+\]).*custom_call_target=.mosaic", text)
+    words = V // 8 if split else V
+    statistics = f"f32[{2 * -(-words // 256)},{M}]"
+    assert sorted(calls) == sorted([statistics, *(f"bf16[{M},{n}]" for n in chunks)])
+    assert 2 * M * max(chunks) <= module.CHUNK_BYTES
+    in_float32 = [int(n) for n in re.findall(rf"\bf32\[{M},(\d+)\]", text)]
+    assert max(in_float32) <= D
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+    assert program.memory_analysis().temp_size_in_bytes < 0.8e9
+    log = "".join(capfd.readouterr())
+    clean = log.count("0 bytes spill stores, 0 bytes spill loads")
+    assert clean == log.count("spill stores") == len(calls)
+    assert not re.search("setmaxnreg|serialized", log)

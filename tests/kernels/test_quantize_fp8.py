@@ -1,0 +1,266 @@
+"""Float8 quantisation against float64 numpy: reference, kernels in the GPU interpreter; and what H100s run."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.kernels import quantize_fp8 as fp8
+from ultrascale_jax.kernels import quantize_fp8_mosaic as fp8_mosaic
+from ultrascale_jax.kernels.shapes import QUANTIZE_FP8
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+SIZES = {"tensor": (None, None), "row": (1, None), "block": (1, 128), "tile": (128, 128)}
+
+
+def parts(shape, scaling):
+    """Where each scale's part lies in `[M, K]`, in the order of `[m, k]`."""
+    rows, columns = (size or n for size, n in zip(SIZES[scaling], shape, strict=True))
+    return [
+        [(slice(i, i + rows), slice(k, k + columns)) for k in range(0, shape[1], columns)]
+        for i in range(0, shape[0], rows)
+    ]
+
+
+def quantized(x, scaling, dtype=E4M3, power_of_2=False):
+    """Values and scales part by part; each float32 step as the definition has it."""
+    x = np.asarray(x, np.float32)
+    values, places = np.zeros(x.shape, dtype), parts(x.shape, scaling)
+    scales = np.ones((len(places), len(places[0])), np.float32)
+    for i, row in enumerate(places):
+        for k, part in enumerate(row):
+            amax = np.abs(x[part]).max()
+            if amax > 0:
+                scales[i, k] = amax * np.float32(1 / LARGEST[dtype])
+            if power_of_2:
+                scales[i, k] = 2.0 ** np.ceil(np.log2(np.float64(scales[i, k])))
+            scaled = x[part] * (np.float32(1) / scales[i, k])
+            values[part] = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype]).astype(dtype)
+    return values, scales[0, 0] if scaling == "tensor" else scales
+
+
+def data(shape, dtype=jnp.bfloat16, seed=0):
+    """Magnitudes over many powers of 2, zeros among them, a part of zeros alone."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    x = jax.random.normal(keys[0], shape) * jnp.exp(2 * jax.random.normal(keys[1], shape))
+    return x.at[0].set(0).at[:, 3].set(0).astype(dtype)
+
+
+def same(got: fp8.Quantized, values, scales) -> None:
+    assert got.scales.dtype == jnp.float32 and got.values.dtype == values.dtype
+    np.testing.assert_array_equal(np.asarray(got.scales), scales)
+    np.testing.assert_array_equal(np.asarray(got.values).view(np.uint8), values.view(np.uint8))
+
+
+@functools.partial(jax.jit, static_argnums=range(1, 4))
+def both(x, scaling, dtype, power_of_2):
+    straight = fp8.quantize_fp8(x, scaling, dtype=dtype, power_of_2=power_of_2)
+    pair = fp8.quantize_fp8_both(x, scaling, dtype=dtype, power_of_2=power_of_2)
+    return straight, *pair, fp8.dequantize(straight, jnp.float32)
+
+
+@pytest.mark.parametrize("scaling", list(SIZES))
+@pytest.mark.parametrize(
+    ("dtype", "power_of_2", "given"),
+    [(E4M3, False, jnp.bfloat16), (E5M2, True, jnp.float32)],
+    ids=["e4m3", "e5m2 by powers of 2"],
+)
+def test_the_reference_equals_numpy_bit_by_bit_in_both_orientations(
+    scaling, dtype, power_of_2, given
+):
+    x = data((140, 200), given)
+    straight, again, turned, back = both(x, scaling, dtype, power_of_2)
+    want = quantized(x, scaling, dtype, power_of_2)
+    same(straight, *want)
+    same(again, *want)
+    same(turned, *quantized(x.T, scaling, dtype, power_of_2))
+    x = np.asarray(x, np.float64)
+    step, least = (2.0**-4, 2.0**-10) if dtype == E4M3 else (2.0**-3, 2.0**-17)
+    places = parts(x.shape, scaling)
+    for i, row in enumerate(places):
+        for k, part in enumerate(row):
+            scale = want[1] if scaling == "tensor" else want[1][i, k]
+            bound = np.maximum(np.abs(x[part]) * step, scale * least) * (1 + 1e-6)
+            assert np.all(np.abs(back[part] - x[part]) <= bound)
+
+
+@pytest.mark.parametrize("scaling", ["row", "block", "tile"])
+def test_leading_dims_are_batches(scaling):
+    x = data((2, 130, 136))
+    got = fp8.quantize_fp8(x, scaling)
+    back = fp8.dequantize(got, jnp.float32)
+    for i in range(2):
+        alone = fp8.Quantized(*(a[i] for a in got))
+        same(alone, *quantized(x[i], scaling))
+        np.testing.assert_array_equal(back[i], fp8.dequantize(alone, jnp.float32))
+
+
+def test_leading_dims_share_the_scale_of_a_tensor():
+    x = data((2, 130, 136))
+    values, scale = quantized(x.reshape(260, 136), "tensor")
+    same(fp8.quantize_fp8(x, "tensor"), values.reshape(x.shape), scale)
+
+
+def test_too_large_is_clipped_and_not_finite_stays_not_finite():
+    x = jnp.full((2, 256), 1000.0)
+    got = fp8.quantize_fp8(x, "tensor", amax=jnp.float32(448.0))
+    np.testing.assert_array_equal(got.values.astype(jnp.float32), 448)
+    assert got.scales == 1
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        for power_of_2 in (False, True):
+            got = fp8.quantize_fp8(x.at[1, 200].set(bad), "block", power_of_2=power_of_2)
+            back = np.asarray(fp8.dequantize(got, jnp.float32))
+            assert not np.isfinite(back[1, 128:]).any()
+            assert np.isfinite(back[0]).all() and np.isfinite(back[1, :128]).all()
+
+
+def test_parts_of_the_smallest_numbers_have_scale_1():
+    x = jnp.full((1, 256), 1e-37).at[0, 128:].set(0)
+    got = fp8.quantize_fp8(x, "block", power_of_2=True)
+    np.testing.assert_array_equal(got.scales, 1)
+    np.testing.assert_array_equal(got.values.astype(jnp.float32), 0)
+
+
+def made(kind, dtype=jnp.bfloat16, shape=(5, 1024)):
+    """Arguments, float64 result, and the function that quantises it, for a norm or SwiGLU."""
+    if kind == "rms_norm":
+        x, weight = data(shape, dtype), 1 + 0.3 * jax.random.normal(jax.random.key(7), shape[1:])
+        wide = np.asarray(x, np.float64)
+        y = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-3) * np.asarray(weight)
+        return (x, weight), y, lambda *a, **k: fp8.rms_norm_quantize(*a, 1e-3, **k)
+    gate, up = data(shape, dtype), data(shape, dtype, seed=1)
+    wide, other = np.asarray(gate, np.float64), np.asarray(up, np.float64)
+    return (gate, up), wide * (1 + np.tanh(wide / 2)) / 2 * other, fp8.swiglu_quantize
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_a_norm_and_swiglu_are_quantised_as_their_results_would_be(kind, scaling):
+    arguments, y, quantise = made(kind, jnp.float32)
+    got = jax.jit(lambda *a: quantise(*a, scaling=scaling))(*arguments)
+    values, scales = quantized(y, scaling)
+    np.testing.assert_allclose(got.scales, scales, rtol=1e-5)
+    # What lies between two float8 numbers may fall to either side.
+    assert np.mean(np.asarray(got.values) == values) > 0.999
+
+
+def test_unknown_choices_fail_and_say_what_is_known(h100s):
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="scaling='column': must be"):
+        fp8.quantize_fp8(x, "column")
+    with pytest.raises(ValueError, match="float8_e4m3fn or float8_e5m2"):
+        fp8.quantize_fp8(x, "row", dtype=jnp.int8)
+    with pytest.raises(ValueError, match="only 'tensor' takes it"):
+        fp8.quantize_fp8(x, "row", amax=jnp.float32(1))
+    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+        fp8.quantize_fp8(x, "row", implementation="mosaic")
+    wrongs = x[:100], x.astype(jnp.float32), x[None]
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match=r"multiples of 128.*got NVIDIA H100"):
+                fp8.quantize_fp8_both(wrong, "block", implementation="mosaic")
+        for scaling in ("block", "tensor"):
+            with pytest.raises(ValueError, match=r"multiples of 128.*got NVIDIA H100"):
+                fp8.swiglu_quantize(x, x, scaling, implementation="mosaic")
+
+
+interpreter = plgpu.InterpretGPUParams(detect_races=True)
+
+
+@pytest.mark.parametrize("scaling", list(SIZES))
+@pytest.mark.parametrize(
+    ("dtype", "power_of_2"), [(E4M3, False), (E5M2, True)], ids=["e4m3", "e5m2 by powers of 2"]
+)
+def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(scaling, dtype, power_of_2):
+    # Each warpgroup has more tiles and rows than are loaded ahead.
+    x = data(QUANTIZE_FP8["tiny"])
+    settings = scaling, None, dtype, power_of_2
+    with plgpu.force_gpu_interpret_mode(interpreter):
+        straight, turned = fp8.kernel(x, *settings, both=True, programs=1)
+        (alone,) = fp8.kernel(x[:128], *settings, both=False, programs=1)
+    want = quantized(x, scaling, dtype, power_of_2)
+    same(straight, *want)
+    same(turned, *quantized(x.T, scaling, dtype, power_of_2))
+    same(alone, *quantized(x[:128], scaling, dtype, power_of_2))
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize(("scaling", "K"), [("row", 4096), ("block", 4096), ("block", 512)])
+def test_kernels_that_quantise_what_they_make_equal_the_reference(kind, scaling, K):
+    arguments, _, quantise = made(kind, shape=(11, K))
+    rows, vectors = (arguments[:1], arguments[1:]) if kind == "rms_norm" else (arguments, ())
+    combine = fp8_mosaic.normed(1e-3) if kind == "rms_norm" else fp8_mosaic.gated
+    scale = functools.partial(fp8.scale_of, dtype=E4M3, power_of_2=False)
+    with plgpu.force_gpu_interpret_mode(interpreter):
+        values, scales = fp8_mosaic.by_rows(
+            rows,
+            scale,
+            E4M3,
+            blocks=scaling == "block",
+            combine=combine,
+            vectors=vectors,
+            programs=1,
+        )
+    want = quantise(*arguments, scaling=scaling)
+    # A last bit of a float32 sum rounds a bfloat16 the other way at times.
+    np.testing.assert_allclose(scales, want.scales, rtol=2.0**-7)
+    assert np.mean(np.asarray(values) == np.asarray(want.values)) > 0.99
+
+
+@pytest.fixture(scope="module")
+def h100s() -> jax.sharding.Mesh:
+    devices = np.array(target_devices(8))
+    return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
+
+
+def compiled(mesh, run, *shapes):
+    """`run` on each of the devices, with its own rows; vectors are whole and float32."""
+    rows = [len(shape) > 1 for shape in shapes]
+    specs = tuple(P("dp") if split else P() for split in rows)
+    with jax.set_mesh(mesh), uncached():
+        given = [
+            jax.ShapeDtypeStruct(
+                (mesh.size * shape[0], *shape[1:]) if split else shape,
+                jnp.bfloat16 if split else jnp.float32,
+                sharding=NamedSharding(mesh, spec),
+            )
+            for shape, split, spec in zip(shapes, rows, specs, strict=True)
+        ]
+        region = smap(run, in_specs=specs, out_specs=P("dp"), axes=("dp",))
+        return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
+
+
+def test_h100s_run_one_kernel_that_keeps_all_in_registers(h100s, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    M, K = shape = QUANTIZE_FP8["llama3_8b"]
+    settings = {"power_of_2": True, "implementation": "mosaic"}
+    both = functools.partial(fp8.quantize_fp8_both, **settings)
+    one = functools.partial(fp8.quantize_fp8, **settings)
+    norm = functools.partial(fp8.rms_norm_quantize, **settings)
+    wide = M, 14336
+    programs = [
+        compiled(h100s, lambda x: both(x, "block"), shape),
+        compiled(h100s, lambda x: one(x, "tile"), shape),
+        compiled(h100s, lambda x: one(x, "row"), shape),
+        compiled(h100s, lambda x: tuple(q.values for q in both(x, "row")), shape),
+        compiled(h100s, lambda x, w: norm(x, w, 1e-5, "block"), shape, (K,)),
+        compiled(h100s, lambda x, y: fp8.swiglu_quantize(x, y, "row", **settings), wide, wide),
+    ]
+    for program in programs:
+        text = program.as_text()
+        assert len(re.findall("custom_call_target=.mosaic", text)) == 1
+        assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+        # Scales and their inverses at most.
+        assert program.memory_analysis().temp_size_in_bytes < M * K / 16
+    words = "".join(capfd.readouterr())
+    no_spills = words.count("0 bytes spill stores, 0 bytes spill loads")
+    assert no_spills == words.count("spill stores") == len(programs)

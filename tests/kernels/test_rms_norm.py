@@ -1,0 +1,193 @@
+"""RMSNorm against float64 numpy: reference, kernels in the GPU interpreter; and what H100s run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
+from ultrascale_jax.kernels.device import vary_alike
+from ultrascale_jax.kernels.rms_norm import add_rms_norm, rms_norm
+from ultrascale_jax.kernels.shapes import RMS_NORM
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+EPS = 1e-3
+"""Large enough to be seen in the results."""
+
+
+def in_float64(x, weight, dy):
+    """The norm of the rows, and gradients of x and weight."""
+    x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
+    scale = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS)
+    dxn = dy * weight
+    dx = scale * (dxn - x * scale**2 * np.mean(dxn * x, axis=-1, keepdims=True))
+    dw = np.sum(dy * x * scale, axis=tuple(range(x.ndim - 1)))
+    return x * scale * weight, dx, dw
+
+
+def arrays(shape, dtype=jnp.float32):
+    """x, residual, weight, dy, and the sum's own gradient."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, residual, dy, dtotal = (jax.random.normal(key, shape, dtype) for key in keys[:4])
+    weight = 1 + 0.3 * jax.random.normal(keys[4], shape[-1:])
+    return x, residual, weight, dy, dtotal
+
+
+def norm_with_gradients(implementation):
+    def run(x, weight, dy):
+        y, pull_back = jax.vjp(
+            lambda *a: rms_norm(*a, eps=EPS, implementation=implementation), x, weight
+        )
+        return y, *pull_back(dy)
+
+    return run
+
+
+def added_with_gradients(implementation):
+    def run(x, residual, weight, dy, dtotal):
+        (y, total), pull_back = jax.vjp(
+            lambda *a: add_rms_norm(*a, eps=EPS, implementation=implementation), x, residual, weight
+        )
+        return y, total, *pull_back((dy, dtotal))
+
+    return run
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_the_reference_equals_float64_with_its_gradients(dtype):
+    x, residual, weight, dy, dtotal = arrays((3, 5, 48), dtype)
+    bound = 1e-6 if dtype == jnp.float32 else 4e-3
+    results = jax.jit(norm_with_gradients("xla"))(x, weight, dy)
+    for got, want in zip(results, in_float64(x, weight, dy), strict=True):
+        assert relative(got, want) < bound
+    total = np.asarray(x + residual)
+    y, dx, dw = in_float64(total, weight, dy)
+    dx += np.asarray(dtotal, np.float64)
+    results = jax.jit(added_with_gradients("auto"))(x, residual, weight, dy, dtotal)
+    for got, want in zip(results, (y, total.astype(np.float64), dx, dx, dw), strict=True):
+        assert relative(got, want) < bound
+    assert [a.dtype for a in results] == [dtype] * 4 + [jnp.float32]
+
+
+def test_gradients_of_a_weight_that_devices_share_add_up():
+    mesh = jax.make_mesh((4,), ("dp",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    x, _, weight, dy, _ = arrays((8, 32))
+    with jax.set_mesh(mesh):
+        split = P("dp")
+
+        def run(x, weight, dy):
+            norm = smap(
+                lambda *a: rms_norm(*a, eps=EPS),
+                in_specs=(split, P()),
+                out_specs=split,
+                axes=("dp",),
+            )
+            y, pull_back = jax.vjp(norm, x, weight)
+            return y, *pull_back(dy)
+
+        placed = [jax.device_put(a, s) for a, s in ((x, split), (weight, P()), (dy, split))]
+        results = jax.jit(run)(*placed)
+    for got, want in zip(results, in_float64(x, weight, dy), strict=True):
+        assert relative(got, want) < 1e-6
+
+
+def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
+    x, residual, weight, _, _ = arrays((4, 256), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+        rms_norm(x, weight, eps=EPS, implementation="mosaic")
+    wrong = (
+        (x[:, :200], residual[:, :200], weight[:200]),
+        (x.astype(jnp.float32), residual, weight),
+        (x, residual, weight.astype(jnp.bfloat16)),
+    )
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        for a, b, w in wrong:
+            with pytest.raises(ValueError, match=r"implementation='mosaic'.*got NVIDIA H100"):
+                add_rms_norm(a, b, w, eps=EPS, implementation="mosaic")
+    with pytest.raises(ValueError, match="must be auto, mosaic or xla"):
+        rms_norm(x, weight, eps=EPS, implementation="triton")
+
+
+# Warpgroups have more rows than are loaded ahead, or none; the second D is cut into the narrowest chunks.
+@pytest.mark.parametrize(
+    ("shape", "programs"), [(RMS_NORM["tiny"], 1), ((3, 384), 2)], ids=["long", "short"]
+)
+def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(shape, programs):
+    x, residual, weight, dy, dtotal = arrays(shape, jnp.bfloat16)
+    total = x + residual
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        (y,) = mosaic.forward(x, weight, EPS, programs=programs)
+        dx, dw = mosaic.backward(x, weight, dy, EPS, programs=programs)
+        added, same = mosaic.forward(x, weight, EPS, residual, programs=programs)
+        dadded, dw_added = mosaic.backward(total, weight, dy, EPS, dtotal, programs=programs)
+    want_y, want_dx, want_dw = in_float64(x, weight, dy)
+    assert relative(y, want_y) < 4e-3 and relative(dx, want_dx) < 4e-3
+    assert relative(dw, want_dw) < 1e-6
+    want_y, want_dx, want_dw = in_float64(total, weight, dy)
+    assert relative(added, want_y) < 4e-3 and relative(dw_added, want_dw) < 1e-6
+    assert relative(dadded, want_dx + np.asarray(dtotal, np.float64)) < 4e-3
+    np.testing.assert_array_equal(same, total)
+    assert all(a.dtype == jnp.bfloat16 for a in (y, dx, added, same, dadded))
+
+
+@pytest.fixture(scope="module")
+def h100s() -> jax.sharding.Mesh:
+    devices = np.array(target_devices(8))
+    return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
+
+
+def compiled(mesh, run, *shapes):
+    """`run` on each of the devices, with its own rows and the whole weight."""
+    rows = [len(shape) > 1 for shape in shapes]
+    specs = tuple(P("dp") if split else P() for split in rows)
+
+    def local(*args):
+        # Varying already, so that its gradient stays what this device has of it.
+        return run(*vary_alike(*args))
+
+    with jax.set_mesh(mesh), uncached():
+        given = [
+            jax.ShapeDtypeStruct(
+                (mesh.size * shape[0], *shape[1:]) if split else shape,
+                jnp.bfloat16 if split else jnp.float32,
+                sharding=NamedSharding(mesh, spec),
+            )
+            for shape, split, spec in zip(shapes, rows, specs, strict=True)
+        ]
+        region = smap(local, in_specs=specs, out_specs=P("dp"), axes=("dp",))
+        return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.slow)],
+)
+def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
+    h100s, name, monkeypatch, capfd
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    shape = RMS_NORM[name]
+    D = shape[1]
+    norm = compiled(h100s, norm_with_gradients("mosaic"), shape, (D,), shape)
+    added = compiled(h100s, added_with_gradients("mosaic"), shape, shape, (D,), shape, shape)
+    for program in (norm, added):
+        text = program.as_text()
+        assert len(re.findall("custom_call_target=.mosaic", text)) == 2
+        assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+        # The partial sums of the weight's gradient, one row of float32 for each SM.
+        assert program.memory_analysis().temp_size_in_bytes < 144 * D * 4
+    words = "".join(capfd.readouterr())
+    assert (
+        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 4
+    )
