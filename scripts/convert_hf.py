@@ -78,6 +78,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from ultrascale_jax.models import hf
     from ultrascale_jax.training.checkpoint import Checkpoints, describe
     from ultrascale_jax.training.loop import make_loader
+    from ultrascale_jax.training.loss_scale import LossScale
     from ultrascale_jax.training.optim import optimizer
     from ultrascale_jax.training.state import TrainState, abstract_state
 
@@ -85,8 +86,8 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
 
     @jax.jit
     def start(params):
-        zeros = (jnp.int32(0) for _ in range(3))
-        return TrainState(params, optimizer(cfg).init(params), *zeros)
+        moments, zero = optimizer(cfg).init(params), jnp.int32(0)
+        return TrainState(params, moments, zero, zero, zero, LossScale.start(cfg.train))
 
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         fix = "has checkpoints already; choose another folder"
@@ -151,12 +152,12 @@ def _context(cfg: Config, run_dir: Path) -> int:
 
 
 def _plain(model: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(model, attention=ModelConfig.attention)
+    return dataclasses.replace(model, **ModelConfig().implementations)
 
 
 def with_model(cfg: Config, hf_dir: str | Path) -> Config:
     """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
-    model = dataclasses.replace(read_config(hf_dir), attention=cfg.model.attention)
+    model = dataclasses.replace(read_config(hf_dir), **cfg.model.implementations)
     data = cfg.data
     if data.tokenizer == "bytes" and (Path(hf_dir) / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))

@@ -11,6 +11,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
+        # Programs here are compiled once and run a few times: seconds of LLVM would save milliseconds.
+        "--xla_backend_optimization_level=0",
         "--xla_cpu_collective_call_terminate_timeout_seconds=60",
         # From the cache, XLA:CPU runs sends that do not wait for each other in any order, and pairs the wrong ones.
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
@@ -33,3 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
         for name, value in settings.items():
             jax.config.update(name, value)
             os.environ[name.upper()] = str(value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Drops a module's compiled programs: a worker that keeps all runs out of memory maps, and XLA crashes."""
+    yield
+    jax.clear_caches()

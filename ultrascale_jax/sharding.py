@@ -22,7 +22,8 @@ come out empty, and the words that communicate do it by `jax.lax` collectives. B
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,20 +214,21 @@ def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
 
 def einsum(
     subscripts: str,
-    *operands: jax.Array,
+    *operands: Any,
     to: str | None = None,
     partial: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
+    product: Callable[..., jax.Array] = jnp.einsum,
 ) -> jax.Array:
     """`jnp.einsum` over the alphabet, the result sharded as its letters say.
 
     When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
     output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
-    left as they are, unreduced. `dtype` is the type of accumulation and result.
+    left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
     """
     inputs, out = subscripts.split("->")
     summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
-    y = jnp.einsum(
+    y = product(
         subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
     )
     if partial:

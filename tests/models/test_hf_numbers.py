@@ -120,7 +120,7 @@ def test_four_adamw_steps_lose_what_they_lose_in_torch(family, mesh):
     @jax.jit
     def fresh(params):
         zeros = (jnp.int32(0) for _ in range(3))
-        return TrainState(params, optimizer(cfg).init(params), *zeros)
+        return TrainState(params, optimizer(cfg).init(params), *zeros, None)
 
     with jax.set_mesh(mesh):
         state = fresh(params)

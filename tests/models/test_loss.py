@@ -1,5 +1,7 @@
 """Vocabulary-parallel cross-entropy against the textbook form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models import loss as loss_module
 from ultrascale_jax.models.layers import gather_sequence, gradient_axes
-from ultrascale_jax.models.loss import cross_entropy, num_chunks
+from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces, num_chunks
 from ultrascale_jax.sharding import act
 
 B, T, D, V = 4, 8, 16, 32
@@ -36,18 +38,25 @@ def textbook(x, head, targets, z_loss):
     )
 
 
-def ours(x, head, targets, z_loss):
+def ours(x, head, targets, z_loss, loss=cross_entropy):
     weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
-    return cross_entropy(
+    return loss(
         gather_sequence(x), jax.reshard(head, weight_type), targets, jnp.float32(0.01), z_loss
     )
 
 
-@pytest.mark.parametrize(
-    "chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "a_chunk_for_each_position"]
-)
+LOSSES = {
+    "one_chunk": (2**29, cross_entropy),
+    "a_chunk_for_each_position": (4 * V, cross_entropy),
+    "pieces": (2**29, functools.partial(cross_entropy_of_pieces, implementation="xla")),
+}
+
+
+@pytest.mark.parametrize("chosen", LOSSES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_loss_and_gradients_equal_the_textbook(mesh, chunk_bytes, monkeypatch):
+def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
+    chunk_bytes, loss = LOSSES[chosen]
+    ours_of = functools.partial(ours, loss=loss)
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
     (expected, bare), expected_grads = jax.value_and_grad(textbook, (0, 1), has_aux=True)(
@@ -63,9 +72,9 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chunk_bytes, monkeypatch):
             jax.device_put(head, P(None, ("sp", "tp"))),
             jax.device_put(targets, act("BT")),
         )
-        grad = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True), static_argnums=3)
+        grad = jax.jit(jax.value_and_grad(ours_of, (0, 1), has_aux=True), static_argnums=3)
         (objective, nll), grads = grad(*args, 0.1)
-        without = jax.jit(ours, static_argnums=3)(*args, 0.1)
+        without = jax.jit(ours_of, static_argnums=3)(*args, 0.1)
     np.testing.assert_allclose([objective, nll], [expected, bare], rtol=1e-6)
     np.testing.assert_allclose(without, [expected, bare], rtol=1e-6)
     for a, b in zip(grads, expected_grads, strict=True):

@@ -13,13 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from ultrascale_jax.config.base import Implementation, require_at_least
 from ultrascale_jax.config.base import UserError as UserError
 from ultrascale_jax.config.base import require as require
-from ultrascale_jax.config.base import require_at_least
 from ultrascale_jax.config.model import Experts as Experts
 from ultrascale_jax.config.model import LatentAttention as LatentAttention
 from ultrascale_jax.config.model import ModelConfig as ModelConfig
 from ultrascale_jax.config.model import RopeScaling as RopeScaling
+from ultrascale_jax.config.training import FP8 as FP8
+from ultrascale_jax.config.training import LOSS_SCALES as LOSS_SCALES
+from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
+from ultrascale_jax.config.training import Fp8Config as Fp8Config
+from ultrascale_jax.config.training import OptimConfig as OptimConfig
+from ultrascale_jax.config.training import TrainConfig as TrainConfig
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
@@ -32,19 +38,11 @@ Dispatch = Literal["dropless", "capacity", "allgather"]
 
 AuxOver = Literal["batch", "sequence"]
 
-GroupedProduct = Literal["auto", "mosaic", "xla"]
-
 GPU_MEMORY_SHARE = 0.92
 """What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
 
 NVIDIA runs MaxText with 90% (JAX-Toolbox) or 94% (dgxc-benchmarking); JAX by itself takes 75%.
 """
-
-REMAT_NAMES = (
-    *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
-    *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
-)
-"""The tensors of a block that `train.remat` may name, in the order in which it makes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,91 +130,6 @@ class DataConfig:
         require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
         fix = "must be at least 0 and less than 0.5"
         require(0 <= self.eval_fraction < 0.5, "data.eval_fraction", self.eval_fraction, fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
-    lr: float = 3e-4
-    """Peak learning rate."""
-    min_lr: float = 0.1
-    """Final learning rate as a share of the peak."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the last step, stable then linear decay (wsd), or constant."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
-    decay_steps: int = 0
-    """Length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
-    clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 does not clip."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the first moment is stored (the second stays float32)."""
-
-    def __post_init__(self):
-        require(self.lr > 0, "optim.lr", self.lr, "must be positive")
-        fix = "is a share of optim.lr, from 0 to 1"
-        require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, fix)
-        names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
-        require_at_least(0, "optim", self, names)
-        inside = all(0 <= beta < 1 for beta in self.betas)
-        require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The training step and the loop around it."""
-
-    steps: int = 100
-    """Optimizer steps of the whole run."""
-    global_batch: int = 16
-    """Sequences of one optimizer step, over all devices and micro-batches."""
-    microbatches: int = 1
-    """Gradient-accumulation steps inside one optimizer step."""
-    zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Type of compute; master weights, optimizer state and gradient sums are float32 in both."""
-    remat: str = "none"
-    """`none`, `full`, `selective` (attention), `dots`, or by name: `save:q,k+offload:gate,up`."""
-    z_loss: float = 0.0
-    """Weight of the squared log-sum-exp of the logits in the loss."""
-    seed: int = 0
-    """Seed of initialisation and data order."""
-    eval_every: int = 0
-    """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
-    eval_batches: int = 8
-    """Global batches of one evaluation."""
-    max_skipped: int = 10
-    """Stop after so many steps in a row whose loss or gradient norm is not finite."""
-
-    def __post_init__(self):
-        names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")
-        require_at_least(1, "train", self, names)
-        require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
-        self.remat_names()
-
-    def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names to save on the device and to offload to the host; both empty for a named policy."""
-        by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
-        named = self.remat not in ("none", "full", "selective", "dots")
-        for part in self.remat.split("+") if named else ():
-            kind, _, names = part.partition(":")
-            fix = "must be none, full, selective, dots, or save:NAMES and offload:NAMES joined by +"
-            require(kind in by_kind and bool(names), "train.remat", self.remat, fix)
-            for name in names.split(","):
-                fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
-                require(name in REMAT_NAMES, "train.remat", self.remat, fix)
-            by_kind[kind] += tuple(names.split(","))
-        return by_kind["save"], by_kind["offload"]
 
 
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
@@ -333,7 +246,7 @@ class MoEConfig:
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
     """Halve the batch: one half travels while the experts work on the other."""
-    implementation: GroupedProduct = "auto"
+    implementation: Implementation = "auto"
     """Products of the experts: the Mosaic kernel on ragged groups, or batched GEMMs on groups padded to `bound`."""
     aux_loss: float = 0.0
     """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
@@ -345,7 +258,7 @@ class MoEConfig:
     """What the bias of an expert rises by in a step in which it had less than the mean, and falls by otherwise."""
 
     def __post_init__(self):
-        kinds = {"dispatch": Dispatch, "aux_over": AuxOver, "implementation": GroupedProduct}
+        kinds = {"dispatch": Dispatch, "aux_over": AuxOver, "implementation": Implementation}
         for name, kind in kinds.items():
             value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
             require(value in get_args(kind), f"moe.{name}", value, fix)
@@ -406,6 +319,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     pp: PipelineConfig = field(default_factory=PipelineConfig)
     cp: ContextConfig = field(default_factory=ContextConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -446,6 +360,8 @@ class Config:
         more = " or an axis" if train.global_batch % mesh.batch else more
         fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; change the batch{more}"
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
+        if train.precision in FP8:
+            self.fp8.check(model.num_layers, mesh.pp)
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)

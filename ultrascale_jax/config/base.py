@@ -1,5 +1,10 @@
 """How a setting is refused: one error that names the field, its value and the fix."""
 
+from typing import Literal
+
+Implementation = Literal["auto", "mosaic", "xla"]
+"""The program that computes a part: our kernel, XLA's own, or the one that is known to be faster."""
+
 
 class UserError(ValueError):
     """Something the user can mend; scripts show its message alone, without a traceback."""

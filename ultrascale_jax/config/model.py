@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ultrascale_jax.config.base import require, require_at_least
+from ultrascale_jax.config.base import Implementation, require, require_at_least
 
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
@@ -180,8 +180,17 @@ class ModelConfig:
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    attention: Literal["auto", "cudnn", "mosaic", "xla"] = "auto"
     """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
+    rms_norm: Implementation = "auto"
+    """That of norms over the model dim; auto is XLA."""
+    cross_entropy: Implementation = "auto"
+    """That of the head and the loss; auto is XLA, in chunks of tokens; mosaic takes less memory and a product more."""
+
+    @property
+    def implementations(self) -> dict[str, Any]:
+        """The fields that say by which program parts are computed: what is computed does not depend on them."""
+        return {name: getattr(self, name) for name in ("attention", "rms_norm", "cross_entropy")}
 
     def __post_init__(self):
         widths = ("vocab_size", "d_model", "d_ff", "head_dim")

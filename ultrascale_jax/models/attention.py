@@ -1,5 +1,7 @@
 """Grouped-query attention with rotary embeddings, over the tensor group and packed documents."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.kernels.attention import attention
+from ultrascale_jax.models.fp8 import Fp8Weight, linear
 from ultrascale_jax.models.layers import (
     INIT_STD,
     gather_sequence,
@@ -18,7 +21,7 @@ from ultrascale_jax.models.layers import (
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context import context_attention
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, einsum, mesh_size, offset, reshard
+from ultrascale_jax.sharding import act, mesh_size, offset, reshard
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
@@ -68,12 +71,15 @@ class Attention(nnx.Module):
         out_BTNH, cache = attend(
             self.cfg, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, **settings, cache=cache
         )
-        return einsum("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
+        return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
         """Queries, keys or values, with bias and norm where the family has them."""
         dims = f"BT{heads}H"
-        y = einsum(f"BTD,D{heads}H->{dims}", x_BTD, self._heads(f"w_{name}", f"D{heads}H"))
+        weight = getattr(self, f"w_{name}")[...]
+        own = functools.partial(self._heads, f"w_{name}", f"D{heads}H")
+        weight = weight.map(own) if isinstance(weight, Fp8Weight) else own(weight)
+        y = linear(f"BTD,D{heads}H->{dims}", x_BTD, weight)
         if self.cfg.qkv_bias:
             bias = spread(self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
             y = y + bias.astype(y.dtype)
@@ -82,10 +88,11 @@ class Attention(nnx.Module):
             y = rms_norm(y, self._heads(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
         return y
 
-    def _heads(self, name: str, dims: str) -> jax.Array:
-        """A parameter of this device's heads."""
+    def _heads(self, name: str, dims: str, value: jax.Array | None = None) -> jax.Array:
+        """A parameter of this device's heads, or `value` in its place."""
         weight = getattr(self, name)
-        return own_heads(weight[...], dims, weight.on, self.cfg.num_kv_heads)
+        value = weight[...] if value is None else value
+        return own_heads(value, dims, weight.on, self.cfg.num_kv_heads)
 
 
 def attend(

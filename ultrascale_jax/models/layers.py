@@ -12,12 +12,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config.base import Implementation
+from ultrascale_jax.kernels import rms_norm as kernels
+from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
+from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, linear
+from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import (
     SHARD,
     TENSOR,
     act,
     axes_of,
-    einsum,
     gathered,
     is_matrix,
     manual,
@@ -26,6 +30,7 @@ from ultrascale_jax.sharding import (
     offset,
     reshard,
     shard_axes,
+    specs,
     stored,
     vary,
     varying,
@@ -98,6 +103,24 @@ def gather_param(
         return value
     axes = shard_axes(dims)
     return jax.lax.all_gather(row_major(value), axes, axis=zero_dim(dims), tiled=True)
+
+
+def gather_fp8(
+    value: jax.Array,
+    dims: str,
+    on: str,
+    dtype: jax.typing.DTypeLike,
+    cfg: ModelConfig,
+    recipe: Recipe,
+    amax: jax.Array | None,
+) -> Fp8Weight:
+    """`gather_param` for products in fp8: with one scale for a tensor, made of `amax`, what travels is fp8."""
+    whole = gather_param(value, dims, on, dtype, cfg)
+    if amax is None:
+        return Fp8Weight(whole, None, None, recipe)
+    value = jax.lax.stop_gradient(value)
+    values, scale = quantize_fp8(value, "tensor", amax=amax, power_of_2=True)
+    return Fp8Weight(whole, gather_param(values, dims, on, E4M3, cfg), scale, recipe)
 
 
 def shard_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -236,8 +259,21 @@ def _spread_backward(dims, to, shape, _, g):
 _spread.defvjp(_spread_forward, _spread_backward)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, dims: str, on: str, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467)."""
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    dims: str,
+    on: str,
+    eps: float,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467).
+
+    The kernel takes a norm over the last dim, whole on each device.
+    """
+    if implementation == "mosaic":
+        fused = functools.partial(kernels.rms_norm, eps=eps, implementation=implementation)
+        return smap(fused, in_specs=specs((x, weight)), out_specs=act(on))(x, weight)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, on) + eps)
     return (x32 * scale * spread(weight, dims, on, x.shape)).astype(x.dtype)
@@ -256,6 +292,6 @@ class MLP(nnx.Module):
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
         """`[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
         x_BTD = gather_sequence(x_BRD)
-        gate_BTF = checkpoint_name(einsum("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
-        up_BTF = checkpoint_name(einsum("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")
-        return einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.w_down[...], to="BRD")
+        gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
+        up_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")
+        return linear("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.w_down[...], to="BRD")

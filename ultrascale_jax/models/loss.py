@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.models.layers import gradient_axes
-from ultrascale_jax.sharding import act, axes_of, manual, offset, piece, vary, varying
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding import act, axes_of, manual, offset, piece, specs, vary, varying
 
 CHUNK_BYTES = 2**29
 """Upper bound of one chunk's float32 logits on a device."""
@@ -141,3 +143,31 @@ def _log_sum_exp(logits_BTV, gold_BTV):
     total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
     total, picked = jax.lax.psum((total, picked), axes)
     return highest + jnp.log(total), picked
+
+
+def cross_entropy_of_pieces(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weight: jax.Array,
+    z_loss: float = 0.0,
+    implementation: str = "mosaic",
+) -> tuple[jax.Array, jax.Array]:
+    """`cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
+    inside = manual()
+
+    def local(x_BTD, head_DV, targets_BT, weight):
+        values = linear_cross_entropy(
+            x_BTD.reshape(-1, x_BTD.shape[-1]),
+            head_DV,
+            targets_BT.reshape(-1),
+            weight=weight,
+            z_loss=z_loss,
+            offset=offset("V", head_DV.shape[1]),
+            axes=axes_of("V"),
+            implementation=implementation,
+        )
+        return values if inside else jax.lax.psum(values, tuple(sorted(axes_of("BT"))))
+
+    given = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    return smap(local, in_specs=specs(given), out_specs=(P(), P()))(*given)

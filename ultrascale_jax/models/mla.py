@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.models.attention import Cache, attend
+from ultrascale_jax.models.fp8 import linear
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm, spread
 from ultrascale_jax.models.rotary import rotate
-from ultrascale_jax.sharding import einsum
 
 
 class MLA(nnx.Module):
@@ -66,26 +66,26 @@ class MLA(nnx.Module):
             cfg, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, **settings, cache=cache
         )
         out_BTNW = out_BTNH[..., : cfg.value_dim]
-        return einsum("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
+        return linear("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
 
     def _queries(self, x_BRD: jax.Array) -> jax.Array:
         """Queries `[B, T, N, H]` before their rotation."""
         if not self.latent.q_rank:
-            return einsum("BTD,DNH->BTNH", gather_sequence(x_BRD), self.w_q[...])
-        latent_BRQ = einsum("BRD,DQ->BRQ", x_BRD, self.w_q_a[...])
+            return linear("BTD,DNH->BTNH", gather_sequence(x_BRD), self.w_q[...])
+        latent_BRQ = linear("BRD,DQ->BRQ", x_BRD, self.w_q_a[...])
         latent_BRQ = rms_norm(latent_BRQ, self.q_a_norm[...], "Q", "BRQ", self.cfg.norm_eps)
-        return einsum("BTQ,QNH->BTNH", gather_sequence(latent_BRQ), self.w_q_b[...])
+        return linear("BTQ,QNH->BTNH", gather_sequence(latent_BRQ), self.w_q_b[...])
 
     def _keys_and_values(self, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys `[B, T, N, H]` before their rotation, and values `[B, T, N, W]`."""
         J, nope = self.latent.kv_rank, self.cfg.head_dim - self.latent.rope_dim
-        latent_BRA = einsum("BRD,DA->BRA", x_BRD, self.w_kv_a[...])
+        latent_BRA = linear("BRD,DA->BRA", x_BRD, self.w_kv_a[...])
         latent_BRJ, k_BRH = latent_BRA[..., :J], latent_BRA[..., J:]
         latent_BRJ = rms_norm(latent_BRJ, self.kv_a_norm[...], "J", "BRJ", self.cfg.norm_eps)
         # One all-gather for both.
         latent_BTA = gather_sequence(jnp.concatenate([latent_BRJ, k_BRH], axis=-1))
         latent_BTJ, k_BTH = latent_BTA[..., :J], latent_BTA[..., J:]
-        kv_BTNI = einsum("BTJ,JNI->BTNI", latent_BTJ, self.w_kv_b[...])
+        kv_BTNI = linear("BTJ,JNI->BTNI", latent_BTJ, self.w_kv_b[...])
         shared_BTNH = spread(k_BTH, "BTH", "BTNH", (*kv_BTNI.shape[:3], self.latent.rope_dim))
         k_BTNH = jnp.concatenate([kv_BTNI[..., :nope], shared_BTNH], axis=-1)
         return k_BTNH, kv_BTNI[..., nope:]

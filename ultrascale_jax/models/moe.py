@@ -6,13 +6,17 @@ the result does not depend on, and its cotangent is the experts' loads, the choi
 `training/balance.py` takes it out of the gradients.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ultrascale_jax.config import Experts, ModelConfig, MoEConfig
+from ultrascale_jax.models.fp8 import Fp8Weight, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.expert import expert_layer
+from ultrascale_jax.parallel.expert_rows import Product
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import act, axes_of, specs, vary, varying
 
@@ -86,10 +90,14 @@ class MoE(nnx.Module):
         assert experts is not None
         router = (self.w_router, self.bias if experts.bias else None, self.monitor)
         matrices = (self.w_gate, self.w_up, self.w_down)
-        params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=_is_param)
+        params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
+        product, (router, matrices) = jnp.matmul, params
+        if isinstance(matrices[0], Fp8Weight):
+            product = functools.partial(batched, matrices[0].recipe)
+            params = router, [weight.value for weight in matrices]
 
         def run(x_BRD, params):
-            return _experts(experts, moe, x_BRD, *params)
+            return _experts(experts, moe, product, x_BRD, *params)
 
         in_specs, out_specs = (act("BRD"), specs(params)), (act("BRD"), act("BR"))
         y_BRD, aux_BR = smap(run, in_specs=in_specs, out_specs=out_specs)(x_BRD, params)
@@ -98,11 +106,7 @@ class MoE(nnx.Module):
         return y_BRD, aux_BR
 
 
-def _is_param(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Param)
-
-
-def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
+def _experts(experts: Experts, moe: MoEConfig, product: Product, x_BRD, router, matrices):
     """The layer on this device's tokens, without shared experts."""
     B, R, D = x_BRD.shape
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
@@ -111,7 +115,7 @@ def _experts(experts: Experts, moe: MoEConfig, x_BRD, router, matrices):
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
     ids = jnp.where(jnp.any(x != 0, axis=1, keepdims=True), ids, experts.num)
-    y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts)
+    y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts, product=product)
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
     if "tp" in varying(dropped) - axes:

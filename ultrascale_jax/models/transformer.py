@@ -12,123 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.attention import Attention, Cache
+from ultrascale_jax.models.block import DROPLESS, NATURAL, Block
+from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import (
     MLP,
     gather_param,
     gather_sequence,
     look_up,
-    map_params,
     param,
     rms_norm,
-    scatter_sequence,
 )
-from ultrascale_jax.models.loss import cross_entropy
-from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.sharding import einsum, reshard, stored, together
-
-NATURAL = ContextConfig(strategy="ring")
-"""Context parallelism for sequences in natural order."""
-
-DROPLESS = MoEConfig()
-"""Experts as they come: no token is dropped, nothing is added to the objective."""
-
-
-class Block(nnx.Module):
-    """Attention and MLP or experts, each with its norm and residual connection.
-
-    As a stack it has the first layers' `mlp` and the others' `moe` where a model has both; `of` makes it one of them.
-    """
-
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
-        self.cfg = cfg
-        k_attn, _ = jax.random.split(key)
-        self.attn_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
-        self.attn = (Attention if cfg.latent is None else MLA)(cfg, k_attn)
-        self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
-
-    def of(self, kind: FeedForward) -> "Block":
-        """The same block with this feed-forward layer alone."""
-        return self.without("moe" if kind == "mlp" else "mlp")
-
-    def without(self, *parts: str) -> "Block":
-        """The same block without these parts, of which it may lack some."""
-        block = jax.tree.map(lambda p: p, self)
-        for part in parts:
-            if hasattr(block, part):
-                delattr(block, part)
-        return block
-
-    def gathered(self, dtype: jax.typing.DTypeLike) -> "Block":
-        """Its parameters as they are used: ZeRO-3's all-gathers of one layer."""
-
-        def leaf(value, dims, on):
-            return gather_param(value, dims, on, dtype, self.cfg)
-
-        return map_params(leaf, self)
-
-    def __call__(
-        self,
-        x_BRD: jax.Array,
-        rope,
-        segment_ids_BT=None,
-        *,
-        window=None,
-        context: ContextConfig = NATURAL,
-        recompute=False,
-        moe: MoEConfig = DROPLESS,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, jax.Array | None, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
-
-        The second result is what each token adds to the objective for the balance of experts `[B, R]`, none without
-        experts; the third the cache.
-
-        Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
-        gradients, and the reduce-scatter out of attention beside attention's.
-        """
-        kind = "moe" if hasattr(self, "moe") else "mlp"
-        settings = {"window": window, "context": context, "recompute": recompute}
-        x_BRD, cache, feed_forward = self.attend(
-            x_BRD, rope, segment_ids_BT, getattr(self, kind), **settings, cache=cache
-        )
-        return *self.feed(x_BRD, feed_forward, moe), cache
-
-    def attend(self, x_BRD, rope, segment_ids_BT, feed_forward=None, *, cache=None, **settings):
-        """The first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
-        post = self.cfg.norm_placement == "post"
-        with jax.named_scope("attention"):
-            h = x_BRD if post else self._norm(x_BRD, "attn_norm")
-            h, attn = together((h, self.attn))
-            h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
-            h, feed_forward = together((h, feed_forward))
-            h = checkpoint_name(scatter_sequence(h), "attn_out")
-            return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
-
-    def feed(
-        self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The second half: the residual stream, and what experts add to the objective."""
-        post, aux_BR = self.cfg.norm_placement == "post", None
-        with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
-            h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
-            if isinstance(feed_forward, MoE):
-                h, aux_BR = feed_forward(h, moe)
-            else:
-                h = feed_forward(h)
-            h = checkpoint_name(h, "mlp_out")
-            return x_BRD + (self._norm(h, "mlp_norm") if post else h), aux_BR
-
-    def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
-        weight = getattr(self, name)[...]
-        return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps), name)
-
+from ultrascale_jax.sharding import einsum, reshard, stored
 
 type LayerOrder = tuple[int | None, ...]
 """The layer at each position of a stack; None is one of zeros, which no stage runs."""
@@ -217,6 +117,7 @@ class Transformer(nnx.Module):
         context: ContextConfig = NATURAL,
         recompute: bool = False,
         moe: MoEConfig = DROPLESS,
+        fp8: Fp8 | None = None,
         cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None, jax.Array]:
         """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`.
@@ -231,6 +132,7 @@ class Transformer(nnx.Module):
             natural one. With a cache it is not used.
           recompute: keep no attention scores for the backward pass.
           moe: how tokens travel to their experts, and what balances them.
+          fp8: which products are computed in fp8, and how.
           cache: keys and values `[L, B, S, K, H]` of earlier positions and their number, for generation.
 
         Returns:
@@ -249,11 +151,12 @@ class Transformer(nnx.Module):
         rope = rotary(positions_BT, self.cfg)
         kv_cache, start = (None, jnp.int32(0)) if cache is None else (cache[:2], cache[2])
         outputs, aux = [], jnp.float32(0.0)
-        for window, kind, first, stop in self._segments():
+        for window, kind, low, first, stop in self._segments(fp8):
 
-            def layer(x_BRD, block_and_cache, window=window):
-                block, kv = block_and_cache
-                x_BRD, aux_BR, kv = block.gathered(dtype)(
+            def layer(x_BRD, part, window=window, low=low):
+                block, kv, amaxes = part
+                low = Fp8(low.recipe, amaxes) if low else None
+                x_BRD, aux_BR, kv = block.gathered(dtype, low)(
                     x_BRD,
                     rope,
                     segment_ids_BT,
@@ -265,7 +168,8 @@ class Transformer(nnx.Module):
                 )
                 return x_BRD, (None if kv is None else kv[:2], aux_BR)
 
-            part = self._layers(kind, first, stop), _cut(kv_cache, first, stop)
+            amaxes = _cut(low.amaxes, first, stop) if low else None
+            part = self._layers(kind, first, stop), _cut(kv_cache, first, stop), amaxes
             with jax.named_scope("layers"):
                 x_BRD, (kv, aux_LBR) = jax.lax.scan(remat(layer), x_BRD, part)
             outputs.append(kv)
@@ -280,16 +184,20 @@ class Transformer(nnx.Module):
         )
         return x_BRD, (keys, values, start + tokens_BT.shape[1]), aux
 
-    def _segments(self) -> list[tuple[int | None, FeedForward, int, int]]:
-        """Runs of layers that are alike, from the first up to the last number: their window and feed-forward layer."""
-        kinds: list[tuple[int | None, FeedForward]] = [
-            (self.cfg.window(i), self.cfg.feed_forward(i)) for i in range(self.cfg.num_layers)
-        ]
-        runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
+    def _segments(self, fp8: Fp8 | None) -> list[tuple]:
+        """Runs of layers that are alike: their window, feed-forward layer and `fp8`, their first number and the next
+        run's."""
+        cfg, layers = self.cfg, range(self.cfg.num_layers)
+
+        def kind(i):
+            low = fp8 is not None and fp8.recipe.covers(i, len(layers))
+            return cfg.window(i), cfg.feed_forward(i), low
+
+        runs = [(kind, len(list(group))) for kind, group in itertools.groupby(map(kind, layers))]
         stops = itertools.accumulate(length for _, length in runs)
         return [
-            (window, kind, stop - n, stop)
-            for ((window, kind), n), stop in zip(runs, stops, strict=True)
+            (window, kind, fp8 if low else None, stop - n, stop)
+            for ((window, kind, low), n), stop in zip(runs, stops, strict=True)
         ]
 
     def _layers(self, kind: FeedForward, start: int, stop: int) -> Block:
@@ -310,7 +218,7 @@ class Transformer(nnx.Module):
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """The final norm."""
         weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg)
-        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps)
+        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps, self.cfg.rms_norm)
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The output head `[D, V]`, V over the tensor group and pp."""
@@ -329,6 +237,8 @@ class Transformer(nnx.Module):
         """Objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
+            if self.cfg.cross_entropy == "mosaic":
+                return cross_entropy_of_pieces(x_BTD, head, targets_BT, weight, z_loss)
             return cross_entropy(x_BTD, head, targets_BT, weight, z_loss)
 
     def logits(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
+from ultrascale_jax.parallel.expert_rows import Product, padded_experts, ragged_experts
 from ultrascale_jax.parallel.room import Hop, halves, hops, room
 from ultrascale_jax.parallel.rows import (
     Order,
@@ -59,6 +59,7 @@ def expert_layer(
     moe: MoEConfig,
     experts: Experts,
     axis: str = "ep",
+    product: Product = jnp.matmul,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; called where `axis` is manual.
 
@@ -72,6 +73,7 @@ def expert_layer(
       moe: how the tokens travel.
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
+      product: what multiplies padded rows and matrices (`moe.implementation` auto or xla).
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
     splits F (`tp`) results are partial sums, which the caller adds.
@@ -88,7 +90,7 @@ def expert_layer(
     x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
     parts = halves(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
-    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared)
+    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared, product)
     results, dropped = run(batch, matrices)
     return jnp.concatenate(results), dropped
 
@@ -117,7 +119,13 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
 
 
 def _outer(
-    moe: MoEConfig, experts: Experts, axis: str, ranks: int, tokens: int, splits: bool
+    moe: MoEConfig,
+    experts: Experts,
+    axis: str,
+    ranks: int,
+    tokens: int,
+    splits: bool,
+    product: Product,
 ) -> Outer:
     """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost.
 
@@ -128,7 +136,7 @@ def _outer(
         rows=tokens * experts.per_token * shared,
         bound=moe.bound,
         drops=moe.dispatch == "capacity",
-        ragged=moe.implementation == "mosaic",
+        product=None if moe.implementation == "mosaic" else product,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     if moe.dispatch == "allgather" and ranks > 1:
@@ -150,11 +158,6 @@ def _outer(
         one = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity")
         run, outer = one.run, one.run_parts
     return outer
-
-
-def _take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
-    """The weight `[S]` of the choice in each slot, of `[n, k]`."""
-    return take(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
 
 
 def _in_turn(
@@ -187,55 +190,29 @@ class _Local:
     """Choices that balanced routing would send here."""
     bound: float
     drops: bool
-    ragged: bool
+    product: Product | None
+    """None is the grouped kernel."""
 
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
         x, ids, weights = tokens
         num, (n, k) = matrices[0].shape[0], ids.shape
         size = room(n, self.rows / num, self.bound)
         order = Order.of(ids, num)
-        if self.ragged:
+        if self.product is None:
             size = 8 * -(-min(n * k, num * size) // 8)
             needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
             over = jnp.maximum(jnp.sum(order.counts) - size, 0)
         else:
             needed, most = -(-jnp.max(order.counts) // size), -(-n // size)
             over = jnp.sum(jnp.maximum(order.counts - size, 0))
-        one_round = functools.partial(_ragged_experts if self.ragged else _padded_experts, size)
+        experts = ragged_experts
+        if self.product is not None:
+            experts = functools.partial(padded_experts, self.product)
+        one_round = functools.partial(experts, size)
         if self.drops:
             return one_round(jnp.int32(0), order, (x, weights, *matrices)), over
         y = in_rounds(one_round, needed, most, order, (x, weights, *matrices))
         return y, jnp.zeros_like(over)
-
-
-def _padded_experts(size: int, number: jax.Array, order: Order, floats) -> jax.Array:
-    """One round of at most `size` rows for each expert, by batched products."""
-    x, weights, w_gate, w_up, w_down = floats
-    slots = order.padded(number, size)
-    x_ECD = take(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
-    gate_ECF = checkpoint_name(jnp.einsum("ECD,EDF->ECF", x_ECD, w_gate), "gate")
-    up_ECF = checkpoint_name(jnp.einsum("ECD,EDF->ECF", x_ECD, w_up), "up")
-    h_ECF = _weighed(gate_ECF, up_ECF, _take_weights(weights, slots).reshape(-1, size))
-    y_ECD = jnp.einsum("ECF,EFD->ECD", h_ECF, w_down)
-    return collect(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
-
-
-def _ragged_experts(size: int, number: jax.Array, order: Order, floats) -> jax.Array:
-    """One round of at most `size` rows of all experts together, by the grouped kernel."""
-    x, weights, w_gate, w_up, w_down = floats
-    slots, sizes = order.ragged(number, size)
-    product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
-    x_SD = take(x, slots.token, slots.slot)
-    gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
-    up_SF = checkpoint_name(product(x_SD, w_up), "up")
-    h_SF = _weighed(gate_SF, up_SF, _take_weights(weights, slots))
-    return collect(product(h_SF, w_down), slots.token, slots.slot)
-
-
-def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
-    """Hidden values of gated experts times the weights of their rows, in the type of `gate`."""
-    hidden = (jax.nn.silu(gate) * up).astype(jnp.float32)
-    return (hidden * weight[..., None]).astype(gate.dtype)
 
 
 def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:

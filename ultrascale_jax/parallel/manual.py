@@ -23,7 +23,7 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
     axes = set(axes) & set(mesh.axis_names) - set(mesh.manual_axes)
     if not axes:
         return fn
-    alone = math.prod(mesh.shape[axis] for axis in axes) == 1
+    alone = _alone(mesh, axes)
 
     def keep(spec: P) -> P:
         parts = (
@@ -32,6 +32,7 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
         return P(
             *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts),
             reduced=frozenset() if alone else spec.reduced & axes,
+            unreduced=frozenset() if alone else spec.unreduced & axes,
         )
 
     in_specs, out_specs = jax.tree.map(
@@ -42,6 +43,23 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
     )
     # Over one device JAX writes no region, and then trips over the type of such a cotangent.
     return (lambda *args: region(*jax.tree.map(_plain, args))) if alone else region
+
+
+def _alone(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
+    return math.prod(mesh.shape[axis] for axis in axes) == 1
+
+
+def leave_partial(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Partial sums over `axes` as the result of a region over all axes, whose out_spec is `unreduced` over them."""
+    names = tuple(sorted(axes))
+    if not names:
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    return (
+        jax.lax.psum(x, names)
+        if _alone(mesh, mesh.axis_names)
+        else jax.lax.pcast(x, names, to="unreduced")
+    )
 
 
 def _plain(x: jax.Array) -> jax.Array:

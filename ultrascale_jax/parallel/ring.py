@@ -23,6 +23,7 @@ from ultrascale_jax.kernels.attention import (
     attention_backward,
     attention_forward,
     visible_keys,
+    visible_ranges,
 )
 from ultrascale_jax.parallel.reach import steps_in_reach
 
@@ -181,7 +182,7 @@ def _local(plan: Plan, positions, segment_ids) -> dict:
     if not plan.local_mask:
         return {**settings, "window": plan.window}
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return {**settings, "visible": visible_keys(positions, positions, segments, plan.window)}
+    return {**settings, **_seen(plan, positions, positions, segments)}
 
 
 def _chunks(plan: Plan, positions, segment_ids, **arrays) -> dict[str, Any]:
@@ -205,8 +206,14 @@ def _mask(plan: Plan, queries: dict, keys: dict) -> dict:
     if queries["positions"] is None:
         return settings
     segments = None if queries["segments"] is None else (queries["segments"], keys["segments"])
-    visible = visible_keys(queries["positions"], keys["positions"], segments, plan.window)
-    return {**settings, "visible": visible}
+    return {**settings, **_seen(plan, queries["positions"], keys["positions"], segments)}
+
+
+def _seen(plan: Plan, q_positions, k_positions, segments) -> dict:
+    """The keys that queries see, in the form that the implementation takes."""
+    if plan.implementation == "mosaic":
+        return {"ranges": visible_ranges(q_positions, k_positions, segments, plan.window)}
+    return {"visible": visible_keys(q_positions, k_positions, segments, plan.window)}
 
 
 def _block(plan: Plan, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, UserError, require
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.state import (
     TrainState,
     abstract_state,
@@ -39,13 +40,19 @@ PARAMS, TRAIN = "params", "train"
 FAILURES = 3
 """Background saves that may fail in a row before the run stops."""
 
-SAME = ("model.", "data.", "optim.name", "optim.moment_dtype", "train.seed", "train.global_batch")
+SAME = (
+    *("model.", "data.", "optim.name", "optim.moment_dtype", "optim.stochastic_rounding"),
+    *("train.seed", "train.global_batch"),
+)
 """Fields that a resumed run must share with its checkpoint: another value is another model or another data order.
 
 Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
 """
 
-FREE = ("model.attention", "mesh.", "pp.", "cp.", "log.", "checkpoint.")
+FREE = (
+    *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
+    *("mesh.", "pp.", "cp.", "log.", "checkpoint."),
+)
 """Fields that a resumed run may change without a word."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -56,7 +63,7 @@ class Checkpoints:
 
     def __init__(self, cfg: Config):
         """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved aside."""
-        self.folder = checkpoint_folder(cfg)
+        self.folder, self._train = checkpoint_folder(cfg), cfg.train
         if cfg.checkpoint.resume == "never":
             _move_aside(self.folder)
         _refuse_links(self.folder)
@@ -143,10 +150,20 @@ class Checkpoints:
         return typing.cast(dict, meta)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`."""
+        """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`.
+
+        A run that goes on in float16, or no longer does, starts with the config's loss scale, or drops the saved one.
+        """
+        saved = config_from_dict(self.meta(step)["config"]).train
+        like = dataclasses.replace(abstract, loss_scale=LossScale.shapes(saved, abstract.step))
         order = abstract.params.order_of
-        loaded = self._orbax.load_checkpointables(step, split(canonical_shapes(abstract, order)))
-        return arranged(join(loaded, abstract), abstract, order)
+        loaded = self._orbax.load_checkpointables(step, split(canonical_shapes(like, order)))
+        state = arranged(join(loaded, like), like, order)
+        if (like.loss_scale is None) == (abstract.loss_scale is None):
+            return state
+        fresh = LossScale.start(self._train)
+        shardings = jax.tree.map(lambda s: s.sharding, abstract.loss_scale)
+        return dataclasses.replace(state, loss_scale=jax.device_put(fresh, shardings))
 
 
 def checkpoint_folder(cfg: Config) -> Path:

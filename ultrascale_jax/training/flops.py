@@ -104,13 +104,13 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:
-    """Dense peak of one device in TFLOP/s (`precision`: `bf16`, `fp8`, or `fp32` on tensor cores); none: not known.
+    """Dense peak of one device in TFLOP/s (`bf16`, `fp16`, `fp8`, or `fp32` on tensor cores); none: not known.
 
     Raises `UserError` if the device is known to have no tensor cores for `precision`.
     """
     for pattern, bf16, tf32, fp8 in PEAK_TFLOPS:
         if re.search(pattern, device_kind):
-            peak = {"bf16": bf16, "fp32": tf32, "fp8": fp8}[precision]
+            peak = {"bf16": bf16, "fp16": bf16, "fp32": tf32, "fp8": fp8}[precision]
             fix = f"{device_kind} has no such tensor cores; use bf16"
             require(peak is not None, "precision", precision, fix)
             return peak

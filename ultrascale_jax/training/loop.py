@@ -24,6 +24,7 @@ from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token, peak_tflops
+from ultrascale_jax.training.loss_scale import LEAST
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
 from ultrascale_jax.training.state import TrainState, abstract_state, init_state
 from ultrascale_jax.training.step import make_eval_step, make_train_step
@@ -54,11 +55,12 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         Diverged: too many steps in a row were not finite.
     """
     started, platform = time.monotonic(), mesh.devices.flat[0].platform
-    forced = cfg.model.attention == "cudnn"
+    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
+    forced |= {"moe.implementation": cfg.moe.implementation}
+    forced |= {"fp8.implementation": cfg.fp8.implementation}
     fix = f"needs a GPU, and this is a {platform}; use auto or xla"
-    require(platform == "gpu" or not forced, "model.attention", cfg.model.attention, fix)
-    kernel, fix = cfg.moe.implementation, f"needs a GPU, and this is a {platform}; use auto or xla"
-    require(platform == "gpu" or kernel != "mosaic", "moe.implementation", kernel, fix)
+    for name, value in forced.items():
+        require(platform == "gpu" or value in ("auto", "xla"), name, value, fix)
     run_dir, parallel = Path(cfg.log.run_dir), parallelism(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -177,6 +179,8 @@ class _Run:
         row = {name: float(values[name]) for name in ("loss", "grad_norm", "lr")}
         row |= {"tokens": int(values["tokens"]), **self.rate.step(), "hbm_gb": peak_memory_gb()}
         row |= {name: v.tolist() for name, v in values.items() if name.startswith("moe_")}
+        if "loss_scale" in values:
+            row["loss_scale"] = float(values["loss_scale"])
         skipped = bool(values["skipped"])
         self.log.step(
             {"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest}
@@ -188,6 +192,8 @@ class _Run:
             self.in_a_row, self.skipped_hashes = 0, []
             return
         self.summary["skipped"] += 1
+        if values.get("loss_scale", LEAST) > LEAST:
+            return
         self.in_a_row += 1
         self.skipped_hashes.append(digest)
         if self.in_a_row >= self.cfg.train.max_skipped:

@@ -179,7 +179,9 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     if row.get("hbm_gb"):
         parts.append(f"{row['hbm_gb']:.1f} GB")
     if row["skipped"]:
-        parts.append("SKIPPED: loss or gradient not finite")
+        scale = row.get("loss_scale")
+        at = "" if scale is None else f" at loss scale {scale:g}"
+        parts.append(f"SKIPPED: loss or gradient not finite{at}")
     return "  ".join(parts)
 
 

@@ -1,5 +1,6 @@
 """Learning-rate schedule and optimizer, both from optax."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.sharding import is_matrix, specs, zero_dim
+from ultrascale_jax.training.rounding import in_bfloat16
 
 
 def schedule(cfg: Config) -> optax.Schedule:
@@ -34,14 +36,19 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
     optim = cfg.optim
     if optim.name == "muon":
         return _muon(cfg)
-    return optax.adamw(
-        schedule(cfg),
-        b1=optim.betas[0],
-        b2=optim.betas[1],
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        mask=lambda params: map_params(lambda _, dims, on: is_matrix(dims), params),
-        mu_dtype=jnp.dtype(optim.moment_dtype),
+    adam: Callable = functools.partial(
+        optax.scale_by_adam, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps
+    )
+    if optim.stochastic_rounding:
+        scale = in_bfloat16(adam(), cfg.train.seed)
+    else:
+        scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
+    matrices: Callable = functools.partial(map_params, lambda _, dims, on: is_matrix(dims))
+    # What `optax.adamw` is.
+    return optax.chain(
+        scale,
+        optax.add_decayed_weights(optim.weight_decay, matrices),
+        optax.scale_by_learning_rate(schedule(cfg)),
     )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import map_params, reduce_gradient, scatter_gradient
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
@@ -22,7 +23,7 @@ from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.parallel.pipeline import Stages, pipeline
 from ultrascale_jax.parallel.schedules import Schedule
 from ultrascale_jax.sharding import act, specs, vary, varying
-from ultrascale_jax.training.precision import COMPUTE
+from ultrascale_jax.training.precision import COMPUTE, fp8_of
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.zero import use
 
@@ -99,6 +100,7 @@ def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transform
 def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
     """The model's parts as functions of their parameters."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
+    fp8 = fp8_of(cfg, params)
     settings = {
         "window": cfg.model.window(0),
         "context": cfg.cp,
@@ -106,17 +108,18 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     }
 
     def layer(block, x_BRD, context, number):
-        rope, segment_ids_BT, weight = context
+        rope, segment_ids_BT, weight, low = context
+        low = low and Fp8(low.recipe, {path: amax[number] for path, amax in low.amaxes.items()})
         if dense in (0, cfg.model.num_layers):
-            block = block.gathered(dtype)
+            block = block.gathered(dtype, low)
             x_BRD, aux_BR, _ = block(x_BRD, rope, segment_ids_BT, **settings, moe=cfg.moe)
             return x_BRD, jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
-        attention = block.without("mlp", "moe").gathered(dtype)
+        attention = block.without("mlp", "moe").gathered(dtype, low)
         x_BRD = attention.attend(x_BRD, rope, segment_ids_BT, **settings)[0]
         axes = varying(x_BRD)
 
         def feed(kind, block, x_BRD):
-            block = block.of(kind).gathered(dtype)
+            block = block.of(kind).gathered(dtype, low)
             x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), cfg.moe)
             aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
             return vary(x_BRD, axes), vary(aux, axes)
@@ -136,7 +139,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
         return model.loss(x_BRD, targets_BT, weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
-        return rotary(batch["positions"], cfg.model), batch.get("segment_ids"), weight
+        return rotary(batch["positions"], cfg.model), batch.get("segment_ids"), weight, fp8
 
     stages = Stages(
         layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True

@@ -1,10 +1,47 @@
 """Which numbers are held in which type; the one place where the policy stands.
 
 float32: master parameters, optimizer state, gradient accumulators, norms, softmax, loss. Compute type: matmuls, the
-residual stream, what travels between devices. Fp8 will be another row here.
+residual stream, what travels between devices. Fp8, where it is asked for: products of a block's matrices, and what
+they keep for the backward pass; attention, the router, the embedding and the head stay in the type of compute.
 """
 
 import jax.numpy as jnp
 
-COMPUTE = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
+from ultrascale_jax.models.transformer import Transformer
+
+COMPUTE = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+COMPUTE |= dict.fromkeys(FP8, jnp.bfloat16)
 """`train.precision` to the type of compute."""
+
+SCALINGS: dict[str, Scaling] = {"fp8": "tensor", "fp8_rowwise": "row", "fp8_block": "block"}
+"""`train.precision` to what has a scale of its own in fp8."""
+
+
+def recipe(cfg: Config) -> Recipe | None:
+    """How this run's products are computed in fp8, if they are."""
+    if cfg.train.precision not in FP8:
+        return None
+    scaling, fp8 = SCALINGS[cfg.train.precision], cfg.fp8
+    gradients = (
+        ("e5m2" if scaling == "tensor" else "e4m3") if fp8.gradients == "auto" else fp8.gradients
+    )
+    return Recipe(
+        scaling=scaling,
+        gradients=gradients,
+        wgrad=fp8.wgrad,
+        implementation=fp8.implementation,
+        first_layers=fp8.first_layers,
+        last_layers=fp8.last_layers,
+    )
+
+
+def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
+    """What the layers need for fp8, once a step, of the parameters as they rest."""
+    how = recipe(cfg)
+    if how is None:
+        return None
+    tensor = how.scaling == "tensor"
+    layers = cfg.model.num_layers
+    return Fp8(how, weight_amaxes(params.blocks, params.order_of, layers) if tensor else {})

@@ -22,6 +22,7 @@ from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import LayerOrder, Transformer
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.sharding import stored
+from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.optim import optimizer
 
 
@@ -39,7 +40,9 @@ class TrainState:
     skipped: jax.Array
     """Steps whose loss or gradient norm was not finite; int32."""
     skipped_in_a_row: jax.Array
-    """Those since the last good step; int32."""
+    """Those since the last good step, in float16 only those that the loss scale cannot explain; int32."""
+    loss_scale: LossScale | None
+    """In float16 the factor of the loss."""
 
 
 type OrderOf = Callable[[str], LayerOrder]
@@ -64,7 +67,7 @@ def initial_state(cfg: Config) -> TrainState:
     params = map_params(rest, model)
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init
-    return TrainState(params, init(params), zero, zero, zero)
+    return TrainState(params, init(params), zero, zero, zero, LossScale.start(cfg.train))
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:

@@ -9,13 +9,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding import act, mesh_size
 from ultrascale_jax.training import balance, pipelined
+from ultrascale_jax.training.loss_scale import LEAST
 from ultrascale_jax.training.optim import global_norm, optimizer, schedule
-from ultrascale_jax.training.precision import COMPUTE
+from ultrascale_jax.training.precision import COMPUTE, fp8_of
 from ultrascale_jax.training.remat import remat
 from ultrascale_jax.training.state import TrainState
 from ultrascale_jax.training.zero import accumulable, accumulator, reduce_gradients, use
@@ -24,13 +26,21 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def xla_options(cfg: Config) -> dict[str, int]:
-    """XLA options of this run's step: a pipeline's sends are in flight beside the head's own collectives.
+def xla_options(cfg: Config) -> dict[str, int | bool]:
+    """XLA options of this run's step.
 
-    With 2 half of them wait in line (70B, pp 4 x sp 8); with 8 ZeRO-3's gathers do (8B, pp 4 x fsdp 2: 1.2% slower).
+    A pipeline's sends are in flight beside the head's own collectives. With a limit of 2 half of them wait in line
+    (70B, pp 4 x sp 8); with 8 ZeRO-3's gathers do (8B, pp 4 x fsdp 2: 1.2% slower).
+
+    Products in fp8 are cuBLASLt's. XLA makes a bfloat16 one of them where Triton may take it, and where it merges
+    products of one activation, as of q, k and v, whose matrices have a scale each.
     """
-    pipelined = cfg.mesh.pp > 1
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if pipelined else {}
+    options: dict[str, int | bool] = {}
+    if cfg.mesh.pp > 1:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    if cfg.train.precision in FP8:
+        options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return options
 
 
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
@@ -51,8 +61,10 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
             return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
         used = use(cfg, params)
 
+        fp8 = fp8_of(cfg, params)
+
         def step(total, micro_batch):
-            return total + objective(cfg, used, micro_batch, jnp.float32(1.0))[1], None
+            return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1], None
 
         return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
 
@@ -62,14 +74,30 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One optimizer step on a global batch of `[B, T]` int32 arrays.
 
+    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
+    """
+    weight = position_weight(state, batch)
+    return apply_gradients(cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight))
+
+
+def position_weight(state: TrainState, batch: Batch) -> jax.Array:
+    """What the loss of a position is multiplied by: 1 / their number, in float16 times the loss scale."""
+    weight = jnp.float32(1 / batch["targets"].size)
+    return weight if state.loss_scale is None else weight * state.loss_scale.scale
+
+
+def apply_gradients(
+    cfg: Config, state: TrainState, batch: Batch, loss: jax.Array, grads: Transformer
+) -> tuple[TrainState, Metrics]:
+    """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
+
     A step whose loss or gradient norm is not finite changes neither parameters nor optimizer state.
     """
-    tokens = count(batch)
-    # Every position counts for the backward pass, so that it need not wait for the sum of `tokens` over the devices.
-    positions = float(batch["targets"].size)
-    loss, grads = loss_and_gradients(cfg, state.params, batch, jnp.float32(1 / positions))
+    tokens, positions = count(batch), float(batch["targets"].size)
     grads, routed = balance.apart(grads)
-    share = positions / jnp.maximum(tokens, 1).astype(jnp.float32)
+    share, scaling = positions / jnp.maximum(tokens, 1).astype(jnp.float32), state.loss_scale
+    if scaling is not None:
+        share /= scaling.scale
     loss, norm = share * loss, share * global_norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(norm)
     with jax.named_scope("optimizer"):
@@ -85,13 +113,16 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
             (params, opt_state),
             (state.params, state.opt_state),
         )
-    bad = (~ok).astype(jnp.int32)
-    new = TrainState(
-        params, opt_state, state.step + 1, state.skipped + bad, (state.skipped_in_a_row + bad) * bad
-    )
+    bad = counted = (~ok).astype(jnp.int32)
+    scales = {}
+    if scaling is not None:
+        scales, counted = {"loss_scale": scaling.scale}, bad * (scaling.scale <= LEAST)
+        scaling = scaling.after(ok, cfg.train.loss_scale_window)
+    in_a_row = (state.skipped_in_a_row + counted) * bad
+    new = TrainState(params, opt_state, state.step + 1, state.skipped + bad, in_a_row, scaling)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
-    return new, metrics | balance.metrics(cfg, routed)
+    return new, metrics | scales | balance.metrics(cfg, routed)
 
 
 def count(batch: Batch) -> jax.Array:
@@ -106,10 +137,10 @@ def loss_and_gradients(
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.loss_and_gradients(cfg, params, parts, weight)
-    used = use(cfg, params)
+    used, fp8 = use(cfg, params), fp8_of(cfg, params)
 
     def loss(used, micro_batch):
-        return objective(cfg, used, micro_batch, weight)
+        return objective(cfg, used, micro_batch, weight, fp8)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
@@ -142,7 +173,7 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def objective(
-    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array
+    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Loss to differentiate (with z-loss and the experts' balance) and bare cross-entropy, summed over tokens times
     `weight`."""
@@ -156,6 +187,7 @@ def objective(
         context=cfg.cp,
         recompute=cfg.train.remat == "selective",
         moe=cfg.moe,
+        fp8=fp8,
     )
     total, nats = used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)
     return total + weight * aux, nats

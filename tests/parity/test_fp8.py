@@ -1,0 +1,71 @@
+"""Runs in fp8 train as on one device, on any mesh: the same products are quantised, to the same values.
+
+The type of compute is float32 here, so that nothing but fp8 rounds. Another order of a sum may turn a value between two
+of fp8 to the other side; in these runs, whose numbers are fixed, none is.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from ultrascale_jax.config import (
+    FP8,
+    Config,
+    DataConfig,
+    Experts,
+    Fp8Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.training import precision
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16
+    ),
+    data=DataConfig(source="synthetic", seq_len=8),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    # The first step's learning rate is 0: AdamW would make of rounding errors, where a gradient is 0, other weights.
+    train=TrainConfig(steps=1, global_batch=16, z_loss=1e-3),
+)
+EXPERTS = {"experts": Experts(num=4, per_token=2, d_ff=64, shared=1)}
+
+# name: (mesh, fields of train, of model and of fp8)
+TABLE = {
+    "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {"precision": "fp8"}, {}, {}),
+    "fsdp4_accumulated_zero2": (
+        {"fsdp": 4}, {"precision": "fp8", "zero": 2, "microbatches": 4, "remat": "none"}, {}, {},
+    ),
+    "pp2_fsdp2": (
+        {"pp": 2, "fsdp": 2}, {"precision": "fp8", "microbatches": 4, "remat": "none"}, {}, {},
+    ),
+    "ep2_fsdp2": ({"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full"}, EXPERTS, {}),
+    "rowwise_sp2_tp2": (
+        {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
+    ),
+    "block_cp2_fsdp2": (
+        {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1}, {}, {"first_layers": 1},
+    ),
+}  # fmt: skip
+FAST = {"fsdp2_sp2_tp2"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+)
+def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monkeypatch):
+    for low in FP8:
+        monkeypatch.setitem(precision.COMPUTE, low, jnp.float32)
+    mesh, train, model, fp8 = TABLE[name]
+    cfg = dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(BASE.model, **model),
+        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        fp8=Fp8Config(**fp8),
+        train=dataclasses.replace(BASE.train, **train),
+    )
+    assert_equals_one_device(cfg.check(math.prod(mesh.values())))

@@ -1,0 +1,125 @@
+"""One layer of the decoder: attention and a feed-forward layer, each with its norm and residual connection."""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config.model import FeedForward
+from ultrascale_jax.models.attention import Attention, Cache
+from ultrascale_jax.models.fp8 import Fp8, in_fp8, is_variable
+from ultrascale_jax.models.layers import (
+    MLP,
+    gather_fp8,
+    gather_param,
+    param,
+    rms_norm,
+    scatter_sequence,
+)
+from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.moe import MoE
+from ultrascale_jax.sharding import together
+
+NATURAL = ContextConfig(strategy="ring")
+"""Context parallelism for sequences in natural order."""
+
+DROPLESS = MoEConfig()
+"""Experts as they come: no token is dropped, nothing is added to the objective."""
+
+
+class Block(nnx.Module):
+    """Attention and MLP or experts, each with its norm and residual connection.
+
+    As a stack it has the first layers' `mlp` and the others' `moe` where a model has both; `of` makes it one of them.
+    """
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        self.cfg = cfg
+        k_attn, _ = jax.random.split(key)
+        self.attn_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
+        self.attn = (Attention if cfg.latent is None else MLA)(cfg, k_attn)
+        self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
+
+    def of(self, kind: FeedForward) -> "Block":
+        """The same block with this feed-forward layer alone."""
+        return self.without("moe" if kind == "mlp" else "mlp")
+
+    def without(self, *parts: str) -> "Block":
+        """The same block without these parts, of which it may lack some."""
+        block = jax.tree.map(lambda p: p, self)
+        for part in parts:
+            if hasattr(block, part):
+                delattr(block, part)
+        return block
+
+    def gathered(self, dtype: jax.typing.DTypeLike, fp8: Fp8 | None = None) -> "Block":
+        """Its parameters as they are used: ZeRO-3's all-gathers of one layer.
+
+        With `fp8` matrices are as products in fp8 want them; its `amaxes` are those of this layer.
+        """
+
+        def leaf(path, param):
+            given = (param.get_value(), param.dims, param.on, dtype, self.cfg)
+            if fp8 is None or not in_fp8(param.dims):
+                return param.replace(gather_param(*given))
+            amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
+            return param.replace(gather_fp8(*given, fp8.recipe, amax))
+
+        return jax.tree.map_with_path(leaf, self, is_leaf=is_variable)
+
+    def __call__(
+        self,
+        x_BRD: jax.Array,
+        rope,
+        segment_ids_BT=None,
+        *,
+        window=None,
+        context: ContextConfig = NATURAL,
+        recompute=False,
+        moe: MoEConfig = DROPLESS,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, Cache | None]:
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
+
+        The second result is what each token adds to the objective for the balance of experts `[B, R]`, none without
+        experts; the third the cache.
+
+        Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
+        gradients, and the reduce-scatter out of attention beside attention's.
+        """
+        kind = "moe" if hasattr(self, "moe") else "mlp"
+        settings = {"window": window, "context": context, "recompute": recompute}
+        x_BRD, cache, feed_forward = self.attend(
+            x_BRD, rope, segment_ids_BT, getattr(self, kind), **settings, cache=cache
+        )
+        return *self.feed(x_BRD, feed_forward, moe), cache
+
+    def attend(self, x_BRD, rope, segment_ids_BT, feed_forward=None, *, cache=None, **settings):
+        """The first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
+        post = self.cfg.norm_placement == "post"
+        with jax.named_scope("attention"):
+            h = x_BRD if post else self._norm(x_BRD, "attn_norm")
+            h, attn = together((h, self.attn))
+            h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
+            h, feed_forward = together((h, feed_forward))
+            h = checkpoint_name(scatter_sequence(h), "attn_out")
+            return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
+
+    def feed(
+        self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The second half: the residual stream, and what experts add to the objective."""
+        post, aux_BR = self.cfg.norm_placement == "post", None
+        with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
+            h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
+            if isinstance(feed_forward, MoE):
+                h, aux_BR = feed_forward(h, moe)
+            else:
+                h = feed_forward(h)
+            h = checkpoint_name(h, "mlp_out")
+            return x_BRD + (self._norm(h, "mlp_norm") if post else h), aux_BR
+
+    def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
+        weight = getattr(self, name)[...]
+        settings = self.cfg.norm_eps, self.cfg.rms_norm
+        return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", *settings), name)

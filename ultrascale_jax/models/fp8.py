@@ -1,0 +1,263 @@
+"""Products with parameters in fp8: what is quantised, with which scales, forward and backward.
+
+    scaling  x (rows of tokens)          w                 gradient of y             products on GPUs
+    tensor   one scale for each device   one scale         one scale                 cuBLASLt
+    row      one for each token          one for a column  one for each token        cuBLASLt, scales applied after it
+    block    1 x 128                     128 x 128         1 x 128                   `kernels/fp8_matmul.py`
+
+Every product contracts dims that both operands have at their ends, so each operand is quantised along the dim that is
+contracted: x and the gradient of y once for the forward pass (or the input's gradient) and once, along the tokens, for
+the weight's gradient. What is kept for the backward pass is fp8: x in the form that the weight's gradient wants.
+
+Scales are powers of 2, made of the values at hand (current scaling), on this device's pieces: another mesh changes only
+what is too small to be held. The weights' per-tensor scales alone are known before: `weight_amaxes` finds them once a
+step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matrices are gathered in bfloat16.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+
+from ultrascale_jax.kernels.device import on_hopper, vary_alike
+from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
+from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
+from ultrascale_jax.parallel.manual import leave_partial, smap
+from ultrascale_jax.sharding import einsum, is_matrix, mesh_size, specs, varying
+
+Scaling = Literal["tensor", "row", "block"]
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How products with parameters are computed in fp8; `training/precision.py` makes it of a run's settings."""
+
+    scaling: Scaling
+    gradients: Literal["e4m3", "e5m2"]
+    """Type of the gradient of a product's result."""
+    wgrad: Literal["fp8", "bf16"]
+    """Type in which the weight's gradient is multiplied."""
+    implementation: str
+    """Of products with scales for each block."""
+    first_layers: int = 0
+    last_layers: int = 0
+    """So many layers at either end stay in the type of compute."""
+
+    def covers(self, layer: int, num_layers: int) -> bool:
+        """Whether the products of this layer are in fp8."""
+        return self.first_layers <= layer < num_layers - self.last_layers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """What a step needs to know for products in fp8."""
+
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    amaxes: dict[str, jax.Array]
+    """Largest magnitudes of the layers' matrices by their path in a block, `[num_layers]` each; only for `tensor`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weight:
+    """A matrix as it is used in fp8."""
+
+    value: jax.Array
+    """In the type of compute. With `values` only its gradient is of use, and XLA drops what made it."""
+    values: jax.Array | None
+    """The same in e4m3, for per-tensor scales."""
+    scale: jax.Array | None
+    """Float32 scalar: the matrix is `values * scale`."""
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> "Fp8Weight":
+        """Itself, whole: a module reads its parameters as `param[...]`."""
+        assert index is ...
+        return self
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Fp8Weight":
+        """`fn` of the arrays that have the shape of the matrix."""
+        values = None if self.values is None else fn(self.values)
+        return dataclasses.replace(self, value=fn(self.value), values=values)
+
+
+def is_variable(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def in_fp8(dims: str) -> bool:
+    """Whether a parameter of a block is a matrix whose products are in fp8: the router's are not."""
+    return is_matrix(dims) and "X" not in dims
+
+
+def weight_amaxes(blocks: Any, order_of: Callable, num_layers: int) -> dict[str, jax.Array]:
+    """`Fp8.amaxes` of a stack of blocks, as its parameters rest, in one reduction over all devices.
+
+    `order_of` is `Transformer.order_of`. Layers without a matrix have 0 in its place.
+    """
+    matrices = {
+        keystr(path, simple=True, separator="."): variable.get_value()
+        for path, variable in jax.tree.leaves_with_path(blocks, is_leaf=is_variable)
+        if in_fp8(variable.dims) and "E" not in variable.dims
+    }
+
+    def run(values):
+        ends = np.cumsum([len(value) for value in values])
+        found = [jnp.max(jnp.abs(value), tuple(range(1, value.ndim))) for value in values]
+        found = jnp.concatenate(vary_alike(*found)).astype(jnp.float32)
+        axes = tuple(sorted(varying(found) - {"pp"}))
+        found = jax.lax.pmax(found, axes) if axes else found
+        found = jax.lax.all_gather(found, "pp") if mesh_size("pp") > 1 else found[None]
+        return [part.reshape(-1) for part in jnp.split(found, ends[:-1], axis=1)]
+
+    def of_layers(path, found):
+        order = order_of(f"blocks.{path}")
+        present = sorted(layer for layer in order if layer is not None)
+        first = num_layers - len(present) if path.startswith("moe.") else 0
+        rows = np.array([order.index(layer) for layer in present])
+        return jnp.zeros(num_layers).at[first + np.array(present)].set(found[rows])
+
+    values = [jax.lax.stop_gradient(value) for value in matrices.values()]
+    everywhere = [P()] * len(values)
+    found = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
+    return {path: of_layers(path, one) for path, one in zip(matrices, found, strict=True)}
+
+
+def linear(
+    subscripts: str,
+    x: jax.Array,
+    w: jax.Array | Fp8Weight,
+    *,
+    to: str | None = None,
+    partial: bool = False,
+) -> jax.Array:
+    """`sharding.einsum` of an activation and a matrix, in fp8 where the matrix says so."""
+    if not isinstance(w, Fp8Weight):
+        return einsum(subscripts, x, w, to=to, partial=partial)
+    return einsum(subscripts, x, w, to=to, partial=partial, product=_product)
+
+
+def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **_) -> jax.Array:
+    """`jnp.einsum` in fp8, on this device's pieces."""
+    inputs, out = subscripts.split("->")
+    contracted = len(set(inputs.split(",")[1]) - set(out))
+
+    def run(x, w: Fp8Weight):
+        before, after = x.shape[:-contracted], w.value.shape[contracted:]
+        K = math.prod(w.value.shape[:contracted])
+        w = w.map(lambda a: a.reshape(K, -1))
+        x, value, *quantised = vary_alike(x.reshape(-1, K), *jax.tree.leaves(w))
+        # JAX would make cotangents of the wrong type for float8 values.
+        y = _multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
+        return leave_partial(y.reshape(*before, *after), out_sharding.unreduced)
+
+    return smap(run, in_specs=specs((x, w)), out_specs=out_sharding)(x, w)
+
+
+def batched(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`[E, M, K]` times `[E, K, N]` on this device's pieces, which vary over the same axes."""
+    return _multiply(recipe, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) -> jax.Array:
+    """x `[..., M, K]` times w `[..., K, N]`, in x's type; `quantised` are w's values and scale, if they are known."""
+    return _forward(recipe, x, w, *quantised)[0]
+
+
+def _forward(recipe, x, w, *quantised):
+    x_MK, x_KM = _both(recipe, x, E4M3)
+    kept = x if recipe.wgrad == "bf16" else x_KM
+    w_NK = _weight(recipe, w, quantised)[1]
+    y = _product_of(recipe, x_MK, w_NK, x.dtype)
+    return y, jax.tree.map(_as_bits, (kept, quantised or (w,)))
+
+
+def _backward(recipe, saved, g):
+    x, w = jax.tree.map(_from_bits, saved)
+    g_MN, g_NM = _both(recipe, g, E4M3 if recipe.gradients == "e4m3" else E5M2)
+    w_KN, _ = _weight(recipe, w[0], w if len(w) > 1 else ())
+    dx = _product_of(recipe, g_MN, w_KN, g.dtype, exact=True)
+    if recipe.wgrad == "bf16":
+        dw = jnp.swapaxes(x, -1, -2) @ g
+    else:
+        dw = _product_of(recipe, x, g_NM, g.dtype, exact=True)
+    return dx, dw, *(None for _ in w if len(w) > 1)
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """E4m3 as bytes: `jax.checkpoint` rounds what it keeps by `reduce_precision`, which makes NaN of 256 to 448."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x
+
+
+def _from_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, E4M3) if x.dtype == jnp.uint8 else x
+
+
+def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
+    """x `[..., M, K]` quantised along K, and its transpose `[..., K, M]` along M."""
+    if recipe.scaling == "tensor":
+        return _turned(quantize_fp8(x, "tensor", dtype=dtype, power_of_2=True))
+    fitting = _fitting(recipe, *x.shape[-2:])
+    settings = {"dtype": dtype, "power_of_2": True, "implementation": fitting}
+    return quantize_fp8_both(x, recipe.scaling, **settings)
+
+
+def _fitting(recipe: Recipe, *sizes: int) -> str:
+    """The implementation for arrays with these dims: with scales for blocks a Hopper GPU has the kernels."""
+    if recipe.scaling != "block" or recipe.implementation != "auto":
+        return recipe.implementation if recipe.scaling == "block" else "xla"
+    return "mosaic" if on_hopper() and all(size % BLOCK == 0 for size in sizes) else "xla"
+
+
+def _weight(recipe: Recipe, w: jax.Array, quantised) -> tuple[Quantized, Quantized]:
+    """w `[..., K, N]` quantised along N, and its transpose `[..., N, K]` along K."""
+    if recipe.scaling == "tensor":
+        own = Quantized(*quantised) if quantised else quantize_fp8(w, "tensor", power_of_2=True)
+        return _turned(own)
+    if recipe.scaling == "row":
+        return quantize_fp8_both(w, "row", power_of_2=True)
+    settings = {"power_of_2": True, "implementation": _fitting(recipe, *w.shape[-2:])}
+    tiles = quantize_fp8(w, "tile", **settings)
+    return tiles, Quantized(*(jnp.swapaxes(a, -1, -2) for a in tiles))
+
+
+def _turned(q: Quantized) -> tuple[Quantized, Quantized]:
+    """An array with one scale, and its transpose."""
+    return q, Quantized(jnp.swapaxes(q.values, -1, -2), q.scales)
+
+
+def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool = False):
+    """a `[..., M, K]` times the transpose of b `[..., N, K]`, in `dtype`.
+
+    XLA makes an fp8 product of this on GPUs: types and a scalar scale outside of it, in `dtype`, other scales after
+    it. `exact` asks cuBLASLt for sums in float32 (gradients), else it takes fewer bits and is faster.
+    """
+    if recipe.scaling == "block":
+        fitting = _fitting(recipe, a.values.shape[-2], *b.values.shape[-2:])
+        return fp8_matmul(a, b, out_dtype=dtype, implementation=fitting)
+    values, scalar = [q.values.astype(dtype) for q in (a, b)], recipe.scaling == "tensor"
+    if scalar:
+        values = [v * q.scales.astype(dtype) for v, q in zip(values, (a, b), strict=True)]
+    precision = "highest" if exact else None
+    left, right = values
+    *batch, _, K = range(left.ndim)
+    dims = ((K,), (K,)), (batch, batch)
+    y = jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
+    if scalar:
+        return y
+    return (y.astype(jnp.float32) * a.scales * jnp.swapaxes(b.scales, -1, -2)).astype(dtype)

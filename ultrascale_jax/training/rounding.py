@@ -1,0 +1,68 @@
+"""Stochastic rounding: bfloat16 that is right on average, for sums to which each step adds little.
+
+The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that stands still.
+Rounded up with the probability of the part that is lost, it moves by the right amount in the mean.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.models.transformer import Transformer
+
+
+def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """`x` float32 as bfloat16: towards zero or away from it, by 16 random bits (uint32, the upper half is ignored)."""
+    raw = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits & 0xFFFF)
+    return jax.lax.bitcast_convert_type((raw >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
+    """`adam` (`optax.scale_by_adam` in float32) with both moments stored in bfloat16, rounded stochastically.
+
+    The random numbers depend on the seed, the step, the parameter and its layer alone: the same on every mesh, and
+    after a resume. Each device makes those of its own pieces.
+    """
+
+    def init(params):
+        return _cast(adam.init(params), jnp.bfloat16)
+
+    def update(grads, state, params):
+        updates, new = adam.update(grads, _cast(state, jnp.float32), params)
+        bits = random_bits(jax.random.fold_in(jax.random.key(seed), new.count), params)
+        mu = jax.tree.map(round_stochastically, new.mu, bits)
+        nu = jax.tree.map(lambda x, b: round_stochastically(x, b >> 16), new.nu, bits)
+        return updates, new._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore
+
+
+def random_bits(key: jax.Array, params: Transformer) -> Transformer:
+    """For each element of the parameters 32 random bits, sharded alike; a layer has its own wherever it rests."""
+    paths, tree = jax.tree.flatten_with_path(params)
+
+    def leaf(number: int, path: tuple, x: jax.Array) -> jax.Array:
+        own, spec = jax.random.fold_in(key, number), jax.typeof(x).sharding.spec
+        if str(path[0]) != ".blocks":
+            return jax.random.bits(own, x.shape, jnp.uint32, out_sharding=spec)
+        order = params.order_of(jax.tree_util.keystr(path, simple=True, separator="."))
+        layers = np.array([layer or 0 for layer in order])  # padding is zero, and zero stays zero
+        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(layers)
+        keys = jax.reshard(keys, P(*spec.partitions[:1]))
+        row = P(*spec.partitions[1:])
+        return jax.vmap(
+            lambda key: jax.random.bits(key, x.shape[1:], jnp.uint32, out_sharding=row)
+        )(keys)
+
+    return jax.tree.unflatten(tree, [leaf(i, path, x) for i, (path, x) in enumerate(paths)])
+
+
+def _cast(state: Any, dtype: jax.typing.DTypeLike) -> Any:
+    def leaf(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(leaf, state)
