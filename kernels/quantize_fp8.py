@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
-from ultrascale_jax.kernels import rms_norm
 from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.rms_norm import reference as rms_norm_reference
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
@@ -100,7 +100,7 @@ def rms_norm_quantize(
       ValueError: as `quantize_fp8`.
     """
     x, weight = vary_alike(x, weight)
-    make, combine = lambda x, w: rms_norm.reference(x, w, eps), mosaic.normed(eps)
+    make, combine = lambda x, w: rms_norm_reference(x, w, eps), mosaic.normed(eps)
     return _quantize_made(make, combine, [x], [weight], scaling, dtype, power_of_2, implementation)
 
 

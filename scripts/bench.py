@@ -1,4 +1,4 @@
-"""Time the trainer beside its peers: `python -m scripts.bench [--suite peer|gpu] [--out FILE.json] [--steps N]`.
+"""Time the trainer beside its peers: `python -m scripts.bench [peer|gpu|kernels] [--out FILE.json] [--steps N]`.
 
     peer  the recipe gpt_peer on one core of this machine's CPU, beside the same model in bare JAX (and in PyTorch,
           where it is installed). They take turns step by step, so all see the same disturbances; tokens per second
@@ -7,6 +7,8 @@
           each wants the whole memory. First one figure for each, with the least recomputation that fits; then
           attention alone, over a mesh axis of size 1 and in zigzag's blocks, beside cuDNN directly; the products of
           experts, beside `lax.ragged_dot`; then, in the time that is left, the other ways of recomputing.
+    kernels  our kernels on the shapes of Llama 3, beside XLA's own version or cuDNN, and beside how fast this GPU
+          copies and multiplies in the same run.
 
 Every contestant is a process of its own. A part that cannot run here is reported as skipped, with its reason.
 """
@@ -32,16 +34,17 @@ import tyro
 from rich.console import Console
 
 from scripts import command_line
-from scripts.bench_peers import attention, grouped_gemm
+from scripts.bench_peers import attention, grouped_gemm, kernels
 from scripts.bench_peers.contestant import Unavailable
 from scripts.bench_peers.report import Report, figures, spread
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from scripts.bench_peers.turns import Program
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.kernels import shapes
 
-OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM = (
+OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM, KERNELS = (
     f"scripts.bench_peers.{name}"
-    for name in ("ours", "bare_jax", "torch_llama", "attention", "grouped_gemm")
+    for name in ("ours", "bare_jax", "torch_llama", "attention", "grouped_gemm", "kernels")
 )
 
 TINY_MODEL = {
@@ -78,6 +81,33 @@ GROUPED_GEMM_CALLS = 8
 GROUPED_GEMM_GOALS = {"forward": 400, "weight gradient": 450}
 """TFLOP/s that the kernel is to reach on an H100."""
 
+KERNEL_SHAPES = {
+    "rms_norm": shapes.RMS_NORM,
+    "quantize_fp8": shapes.QUANTIZE_FP8,
+    "fp8_matmul": shapes.FP8_MATMUL,
+    "linear_cross_entropy": shapes.LINEAR_CROSS_ENTROPY,
+    "attention": shapes.ATTENTION,
+}
+
+KERNEL_MODELS = ("llama3_8b", "llama3_70b", "llama3_1b")
+"""Whose shapes are timed, first those that matter most."""
+
+KERNEL_CALLS = 4
+"""Calls of a step."""
+
+ROOFLINE_SIZE = 8192
+"""Of the square matrices of the roofline."""
+
+KERNEL_GOALS: dict[str, dict[str, tuple[float, bool]]] = {
+    "rms_norm, ": {"of_roofline": (0.85, True)},
+    "rms_norm, backward": {"relative": (1 / 1.5, False)},
+    "quantize": {"of_roofline": (0.8, True)},
+    "fp8_matmul, ": {"tflops_per_device": (1000, True)},
+    kernels.LOSS: {"tflops_per_device": (620, True), "temporary_gb": (1.0, False)},
+    "attention, ": {"relative": (1.0, False)},
+}
+"""By what a work's name holds, what is wanted of our kernels on an H100: at least or, if false, at most."""
+
 FIRST_STEP = "scripts.train, to its first step"
 
 
@@ -85,8 +115,8 @@ FIRST_STEP = "scripts.train, to its first step"
 class Options:
     """What to time, and for how long."""
 
-    suite: Literal["peer", "gpu"] = "peer"
-    """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU."""
+    suite: Literal["peer", "gpu", "kernels"] = "peer"
+    """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU; `kernels`: our kernels on one GPU."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where to write the figures as JSON; none is out/bench/SUITE.json."""
     steps: int = 12
@@ -120,6 +150,8 @@ class Bench:
         self.options, self.report = options, report
         self.deadline = time.monotonic() + 60 * options.minutes
         self.console = Console(stderr=True)
+        self.roofline: dict[str, float] = {}
+        """Bytes or operations a second of each limit."""
 
     def peer(self) -> None:
         """The suite `peer`."""
@@ -172,6 +204,17 @@ class Bench:
         for n in () if self.options.tiny else seq_lens:
             self._gpu_goals(ours[n][0].workload)
 
+    def kernels(self) -> None:
+        """The suite `kernels`."""
+        tiny = self.options.tiny
+        self._kernel(kernel_part("roofline", "this GPU", (64 if tiny else ROOFLINE_SIZE,), tiny))
+        for model in ("tiny",) if tiny else KERNEL_MODELS:
+            for kernel, by_model in KERNEL_SHAPES.items():
+                self._kernel(kernel_part(kernel, model, by_model[model], tiny))
+            if model == KERNEL_MODELS[0] or tiny:
+                for name in list(GROUPED_GEMMS)[: 1 if tiny else None]:
+                    self._grouped_gemm(grouped_gemm_part(name, tiny=tiny))
+
     def _first_that_fits(self, parts: Iterable[Part]) -> list[Part]:
         """Measure the first part that does not run out of memory; the parts that were tried.
 
@@ -199,7 +242,7 @@ class Bench:
 
     def _attention(self, part: Part) -> None:
         """Time attention's programs, and compare those over one rank with cuDNN."""
-        rows = self._in_turns(part, attention.PROGRAMS, attention.flops)
+        _, rows = self._in_turns(part, attention.PROGRAMS, attention.flops)
         for work in () if self.options.tiny or not rows else ("forward", "forward and backward"):
             slowest = max(row["relative"] for program, row in rows.items() if program.work == work)
             text = (
@@ -210,17 +253,51 @@ class Bench:
     def _grouped_gemm(self, part: Part) -> None:
         """Time the products of experts, and compare the kernel's speed with what is wanted."""
         programs = grouped_gemm.programs(part.spec)
-        rows = self._in_turns(part, programs, grouped_gemm.flops)
+        _, rows = self._in_turns(part, programs, grouped_gemm.flops)
         for program, row in rows.items():
             least = GROUPED_GEMM_GOALS.get(program.work)
             if program.contestant == grouped_gemm.KERNEL and least is not None:
                 text = f"{part.workload}: {program.work}: TFLOP/s of the kernel, at least {least}"
                 self.report.goal(text, row["tflops_per_device"], row["tflops_per_device"] >= least)
 
+    def _kernel(self, part: Part) -> None:
+        """Time a kernel's programs, and compare them with the roofline and with what is wanted."""
+        programs = kernels.programs(part.spec)
+        whole, rows = self._in_turns(part, programs)
+        for program, row in rows.items():
+            place = f"{program.work}: {program.contestant}: "
+            notes = whole["notes"]
+            if notes.get(place + kernels.CUBLAS_FP8) == "0" and not self.options.tiny:
+                row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}
+                continue
+            rate = program.amount / row["step_s"]["median"]
+            unit = (
+                {"gb_per_s": 1e9} if program.limit == kernels.COPY else {"tflops_per_device": 1e12}
+            )
+            row |= {name: rate / size for name, size in unit.items()}
+            row["error"] = float(notes[place + kernels.ERROR])
+            if program.copies == 1:
+                row["temporary_gb"] = float(notes[place + kernels.TEMPORARY])
+            if part.spec["kernel"] == "roofline":
+                self.roofline[program.limit] = rate
+            elif program.limit in self.roofline:
+                row["of_roofline"] = rate / self.roofline[program.limit]
+            if program.contestant == kernels.MOSAIC:
+                self._kernel_goals(part.workload, program.work, row)
+        self.report.save()
+
+    def _kernel_goals(self, workload: str, work: str, row: dict) -> None:
+        for holds, goals in KERNEL_GOALS.items():
+            for figure, (wanted, at_least) in goals.items() if holds in work else ():
+                if figure in row:
+                    met = row[figure] >= wanted if at_least else row[figure] <= wanted
+                    words = f"at {'least' if at_least else 'most'} {wanted:.3g}"
+                    self.report.goal(f"{workload}: {work}: {figure}, {words}", row[figure], met)
+
     def _in_turns[P: Program](
-        self, part: Part, programs: Sequence[P], flops: Callable[[P, dict], int]
-    ) -> dict[P, dict]:
-        """Time programs that take turns in one process: a row for the process, and one for each, which are returned."""
+        self, part: Part, programs: Sequence[P], flops: Callable[[P, dict], int] | None = None
+    ) -> tuple[dict, dict[P, dict]]:
+        """Time programs that take turns in one process: its row, and one for each (none if it fails)."""
         row, turn, rows = self._row(part), len(programs), {}
         with self._recorded(row), self._start(part) as process:
             facts = process.ready()
@@ -232,15 +309,19 @@ class Bench:
                 step_s = answer["step_s"][i::turn]
                 # Of neighbours in time: the clock of a GPU moves by more than what is looked for.
                 pairs = zip(step_s, first.setdefault(program.work, step_s), strict=True)
-                values = spread([seconds / part.spec["calls"] for seconds in step_s])
+                values: dict = spread(
+                    [seconds / (part.spec["calls"] * program.copies) for seconds in step_s]
+                )
+                if flops is not None:
+                    rate = flops(program, part.spec) / values["step_s"]["median"]
+                    values["tflops_per_device"] = rate / 1e12
                 rows[program] = self.report.add(
                     f"{part.workload}: {program.work}",
                     program.contestant,
                     **values,
-                    tflops_per_device=flops(program, part.spec) / values["step_s"]["median"] / 1e12,
                     relative=statistics.median(ours / theirs for ours, theirs in pairs),
                 )
-        return rows
+        return row, rows
 
     def _row(self, part: Part) -> dict:
         self.console.print(f"{part.workload}: {part.contestant}", markup=False)
@@ -426,6 +507,25 @@ def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
     )
 
 
+def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> Part:
+    """A kernel on a shape: all programs of `bench_peers/kernels.py`."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    float8 = {"XLA_FLAGS": flags.strip()} if kernel in ("roofline", "fp8_matmul") else {}
+    return Part(
+        workload=model,
+        contestant=f"{kernel}, all of its programs",
+        module=KERNELS,
+        cfg=Config(),
+        spec={
+            "kernel": kernel,
+            "shape": shape,
+            "calls": 1 if tiny else KERNEL_CALLS,
+            "needs_gpu": not tiny,
+        },
+        environ={**_one_gpu(), **_ENVIRON, **float8},
+    )
+
+
 # What an earlier run has compiled would make the compile time a fiction.
 _ENVIRON = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_NUM_CPU_DEVICES": "1"}
 
@@ -452,6 +552,8 @@ def _numbers(cfg: Config) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--suite", *arguments]
     with command_line.user_errors():
         prog = "python -m scripts.bench"
         options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
@@ -466,7 +568,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 row |= {"status": "skipped", "reason": "interrupted"}
         report.save()
         console = Console()
-        report.print(console if console.is_terminal else Console(width=150))
+        report.print(console if console.is_terminal else Console(width=190))
     if not report.complete:
         raise SystemExit(128 + signal.SIGINT)
     if any(row["status"] == "failed" for row in report.rows):

@@ -22,6 +22,7 @@ class Program:
     contestant: str
     products: int
     """Matrix products over the scores that are seen: two forward, five backward, of which one is the scores' again."""
+    copies: int = 1
 
 
 DIRECT = "jax.nn"
@@ -151,7 +152,7 @@ def make(spec: dict) -> Contestant:
     require_gpu(spec)
     jax.set_mesh(one_rank())
 
-    def notes(outputs: dict[Program, tuple]) -> dict[str, str]:
+    def notes(outputs: dict[Program, tuple], _) -> dict[str, str]:
         results = {p.contestant: x for p, x in outputs.items() if p.work == "forward and backward"}
         return {f"{name} differs by": difference(results[name], results[DIRECT]) for name in RING}
 

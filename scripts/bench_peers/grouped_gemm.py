@@ -24,6 +24,7 @@ class Program:
 
     work: str
     contestant: str
+    copies: int = 1
 
 
 def programs(spec: dict) -> tuple[Program, ...]:
@@ -91,7 +92,7 @@ def make(spec: dict) -> Contestant:
     if spec["needs_gpu"] and not mosaic_applies(x, w):
         raise Unavailable("the kernel needs an H100 or H200")
 
-    def notes(results: dict[Program, tuple]) -> dict[str, str]:
+    def notes(results: dict[Program, tuple], _) -> dict[str, str]:
         return {
             f"{program.work}: {program.contestant} differs by": difference(
                 result, results[Program(program.work, RAGGED)]

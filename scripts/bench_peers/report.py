@@ -24,7 +24,11 @@ COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f"),
     "tokens_per_cpu_s": ("tokens/CPU-s", ",.0f"),
     "tflops_per_device": ("TFLOP/s", ".3g"),
+    "gb_per_s": ("GB/s", ",.0f"),
     "relative": ("of its first", ".3f"),
+    "of_roofline": ("of roofline", ".1%"),
+    "error": ("error", ".1e"),
+    "temporary_gb": ("temporary GB", ".2f"),
     "mfu": ("MFU", ".1%"),
     "peak_gb": ("peak GB", ".2f"),
     "compile_s": ("compile s", ".1f"),
@@ -166,7 +170,8 @@ def _flat(row: dict) -> dict:
     if "step_s" not in row:
         return row
     median, p10, p90 = (1e3 * row["step_s"][name] for name in ("median", "p10", "p90"))
-    return row | {"step_ms": f"{median:,.1f} ({p10:,.1f}-{p90:,.1f})"}
+    form = ",.1f" if median >= 10 else ".3f"
+    return row | {"step_ms": f"{median:{form}} ({p10:{form}}-{p90:{form}})"}
 
 
 def _version(distribution: str) -> str | None:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from scripts.bench_peers.contestant import (
     Contestant,
@@ -33,6 +33,11 @@ class Program(Protocol):
         """Who does it."""
         ...
 
+    @property
+    def copies(self) -> int:
+        """How often its function does it."""
+        ...
+
 
 def require_gpu(spec: dict) -> None:
     """Set XLA's flags; fail if the specification needs a GPU and there is none."""
@@ -49,7 +54,7 @@ def take_turns[P: Program](
     functions: Mapping[P, Callable],
     given: Mapping[P, tuple],
     calls: int,
-    notes: Callable[[dict[P, tuple]], dict[str, str]],
+    notes: Callable[[dict[P, tuple], dict[P, Any]], dict[str, str]],
 ) -> Contestant:
     """Compile all programs and call each once.
 
@@ -57,7 +62,7 @@ def take_turns[P: Program](
       functions: each program's function.
       given: its arguments.
       calls: calls of a step.
-      notes: what to report of all programs' results.
+      notes: what to report of all programs' results, and of the compiled programs.
     """
     import jax
 
@@ -66,10 +71,11 @@ def take_turns[P: Program](
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(lambda program: program.compile(), lowered))
     compile_s = time.perf_counter() - begun
+    by_program = dict(zip(functions, compiled, strict=True))
     found = notes(
-        {program: run(*given[program]) for program, run in zip(functions, compiled, strict=True)}
+        {program: run(*given[program]) for program, run in by_program.items()}, by_program
     )
-    turns = itertools.cycle(zip(functions, compiled, strict=True))
+    turns = itertools.cycle(by_program.items())
 
     def step() -> object:
         done, (program, run) = None, next(turns)

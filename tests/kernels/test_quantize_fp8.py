@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.kernels import quantize_fp8 as fp8
+from ultrascale_jax import kernels as fp8
 from ultrascale_jax.kernels import quantize_fp8_mosaic as fp8_mosaic
 from ultrascale_jax.kernels.shapes import QUANTIZE_FP8
 from ultrascale_jax.parallel.manual import smap

@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 
 from scripts import bench
-from scripts.bench_peers import attention, bare_jax, grouped_gemm
+from scripts.bench_peers import attention, bare_jax, grouped_gemm, kernels
 from scripts.bench_peers.contestant import pipelined
 from scripts.bench_peers.report import Report, figures
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.plan.compile import target_devices
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.state import init_state
@@ -207,6 +208,96 @@ def test_the_kernel_takes_the_experts_that_are_timed_on_a_gpu_and_has_goals():
     assert set(bench.GROUPED_GEMM_GOALS) < set(grouped_gemm.WORKS)
 
 
+def measured(tmp_path, *parts):
+    """The report of these parts of the suite `kernels`."""
+    options = bench.Options(suite="kernels", tiny=True, steps=2)
+    report = Report(tmp_path / "kernels.json", "kernels", [])
+    running = bench.Bench(options, report)
+    for part in parts:
+        running._kernel(part)
+    return report
+
+
+def test_a_kernels_programs_have_rates_beside_the_roofline_and_errors(tmp_path):
+    M, D = bench.KERNEL_SHAPES["rms_norm"]["tiny"]
+    report = measured(
+        tmp_path,
+        bench.kernel_part("roofline", "this CPU", (64,), True),
+        bench.kernel_part("rms_norm", "tiny", (M, D), True),
+    )
+    assert {row["status"] for row in report.rows} == {"measured"}, report.rows
+    rows = {row["workload"]: row for row in report.rows}
+    roofline = rows["this CPU: copy"]["gb_per_s"]
+    for name in (kernels.BF16, kernels.FP8):
+        row = rows[f"this CPU: {name}"]
+        assert row["tflops_per_device"] == pytest.approx(2 * 64**3 / row["step_s"]["median"] / 1e12)
+    arrays = {"rms_norm, forward": 2, "rms_norm, backward": 3}
+    arrays |= {"add_rms_norm, forward": 4, "add_rms_norm, backward": 4}
+    for work, count in arrays.items():
+        row = rows[f"tiny: {work}"]
+        assert row["contestant"] == kernels.XLA and row["relative"] == 1
+        rate = count * 2 * M * D / row["step_s"]["median"] / 1e9
+        assert row["gb_per_s"] == pytest.approx(rate)
+        assert row["of_roofline"] == pytest.approx(rate / roofline)
+        assert 1e-4 < row["error"] < 4e-3  # bfloat16 beside float32
+    assert report.goals == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))
+def test_every_kernels_programs_run_without_a_gpu_by_xla(tmp_path, kernel):
+    part = bench.kernel_part(kernel, "tiny", bench.KERNEL_SHAPES[kernel]["tiny"], True)
+    whole, *rows = measured(tmp_path, part).rows
+    assert whole["status"] == "measured", whole
+    assert [row["workload"] for row in rows] == [
+        f"tiny: {work.name}" for work in kernels.works(part.spec)
+    ]
+    # What is quantized differs by a step of float8 where the norm before it was rounded.
+    assert all(0 <= row["error"] < (0.03 if "quantize" in kernel else 4e-3) for row in rows)
+
+
+def test_without_a_gpu_a_kernel_is_skipped_with_the_reason(tmp_path):
+    part = bench.kernel_part("roofline", "this GPU", (64,), False)
+    (row,) = measured(tmp_path, part).rows
+    assert (row["status"], row["reason"]) == ("skipped", "JAX sees no GPU, only cpu")
+
+
+@pytest.mark.parametrize("model", bench.KERNEL_MODELS)
+@pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))
+def test_on_an_h100_our_kernels_take_the_shapes_that_are_timed(kernel, model):
+    spec = bench.kernel_part(kernel, model, bench.KERNEL_SHAPES[kernel][model], False).spec
+    programs = kernels.programs(spec)
+    assert len({program.work for program in programs}) == len(kernels.works(spec))
+    mesh = jax.sharding.Mesh(np.array(target_devices(1)), ("one",))
+    with jax.set_mesh(mesh):
+        for work in kernels.works(spec):
+            assert kernels.MOSAIC in work.contestants[1:]
+            given = jax.eval_shape(lambda work=work: work.make(jax.random.key(0)))
+            if work.prepare is not None:
+                given = jax.eval_shape(work.prepare(kernels.MOSAIC), *given)
+            text = str(jax.make_jaxpr(work.run(kernels.MOSAIC))(*given))
+            assert "Ref<gmem>" in text
+
+
+def test_the_goals_of_a_kernel_are_at_least_or_at_most(tmp_path):
+    report = Report(tmp_path / "kernels.json", "kernels", [])
+    running = bench.Bench(bench.Options(suite="kernels"), report)
+    row = {"of_roofline": 0.9, "relative": 0.7, "tflops_per_device": 600, "temporary_gb": 0.4}
+    for work in ("rms_norm, forward", "add_rms_norm, backward", "rms_norm_quantize, row"):
+        running._kernel_goals("model", work, row)
+    running._kernel_goals("model", kernels.LOSS, row)
+    running._kernel_goals("model", "attention, causal, forward", row | {"relative": 1.1})
+    assert [(goal["goal"].partition("model: ")[2], goal["met"]) for goal in report.goals] == [
+        ("rms_norm, forward: of_roofline, at least 0.85", True),
+        ("add_rms_norm, backward: of_roofline, at least 0.85", True),
+        ("add_rms_norm, backward: relative, at most 0.667", False),
+        ("rms_norm_quantize, row: of_roofline, at least 0.8", True),
+        (f"{kernels.LOSS}: tflops_per_device, at least 620", False),
+        (f"{kernels.LOSS}: temporary_gb, at most 1", True),
+        ("attention, causal, forward: relative, at most 1", False),
+    ]
+
+
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_is_measured(tmp_path):
     path = tmp_path / "gpu.json"
@@ -318,7 +409,12 @@ def test_the_report_is_on_disk_after_every_row(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--steps", "0"], "steps=0: must be at least 1"), (["--minutes", "0"], "must be positive")],
+    [
+        (["--steps", "0"], "steps=0: must be at least 1"),
+        (["--minutes", "0"], "must be positive"),
+        (["kernels", "--steps", "0"], "steps=0: must be at least 1"),
+        (["nothing"], "--suite"),
+    ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:

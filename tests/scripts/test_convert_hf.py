@@ -46,13 +46,13 @@ def mesh_of(**sizes):
     return make_mesh(cfg, jax.devices()[:num_devices]), num_devices
 
 
-def imported(hf_dir, run_dir, **sizes):
+def imported(hf_dir, run_dir, precision="fp32", **sizes):
     """The config of a run made from `hf_dir`, on a mesh of these sizes."""
     mesh, num_devices = mesh_of(**sizes)
     cfg = Config(
         mesh=MeshConfig(**({"fsdp": 1} | sizes)),
         data=DataConfig(source="synthetic"),
-        train=TrainConfig(precision="fp32"),
+        train=TrainConfig(precision=precision),
         log=LogConfig(run_dir=str(run_dir)),
     )
     cfg = with_model(cfg, hf_dir).check(num_devices)
@@ -88,12 +88,14 @@ def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == context
 
 
-def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path):
-    cfg, mesh = imported(FIXTURES / "qwen3", tmp_path / "run", fsdp=2)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision):
+    cfg, mesh = imported(FIXTURES / "qwen3", tmp_path / "run", precision, fsdp=2)
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         assert checkpoints.latest == 0
         state = checkpoints.restore(0, abstract_state(cfg, mesh))
     assert int(state.step) == int(state.skipped) == int(state.skipped_in_a_row) == 0
+    assert (state.loss_scale is None) == (precision == "fp32")
     assert all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state))
     saved, params = load_params(cfg.log.run_dir, mesh)
     assert dataclasses.replace(saved, mesh=cfg.mesh) == cfg

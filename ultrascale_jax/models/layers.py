@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.base import Implementation
-from ultrascale_jax.kernels import rms_norm as kernels
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
+from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
 from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, linear
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import (
@@ -272,7 +272,7 @@ def rms_norm(
     The kernel takes a norm over the last dim, whole on each device.
     """
     if implementation == "mosaic":
-        fused = functools.partial(kernels.rms_norm, eps=eps, implementation=implementation)
+        fused = functools.partial(rms_norm_of_pieces, eps=eps, implementation=implementation)
         return smap(fused, in_specs=specs((x, weight)), out_specs=act(on))(x, weight)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, on) + eps)

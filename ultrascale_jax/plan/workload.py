@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     ContextConfig,
     MeshConfig,
     MoEConfig,
+    OptimConfig,
     PipelineConfig,
     require,
 )
@@ -52,7 +53,7 @@ class Run:
     document_mask: bool = False
     """Attention ends at document borders."""
     moment_bytes: int = 8
-    """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment."""
+    """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -91,9 +92,9 @@ class Run:
             "microbatches": train.microbatches,
             "zero": train.zero,
             "remat": train.remat,
-            "precision": train.precision,
+            "precision": "bf16" if train.precision == "fp16" else train.precision,
             "document_mask": cfg.data.document_mask,
-            "moment_bytes": 6 if cfg.optim.moment_dtype == "bfloat16" else 8,
+            "moment_bytes": _moment_bytes(cfg.optim),
         }
         if mesh.cp > 1:
             fields["context"] = cfg.cp
@@ -216,6 +217,13 @@ class Group:
     def nodes(self) -> int:
         """Nodes that the group spans."""
         return -(-self.ranks // self.per_node)
+
+
+def _moment_bytes(optim: OptimConfig) -> int:
+    """Bytes of both moments of a parameter."""
+    if optim.moment_dtype == "float32":
+        return 8
+    return 4 if optim.stochastic_rounding else 6
 
 
 def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:
