@@ -14,6 +14,11 @@ def device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
+def on_gpu() -> bool:
+    """Whether it is a GPU at all."""
+    return device().platform in ("gpu", "cuda")
+
+
 def on_hopper() -> bool:
     """Whether the kernels' instructions are there."""
     return any(name in device().device_kind for name in HOPPER)

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from scripts import command_line
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.workload import GIB, Run, Shape
 
@@ -57,10 +57,8 @@ class Options(command_line.Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions(Options):
-    """What the formulas can plan and the trainer's configuration does not say yet."""
+    """What the formulas can plan and the trainer's configuration does not say."""
 
-    fp8: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """fp8 matrix products in the blocks."""
     plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
 
@@ -92,7 +90,7 @@ def parse[O: Options](
         fix = f"so many sequences of {seq_len:,} tokens are more than {MOST_TOKENS:,}, the most of a step"
         require(sequences * seq_len <= MOST_TOKENS, "train.global_batch", sequences, fix)
         cluster = find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
-        if isinstance(chosen, Assumptions) and chosen.fp8:
+        if cfg.train.precision in FP8:
             cluster.gpu.peak_flops("fp8")
         return cfg, chosen, cluster
 
@@ -100,8 +98,7 @@ def parse[O: Options](
 def planned(cfg: Config, options: Assumptions) -> Run:
     """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
     shape = Shape.of(cfg.model, gated=not options.plain_mlp)
-    changes = {"precision": "fp8"} if options.fp8 else {}
-    return Run.of(cfg, options.gpus, shape, **changes)
+    return Run.of(cfg, options.gpus, shape)
 
 
 def size(count: float) -> str:

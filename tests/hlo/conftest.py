@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     ContextConfig,
     DataConfig,
     Experts,
+    Fp8Config,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -54,7 +55,7 @@ def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comp
 
 @pytest.fixture(scope="session")
 def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
-    """`compiled(num_devices, mesh, pp, cp, seq_len, experts, moe, **train)`: a small run, checked, and its step on
+    """`compiled(num_devices, mesh, pp, cp, seq_len, experts, moe, fp8, **train)`: a small run, checked, and its step on
     H100s."""
 
     def compile_run(
@@ -65,6 +66,7 @@ def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
         seq_len: int = 512,
         experts: Experts | None = None,
         moe: dict | None = None,
+        fp8: dict | None = None,
         **train,
     ) -> tuple[Config, CompiledStep]:
         cfg = Config(
@@ -73,6 +75,7 @@ def compiled(compile_once) -> Callable[..., tuple[Config, CompiledStep]]:
             pp=PipelineConfig(**pp or {}),
             cp=ContextConfig(**cp or {}),
             moe=MoEConfig(**moe or {}),
+            fp8=Fp8Config(**fp8 or {}),
             data=DataConfig(seq_len=seq_len, document_mask=False),
             train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
         )

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ultrascale_jax.config import Experts
 from ultrascale_jax.plan.compile import CompiledStep
 
 MATRICES = 7
@@ -13,20 +14,24 @@ HEAD = 3
 """Products of the head, in bfloat16: logits and two gradients."""
 
 
+def gemms(step: CompiledStep) -> list[str]:
+    """cuBLASLt's products in the text of the program; a loop's are there once."""
+    return [line for line in step.text.splitlines() if 'target="__cublas' in line]
+
+
 def products(step: CompiledStep) -> dict[str, int]:
-    """cuBLASLt's products in the text of the program, by whether they are fp8; a loop's are there once."""
-    targets = re.findall(r'custom_call_target="(__cublas\$lt\$matmul[^"]*)"', step.text)
-    low = sum(target.endswith("$f8") for target in targets)
-    return {"fp8": low, "bf16": len(targets) - low}
+    """How many of them there are."""
+    low = sum("$f8" in line for line in gemms(step))
+    return {"fp8": low, "bf16": len(gemms(step)) - low}
 
 
-def test_each_product_is_fp8_and_zero3_gathers_fp8(compiled):
+def test_each_product_is_fp8_and_zero3_gathers_bytes(compiled):
     cfg, step = compiled(8, {"fsdp": 8}, precision="fp8", remat="full")
     # Forward, again but for the last of a layer, and the two gradients.
     assert products(step) == {"fp8": MATRICES + MATRICES - 1 + 2 * MATRICES, "bf16": HEAD}
     gathers = re.findall(r"all-gather-start(?:\.\d+)? = \(\(([^)]*)\)", step.text)
-    kinds = [set(re.findall(r"(f8e4m3fn|bf16|f32)\[", operands)) for operands in gathers]
-    assert kinds.count({"f8e4m3fn"}) == 2 and kinds.count({"bf16"}) == 1 and len(kinds) == 3
+    kinds = [set(re.findall(r"(u8|bf16|f32)\[", operands)) for operands in gathers]
+    assert kinds.count({"u8"}) == 2 and kinds.count({"bf16"}) == 1 and len(kinds) == 3
     amaxes = cfg.model.num_layers * MATRICES
     assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1
 
@@ -36,9 +41,8 @@ def test_rows_have_scales_of_their_own_and_cublaslt_multiplies(compiled):
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
 
 
-def test_gradients_of_weights_may_stay_bfloat16_and_activations_are_kept_in_bytes(compiled):
-    mesh = {"fsdp": 8}
-    run = {"remat": "none", "zero": 3}
+def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compiled):
+    mesh, run = {"fsdp": 8}, {"remat": "none", "zero": 3}
     _, plain = compiled(8, mesh, precision="bf16", **run)
     cfg, step = compiled(8, mesh, precision="fp8", **run)
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
@@ -47,13 +51,49 @@ def test_gradients_of_weights_may_stay_bfloat16_and_activations_are_kept_in_byte
     widths = 2 * model.d_model + model.num_heads * model.head_dim + model.d_ff
     saved = plain.temporary_bytes - step.temporary_bytes
     assert saved > 0.9 * tokens * widths * model.num_layers
+    # No stack over layers of whole matrices.
+    whole = rf"u8\[{model.num_layers},{model.d_model},(?:{model.d_ff}|{model.num_heads},)"
+    assert not re.search(whole, step.text)
 
 
 @pytest.mark.slow
-def test_pipelines_accumulation_and_experts_lose_no_fp8_product(compiled):
+def test_gradients_of_weights_may_stay_bfloat16(compiled):
+    _, step = compiled(8, {"fsdp": 8}, precision="fp8_rowwise", fp8={"wgrad": "bf16"}, remat="none")
+    assert products(step) == {"fp8": 2 * MATRICES, "bf16": MATRICES + HEAD}
+
+
+@pytest.mark.slow
+def test_scales_for_blocks_are_our_kernels(compiled):
+    _, step = compiled(8, {"fsdp": 8}, precision="fp8_block", remat="none")
+    assert products(step) == {"fp8": 0, "bf16": HEAD}
+    calls = re.findall(
+        r"(\w+)\[[\d,]+\]\S* custom-call\([^\n]*mosaic_gpu[^\n]*fp8_matmul", step.text
+    )
+    assert len(calls) == 3 * MATRICES
+
+
+@pytest.mark.slow
+def test_accumulation_and_pipelines_lose_no_fp8_product(compiled):
     run = {"precision": "fp8", "microbatches": 4, "global_batch": 32, "remat": "none"}
     _, accumulated = compiled(8, {"fsdp": 4, "sp": 2}, zero=2, **run)
     assert products(accumulated) == {"fp8": 3 * MATRICES, "bf16": HEAD}
     _, pipelined = compiled(8, {"pp": 2, "fsdp": 4}, **run)
+    _, plain = compiled(8, {"pp": 2, "fsdp": 4}, **run | {"precision": "bf16"})
+    heads = len(re.findall(r"loss[^\n]*dot_general", "\n".join(gemms(pipelined))))
     found = products(pipelined)
-    assert found["fp8"] % MATRICES == 0 and found["bf16"] % HEAD == 0
+    assert found["fp8"] > 0 and found["bf16"] == heads
+    assert sum(found.values()) >= sum(products(plain).values())
+
+
+@pytest.mark.slow
+def test_experts_are_batched_fp8_products(compiled):
+    experts = Experts(num=8, per_token=2, d_ff=512)
+    _, step = compiled(8, {"ep": 8}, experts=experts, precision="fp8", remat="none")
+    batched = [line for line in gemms(step) if "moe" in line and "$f8" in line]
+    # In a layer forward and two gradients; in the loops of further rounds forward, and again but for the last.
+    assert len(batched) == (3 + 6) + 3 + (2 + 6)
+    others = [line for line in gemms(step) if "moe" in line and "$f8" not in line]
+    router = 3
+    assert len(others) == router and all("= (f32[" in line for line in others)
+    attention = [line for line in gemms(step) if "attention" in line]
+    assert len(attention) == 3 * 4 and all("$f8" in line for line in attention)

@@ -34,7 +34,7 @@ def test_a_prediction_writes_every_legal_row_once(tmp_path, capsys):
     }
     assert swept(path, *grid) == found
     assert len(swept(path, *grid, "--data.seq-len", "512")) == 8
-    assert len(swept(path, *grid, "--fp8")) == 12
+    assert len(swept(path, *grid, "--train.precision", "fp8")) == 12
     assert len(swept(path, *grid, "--gpu", "h200")) == 16
     capsys.readouterr()
 

@@ -17,6 +17,7 @@ step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matri
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from ultrascale_jax.kernels.device import on_hopper, vary_alike
+from ultrascale_jax.kernels.device import device, on_gpu, on_hopper, vary_alike
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
 from ultrascale_jax.parallel.manual import leave_partial, smap
@@ -76,7 +77,7 @@ class Fp8Weight:
     value: jax.Array
     """In the type of compute. With `values` only its gradient is of use, and XLA drops what made it."""
     values: jax.Array | None
-    """The same in e4m3, for per-tensor scales."""
+    """The same in e4m3, for per-tensor scales, as bytes (`as_bits`)."""
     scale: jax.Array | None
     """Float32 scalar: the matrix is `values * scale`."""
     recipe: Recipe = dataclasses.field(metadata={"static": True})
@@ -104,7 +105,7 @@ def in_fp8(dims: str) -> bool:
 def weight_amaxes(blocks: Any, order_of: Callable, num_layers: int) -> dict[str, jax.Array]:
     """`Fp8.amaxes` of a stack of blocks, as its parameters rest, in one reduction over all devices.
 
-    `order_of` is `Transformer.order_of`. Layers without a matrix have 0 in its place.
+    `order_of` is `Transformer.order_of`. Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
     """
     matrices = {
         keystr(path, simple=True, separator="."): variable.get_value()
@@ -181,11 +182,12 @@ def _forward(recipe, x, w, *quantised):
     kept = x if recipe.wgrad == "bf16" else x_KM
     w_NK = _weight(recipe, w, quantised)[1]
     y = _product_of(recipe, x_MK, w_NK, x.dtype)
-    return y, jax.tree.map(_as_bits, (kept, quantised or (w,)))
+    return y, (jax.tree.map(as_bits, kept), quantised or (w,))
 
 
 def _backward(recipe, saved, g):
-    x, w = jax.tree.map(_from_bits, saved)
+    x, w = saved
+    x = jax.tree.map(_from_bits, x)
     g_MN, g_NM = _both(recipe, g, E4M3 if recipe.gradients == "e4m3" else E5M2)
     w_KN, _ = _weight(recipe, w[0], w if len(w) > 1 else ())
     dx = _product_of(recipe, g_MN, w_KN, g.dtype, exact=True)
@@ -199,7 +201,7 @@ def _backward(recipe, saved, g):
 _multiply.defvjp(_forward, _backward)
 
 
-def _as_bits(x: jax.Array) -> jax.Array:
+def as_bits(x: jax.Array) -> jax.Array:
     """E4m3 as bytes: `jax.checkpoint` rounds what it keeps by `reduce_precision`, which makes NaN of 256 to 448."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x
 
@@ -212,26 +214,45 @@ def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
     """x `[..., M, K]` quantised along K, and its transpose `[..., K, M]` along M."""
     if recipe.scaling == "tensor":
         return _turned(quantize_fp8(x, "tensor", dtype=dtype, power_of_2=True))
-    fitting = _fitting(recipe, *x.shape[-2:])
+    fitting = _fitting_quantiser(recipe, x)
     settings = {"dtype": dtype, "power_of_2": True, "implementation": fitting}
     return quantize_fp8_both(x, recipe.scaling, **settings)
 
 
 def _fitting(recipe: Recipe, *sizes: int) -> str:
-    """The implementation for arrays with these dims: with scales for blocks a Hopper GPU has the kernels."""
+    """The implementation for arrays with these dims.
+
+    With scales for blocks a Hopper GPU has our kernels, although none has been measured: XLA has no such product. It
+    computes the definition, in float32.
+    """
     if recipe.scaling != "block" or recipe.implementation != "auto":
         return recipe.implementation if recipe.scaling == "block" else "xla"
-    return "mosaic" if on_hopper() and all(size % BLOCK == 0 for size in sizes) else "xla"
+    if on_hopper() and all(size % BLOCK == 0 for size in sizes):
+        return "mosaic"
+    if on_gpu():
+        warnings.warn(
+            f"train.precision='fp8_block': products of {list(sizes)} on a {device().device_kind} are XLA's in float32, "
+            f"slower than bfloat16. The kernels want a Hopper GPU and multiples of {BLOCK}; use fp8 or fp8_rowwise",
+            stacklevel=2,
+        )
+    return "xla"
+
+
+def _fitting_quantiser(recipe: Recipe, x: jax.Array) -> str:
+    """The same for one array: the kernels take no groups."""
+    return _fitting(recipe, *x.shape) if x.ndim == 2 else "xla"
 
 
 def _weight(recipe: Recipe, w: jax.Array, quantised) -> tuple[Quantized, Quantized]:
     """w `[..., K, N]` quantised along N, and its transpose `[..., N, K]` along K."""
     if recipe.scaling == "tensor":
-        own = Quantized(*quantised) if quantised else quantize_fp8(w, "tensor", power_of_2=True)
-        return _turned(own)
+        if not quantised:
+            return _turned(quantize_fp8(w, "tensor", power_of_2=True))
+        values, scale = quantised
+        return _turned(Quantized(_from_bits(values), scale))
     if recipe.scaling == "row":
         return quantize_fp8_both(w, "row", power_of_2=True)
-    settings = {"power_of_2": True, "implementation": _fitting(recipe, *w.shape[-2:])}
+    settings = {"power_of_2": True, "implementation": _fitting_quantiser(recipe, w)}
     tiles = quantize_fp8(w, "tile", **settings)
     return tiles, Quantized(*(jnp.swapaxes(a, -1, -2) for a in tiles))
 

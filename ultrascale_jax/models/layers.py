@@ -15,7 +15,7 @@ from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.base import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
-from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, linear
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, linear
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import (
     SHARD,
@@ -119,8 +119,10 @@ def gather_fp8(
     if amax is None:
         return Fp8Weight(whole, None, None, recipe)
     value = jax.lax.stop_gradient(value)
+    if not manual():
+        value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
     values, scale = quantize_fp8(value, "tensor", amax=amax, power_of_2=True)
-    return Fp8Weight(whole, gather_param(values, dims, on, E4M3, cfg), scale, recipe)
+    return Fp8Weight(whole, gather_param(as_bits(values), dims, on, jnp.uint8, cfg), scale, recipe)
 
 
 def shard_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike) -> jax.Array:

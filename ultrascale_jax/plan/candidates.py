@@ -33,7 +33,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import PIPELINE, Run, Shape, group
+from ultrascale_jax.plan.workload import COUNTED_AS, PIPELINE, Run, Shape, group
 
 REMAT = ("none", "selective", "dots", "full")
 """Recompute policies, from the one that repeats nothing to the one that repeats all."""
@@ -159,8 +159,10 @@ def enumerate_runs(
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
-    shape, precision = shape or Shape.of(cfg.model), precision or cfg.train.precision
-    trained = shape.gated and precision == cfg.train.precision
+    shape, own = shape or Shape.of(cfg.model), cfg.train.precision
+    own = COUNTED_AS.get(own, own)
+    precision = precision or own
+    trained = shape.gated and precision == own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):

@@ -3,7 +3,7 @@
 `breakdown` follows `training/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
-in `pipeline_memory.py`. fp8 and plain feed-forward layers, which the trainer does not run yet, follow from theory.
+in `pipeline_memory.py`. fp8, and plain feed-forward layers, which the trainer does not have, follow from theory.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
 `Run` says what every formula of `memory.py`, `speed.py` and `playbook.py` needs: the model, the mesh, the tokens of a
-micro-batch and how the work is done. It also covers what the trainer cannot run yet (fp8, plain feed-forward layers),
-so that a plan can be made before the machine is rented.
+micro-batch and how the work is done. It also covers plain feed-forward layers, which the trainer does not have.
 """
 
 import math
@@ -92,7 +91,7 @@ class Run:
             "microbatches": train.microbatches,
             "zero": train.zero,
             "remat": train.remat,
-            "precision": "bf16" if train.precision == "fp16" else train.precision,
+            "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
         }
@@ -217,6 +216,10 @@ class Group:
     def nodes(self) -> int:
         """Nodes that the group spans."""
         return -(-self.ranks // self.per_node)
+
+
+COUNTED_AS = {"fp16": "bf16", "fp8_rowwise": "fp8", "fp8_block": "fp8"}
+"""The precision whose sizes and speeds another one has."""
 
 
 def _moment_bytes(optim: OptimConfig) -> int:

@@ -23,7 +23,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, UserError, require
+from ultrascale_jax.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    UserError,
+    require,
+)
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.state import (
@@ -223,8 +230,10 @@ def load_params(
         step = max(steps, default=0) if step is None else step
         require(step in steps, "step", step, f"{folder} holds the steps {steps}")
         meta = typing.cast(dict, orbax.checkpointables_metadata(step).custom_metadata)
+        cfg = config_from_dict(meta["config"])
         cfg = dataclasses.replace(
-            config_from_dict(meta["config"]),
+            cfg,
+            model=dataclasses.replace(cfg.model, **ModelConfig().implementations),
             mesh=MeshConfig(**dict(mesh.shape)),
             pp=PipelineConfig(),
         )

@@ -8,7 +8,7 @@ per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 
 import re
 
-from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config import FP8, ModelConfig, require
 
 PEAK_TFLOPS = (
     (r"A100", 312.0, 156.0, None),
@@ -104,13 +104,13 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:
-    """Dense peak of one device in TFLOP/s (`bf16`, `fp16`, `fp8`, or `fp32` on tensor cores); none: not known.
+    """Dense peak of one device in TFLOP/s as `train.precision` says it, fp32 on tensor cores; none: not known.
 
     Raises `UserError` if the device is known to have no tensor cores for `precision`.
     """
     for pattern, bf16, tf32, fp8 in PEAK_TFLOPS:
         if re.search(pattern, device_kind):
-            peak = {"bf16": bf16, "fp16": bf16, "fp32": tf32, "fp8": fp8}[precision]
+            peak = {"fp32": tf32, "bf16": bf16, "fp16": bf16, **dict.fromkeys(FP8, fp8)}[precision]
             fix = f"{device_kind} has no such tensor cores; use bf16"
             require(peak is not None, "precision", precision, fix)
             return peak

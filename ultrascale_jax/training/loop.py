@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
+from ultrascale_jax.kernels.device import HOPPER
 from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.describe import parallelism
@@ -54,13 +55,8 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.
         Diverged: too many steps in a row were not finite.
     """
-    started, platform = time.monotonic(), mesh.devices.flat[0].platform
-    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
-    forced |= {"moe.implementation": cfg.moe.implementation}
-    forced |= {"fp8.implementation": cfg.fp8.implementation}
-    fix = f"needs a GPU, and this is a {platform}; use auto or xla"
-    for name, value in forced.items():
-        require(platform == "gpu" or value in ("auto", "xla"), name, value, fix)
+    started = time.monotonic()
+    _check_kernels(cfg, mesh.devices.flat[0])
     run_dir, parallel = Path(cfg.log.run_dir), parallelism(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -311,6 +307,23 @@ def _start(
         step,
         [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
     )
+
+
+def _check_kernels(cfg: Config, device: jax.Device) -> None:
+    """Refuse programs that do not run on this device or in this precision."""
+    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
+    forced["moe.implementation"] = cfg.moe.implementation
+    if cfg.train.precision == "fp8_block":
+        forced["fp8.implementation"] = cfg.fp8.implementation
+    kind = device.device_kind
+    for name, value in forced.items():
+        fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
+        require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
+        fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"
+        hopper = any(known in kind for known in HOPPER)
+        require(hopper or value != "mosaic", name, value, fix)
+        fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
+        require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -15,6 +15,12 @@ import jax
 from ultrascale_jax.config import REMAT_NAMES, TrainConfig
 from ultrascale_jax.sharding import PRODUCT, manual
 
+HANDED_ON = (
+    *("pvary", "reduced_vary_cast", "stop_gradient"),
+    *("reshape", "broadcast_in_dim", "dynamic_slice"),
+)
+"""What is done with a gathered parameter on the way to its product; it costs nothing to do it again."""
+
 
 def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
     """The wrapper of one layer's function that `train.remat` asks for."""
@@ -48,7 +54,7 @@ def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
     if manual():
         if primitive.name == "all_gather":
             return "fsdp" not in params["axis_name"]
-        return primitive.name not in ("pvary", "broadcast_in_dim", "dynamic_slice")
+        return primitive.name not in HANDED_ON
     if primitive.name == "reshard":
         return "fsdp" not in params["dst_sharding"].spec.reduced
     return not any(

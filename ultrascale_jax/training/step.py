@@ -68,7 +68,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
 
         return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
 
 
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
