@@ -1,5 +1,9 @@
 """GPU kernels that can be used alone, each with its XLA reference: call them on local arrays, under `jax.shard_map`."""
 
+# From the root of a checkout the name may mean Hugging Face's package.
+if __name__ == "kernels":
+    raise ImportError("this folder is ultrascale_jax.kernels; import kernels from elsewhere")
+
 # Functions have the names of their modules: they are imported here, so that the names mean the functions.
 from ultrascale_jax.kernels.attention import attention as attention
 from ultrascale_jax.kernels.attention import attention_backward as attention_backward

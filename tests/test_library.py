@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md`, `pipelines.md`, `context.md` and `experts.md` run as they stand there."""
+"""The examples of `docs/library.md`, `pipelines.md`, `context.md`, `experts.md` and `precision.md` run as they stand."""
 
 import re
 import subprocess
@@ -13,8 +13,8 @@ import pytest
 from tests.attention_oracle import dense_attention
 
 ROOT = Path(__file__).parent.parent
-DOCS, PIPELINES, CONTEXT, EXPERTS = (
-    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context", "experts")
+DOCS, PIPELINES, CONTEXT, EXPERTS, PRECISION = (
+    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context", "experts", "precision")
 )
 
 
@@ -95,3 +95,18 @@ def test_the_layer_of_experts_has_the_gradients_of_a_dense_loop():
         scale = float(jnp.max(jnp.abs(expected)))
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * scale)
     assert int(names["dropped"].sum()) == 0
+
+
+def test_a_norm_and_a_product_in_fp8_are_those_of_float32_but_for_what_fp8_rounds():
+    names: dict = {}
+    (source,) = examples(PRECISION)
+    exec(compile(source, str(PRECISION), "exec"), names)
+    x, w, y = (np.asarray(names[name], np.float64) for name in ("x", "w", "y"))
+    want = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-5) @ w.T
+    assert 0.01 < np.linalg.norm(y - want) / np.linalg.norm(want) < 0.05
+
+
+def test_the_folder_of_kernels_is_no_package_of_its_own():
+    code = "import kernels"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "this folder is ultrascale_jax.kernels" in done.stderr
