@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md`, `pipelines.md`, `context.md`, `experts.md` and `precision.md` run as they stand."""
+"""The examples of `docs/library.md`, `pipelines.md`, `context.md`, `experts.md`, `precision.md` run as they stand."""
 
 import re
 import subprocess
