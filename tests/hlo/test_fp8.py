@@ -36,11 +36,13 @@ def test_each_product_is_fp8_and_zero3_gathers_bytes(compiled):
     assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1
 
 
+@pytest.mark.slow
 def test_rows_have_scales_of_their_own_and_cublaslt_multiplies(compiled):
     _, step = compiled(8, {"fsdp": 2, "sp": 4}, precision="fp8_rowwise", zero=1, remat="none")
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
 
 
+@pytest.mark.slow
 def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compiled):
     mesh, run = {"fsdp": 8}, {"remat": "none", "zero": 3}
     _, plain = compiled(8, mesh, precision="bf16", **run)
