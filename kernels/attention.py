@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.kernels import attention_cudnn
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mosaic import Ranges
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, on_gpu, vary_alike
 
 FIRST = -(2**31)
 """An index before any."""
@@ -229,13 +229,7 @@ def cudnn_applies(q: jax.Array, k: jax.Array, masked: bool = False, causal: bool
         and (T == S or not causal)
         and not (masked and (T % 2 or S % 2))
     )
-    return fits and _platform() in ("gpu", "cuda")
-
-
-def _platform() -> str:
-    """`gpu`, `cuda` or `cpu`: of the mesh's devices, which may be absent (deviceless compilation), or the backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    return fits and on_gpu()
 
 
 def _cudnn(q, k, v, segment_ids, window):

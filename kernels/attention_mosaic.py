@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.device import vary_alike
+
 HALF = 64
 """Rows of a warpgroup, in queries or keys."""
 
@@ -509,8 +511,7 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )(*operands.values())
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands.values()))
-    return [lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x for x in results]
+    return vary_alike(*results, *operands.values())[: len(out)]
 
 
 def _load_ahead(p: Program, loads: Loads) -> None:

@@ -5,9 +5,6 @@ from typing import Any
 import jax
 from jax import lax
 
-HOPPER = ("H100", "H200", "H800", "H20")
-"""GPUs that have the kernels' instructions (sm_90a), as their kind's name says."""
-
 
 def device() -> Any:
     """A device of the mesh, which may be absent (deviceless compilation), or of this process."""
@@ -19,9 +16,14 @@ def on_gpu() -> bool:
     return device().platform in ("gpu", "cuda")
 
 
+def is_hopper(kind: str) -> bool:
+    """Whether GPUs of this kind have the kernels' instructions (sm_90a)."""
+    return any(name in kind for name in ("H100", "H200", "H800", "H20"))
+
+
 def on_hopper() -> bool:
     """Whether the kernels' instructions are there."""
-    return any(name in device().device_kind for name in HOPPER)
+    return is_hopper(device().device_kind)
 
 
 def cores() -> int:

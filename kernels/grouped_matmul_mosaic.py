@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.device import cores
+from ultrascale_jax.kernels.pipeline_mosaic import STAGES, STRIP, WARPGROUPS, launch, pipeline
 
 ALIGNED = 8
 """Rows at whose multiples a copy from global memory starts."""
@@ -32,15 +32,6 @@ ROWS = 128
 
 DEPTH = 64
 """Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
-
-STAGES = 4
-"""Steps that are loaded ahead; with the buffers of the results they fill shared memory (224 of 227 KiB)."""
-
-WARPGROUPS = 2
-"""Those that multiply."""
-
-STRIP = 16
-"""Rows of tiles whose columns follow each other, so that the tiles under way share operands in the L2 cache."""
 
 MULTIPLE = 128
 """Both dims of a matrix are multiples of it."""
@@ -91,7 +82,7 @@ def products(
     def body(plan_g, count_g, x_g, w_g, y_g):
         @functools.partial(
             pl.run_scoped,
-            buffers=_pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[0]),
+            buffers=pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[0]),
             out_s=plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW),
             collective_axes="wg",
         )
@@ -110,14 +101,14 @@ def products(
 
                 steps = jnp.where(expert < E, D // DEPTH, 0)
                 epilogue = _epilogue((ROWS, half), out_s, store)
-                _pipeline(multiply, steps, specs(start, column), epilogue)(
+                pipeline(multiply, steps, specs(start, column), epilogue)(
                     x_g, w_g.at[jnp.minimum(expert, E - 1)], allocations=buffers
                 )
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = jax.ShapeDtypeStruct((R, F), x.dtype)
-    return _call(body, "grouped_matmul", out, programs, plan, count, x, w)
+    return launch(body, "grouped_matmul", [out], programs, (plan, count, x, w))[0]
 
 
 def weight_gradient(
@@ -162,7 +153,7 @@ def weight_gradient(
     def body(plan_g, x_g, dy_g, dw_g):
         @functools.partial(
             pl.run_scoped,
-            buffers=_pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g),
+            buffers=pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g),
             out_s=plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED),
             collective_axes="wg",
         )
@@ -181,7 +172,7 @@ def weight_gradient(
                     columns = pl.ds(column * width + part, 64)
                     plgpu.copy_smem_to_gmem(out_s, dw_g.at[expert, rows, columns])
 
-                _pipeline(
+                pipeline(
                     functools.partial(multiply, first, length),
                     lax.div(length + DEPTH - 1, DEPTH),
                     specs(start, row, column),
@@ -191,7 +182,7 @@ def weight_gradient(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = jax.ShapeDtypeStruct((E, D, F), x.dtype)
-    return _call(body, "grouped_matmul_weight_gradient", out, programs, plan, x, dy)
+    return launch(body, "grouped_matmul_weight_gradient", [out], programs, (plan, x, dy))[0]
 
 
 def _clear_foreign_rows(block_s, first, end) -> None:
@@ -235,20 +226,6 @@ def _groups(sizes: jax.Array) -> jax.Array:
     return jnp.stack([aligned, starts - aligned, lengths]).astype(jnp.int32)
 
 
-def _pipeline(multiply: Callable, steps: Any, specs: list, epilogue: Callable | None = None) -> Any:
-    """`multiply` over the steps of one tile, with loads ahead of it; the accumulator is made and used by `epilogue`."""
-    return plgpu.emit_pipeline_warp_specialized(
-        multiply,
-        grid=(steps,),
-        memory_registers=40,
-        in_specs=specs,
-        wg_axis="wg",
-        num_compute_wgs=WARPGROUPS,
-        max_concurrent_steps=STAGES,
-        compute_context=epilogue,
-    )
-
-
 def _epilogue(shape: tuple[int, int], out_s: Any, store: Callable) -> Callable:
     """Make the accumulator, run the pipeline, and pass the result to `store(buffer, first of its 64 columns)`."""
 
@@ -279,18 +256,3 @@ def _store_rows(out_s, y_g, start, first, rows, columns) -> None:
         first += rows & size
         size //= 2
     plgpu.commit_smem_to_gmem_group()
-
-
-def _call(body: Callable, name: str, out: Any, programs: int | None, *operands: jax.Array):
-    """The kernel's result, typed as varying over the mesh axes over which an operand does."""
-    result = plgpu.kernel(
-        body,
-        out_type=out,
-        grid=(programs or cores(),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        kernel_name=name,
-    )(*operands)
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    return lax.pcast(result, tuple(sorted(axes)), to="varying") if axes else result

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ultrascale_jax.kernels.device import cores, vary_alike
 
 STAGES = 4
-"""Steps that are loaded ahead."""
+"""Steps that are loaded ahead; with the buffers of the results they nearly fill shared memory (227 KiB)."""
 
 WARPGROUPS = 2
 """Those that multiply."""
@@ -56,7 +56,7 @@ def launch(
 
 def pipeline(
     step: Any,
-    steps: int,
+    steps: Any,
     specs: list,
     around: Callable = lambda run: None,
     tile: Any = None,
@@ -71,7 +71,7 @@ def pipeline(
     Args:
       step: gets index, blocks, with `waits` a barrier for each, and the state; returns the next state. None for a
         pipeline of which only the buffers are wanted.
-      steps: blocks of the contracted dim.
+      steps: blocks of the contracted dim; a number known when it is compiled, if there is a `tile`.
       specs: where the operands' blocks are.
       around: makes the state, runs, and uses the last state.
       tile: how many tiles this program has had.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
@@ -15,7 +15,7 @@ from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import Quantized, dequantize, quantize_fp8
 from ultrascale_jax.kernels.shapes import FP8_MATMUL
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, uncached
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -107,11 +107,6 @@ def test_the_kernel_in_the_interpreter_equals_the_reference_and_has_no_races(
         got = mosaic.products(*a, *b, dtype, programs=programs)
     assert got.dtype == dtype
     assert relative(got, exact(a, b)) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
-
-
-@pytest.fixture(scope="module")
-def h100s() -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.array(target_devices(8)), ("dp",), axis_types=(AxisType.Explicit,))
 
 
 @pytest.mark.parametrize(

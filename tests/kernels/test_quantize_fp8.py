@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels import quantize_fp8_mosaic as fp8_mosaic
 from ultrascale_jax.kernels.shapes import QUANTIZE_FP8
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
 
 # The function has the name of its module.
 fp8 = importlib.import_module("ultrascale_jax.kernels.quantize_fp8")
@@ -219,30 +215,7 @@ def test_kernels_that_quantise_what_they_make_equal_the_reference(kind, scaling,
     assert np.mean(np.asarray(values) == np.asarray(want.values)) > 0.99
 
 
-@pytest.fixture(scope="module")
-def h100s() -> jax.sharding.Mesh:
-    devices = np.array(target_devices(8))
-    return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
-
-
-def compiled(mesh, run, *shapes):
-    """`run` on each of the devices, with its own rows; vectors are whole and float32."""
-    rows = [len(shape) > 1 for shape in shapes]
-    specs = tuple(P("dp") if split else P() for split in rows)
-    with jax.set_mesh(mesh), uncached():
-        given = [
-            jax.ShapeDtypeStruct(
-                (mesh.size * shape[0], *shape[1:]) if split else shape,
-                jnp.bfloat16 if split else jnp.float32,
-                sharding=NamedSharding(mesh, spec),
-            )
-            for shape, split, spec in zip(shapes, rows, specs, strict=True)
-        ]
-        region = smap(run, in_specs=specs, out_specs=P("dp"), axes=("dp",))
-        return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
-
-
-def test_h100s_run_one_kernel_that_keeps_all_in_registers(h100s, monkeypatch, capfd):
+def test_h100s_run_one_kernel_that_keeps_all_in_registers(compiled, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     M, K = shape = QUANTIZE_FP8["llama3_8b"]
     settings = {"power_of_2": True, "implementation": "mosaic"}
@@ -251,12 +224,12 @@ def test_h100s_run_one_kernel_that_keeps_all_in_registers(h100s, monkeypatch, ca
     norm = functools.partial(fp8.rms_norm_quantize, **settings)
     wide = M, 14336
     programs = [
-        compiled(h100s, lambda x: both(x, "block"), shape),
-        compiled(h100s, lambda x: one(x, "tile"), shape),
-        compiled(h100s, lambda x: one(x, "row"), shape),
-        compiled(h100s, lambda x: tuple(q.values for q in both(x, "row")), shape),
-        compiled(h100s, lambda x, w: norm(x, w, 1e-5, "block"), shape, (K,)),
-        compiled(h100s, lambda x, y: fp8.swiglu_quantize(x, y, "row", **settings), wide, wide),
+        compiled(lambda x: both(x, "block"), shape),
+        compiled(lambda x: one(x, "tile"), shape),
+        compiled(lambda x: one(x, "row"), shape),
+        compiled(lambda x: tuple(q.values for q in both(x, "row")), shape),
+        compiled(lambda x, w: norm(x, w, 1e-5, "block"), shape, (K,)),
+        compiled(lambda x, y: fp8.swiglu_quantize(x, y, "row", **settings), wide, wide),
     ]
     for program in programs:
         text = program.as_text()

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
-from ultrascale_jax.kernels.device import vary_alike
 from ultrascale_jax.kernels.rms_norm import add_rms_norm, rms_norm
 from ultrascale_jax.kernels.shapes import RMS_NORM
 from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
 
 EPS = 1e-3
 """Large enough to be seen in the results."""
@@ -141,46 +139,18 @@ def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(shape, p
     assert all(a.dtype == jnp.bfloat16 for a in (y, dx, added, same, dadded))
 
 
-@pytest.fixture(scope="module")
-def h100s() -> jax.sharding.Mesh:
-    devices = np.array(target_devices(8))
-    return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
-
-
-def compiled(mesh, run, *shapes):
-    """`run` on each of the devices, with its own rows and the whole weight."""
-    rows = [len(shape) > 1 for shape in shapes]
-    specs = tuple(P("dp") if split else P() for split in rows)
-
-    def local(*args):
-        # Varying already, so that its gradient stays what this device has of it.
-        return run(*vary_alike(*args))
-
-    with jax.set_mesh(mesh), uncached():
-        given = [
-            jax.ShapeDtypeStruct(
-                (mesh.size * shape[0], *shape[1:]) if split else shape,
-                jnp.bfloat16 if split else jnp.float32,
-                sharding=NamedSharding(mesh, spec),
-            )
-            for shape, split, spec in zip(shapes, rows, specs, strict=True)
-        ]
-        region = smap(local, in_specs=specs, out_specs=P("dp"), axes=("dp",))
-        return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
-
-
 @pytest.mark.parametrize(
     "name",
     ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.slow)],
 )
 def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
-    h100s, name, monkeypatch, capfd
+    compiled, name, monkeypatch, capfd
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     shape = RMS_NORM[name]
     D = shape[1]
-    norm = compiled(h100s, norm_with_gradients("mosaic"), shape, (D,), shape)
-    added = compiled(h100s, added_with_gradients("mosaic"), shape, shape, (D,), shape, shape)
+    norm = compiled(norm_with_gradients("mosaic"), shape, (D,), shape)
+    added = compiled(added_with_gradients("mosaic"), shape, shape, (D,), shape, shape)
     for program in (norm, added):
         text = program.as_text()
         assert len(re.findall("custom_call_target=.mosaic", text)) == 2

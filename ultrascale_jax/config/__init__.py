@@ -362,10 +362,8 @@ class Config:
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
-            kernel, fix = (
-                self.moe.implementation,
-                f"multiplies bfloat16; use auto or xla with {train.precision}",
-            )
+            kernel = self.moe.implementation
+            fix = f"multiplies bfloat16; use auto or xla with {train.precision}"
             fits = model.experts is None or kernel != "mosaic"
             require(fits, "moe.implementation", kernel, fix)
         if mesh.tensor > GPUS_PER_NODE:

@@ -182,20 +182,20 @@ def _forward(recipe, x, w, *quantised):
     kept = x if recipe.wgrad == "bf16" else x_KM
     w_NK = _weight(recipe, w, quantised)[1]
     y = _product_of(recipe, x_MK, w_NK, x.dtype)
-    return y, (jax.tree.map(as_bits, kept), quantised or (w,))
+    return y, (jax.tree.map(as_bits, kept), None if quantised else w, quantised)
 
 
 def _backward(recipe, saved, g):
-    x, w = saved
+    x, w, quantised = saved
     x = jax.tree.map(_from_bits, x)
     g_MN, g_NM = _both(recipe, g, E4M3 if recipe.gradients == "e4m3" else E5M2)
-    w_KN, _ = _weight(recipe, w[0], w if len(w) > 1 else ())
+    w_KN, _ = _weight(recipe, w, quantised)
     dx = _product_of(recipe, g_MN, w_KN, g.dtype, exact=True)
     if recipe.wgrad == "bf16":
         dw = jnp.swapaxes(x, -1, -2) @ g
     else:
         dw = _product_of(recipe, x, g_NM, g.dtype, exact=True)
-    return dx, dw, *(None for _ in w if len(w) > 1)
+    return dx, dw, *[None for _ in quantised]
 
 
 _multiply.defvjp(_forward, _backward)
@@ -243,7 +243,7 @@ def _fitting_quantiser(recipe: Recipe, x: jax.Array) -> str:
     return _fitting(recipe, *x.shape) if x.ndim == 2 else "xla"
 
 
-def _weight(recipe: Recipe, w: jax.Array, quantised) -> tuple[Quantized, Quantized]:
+def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
     """w `[..., K, N]` quantised along N, and its transpose `[..., N, K]` along K."""
     if recipe.scaling == "tensor":
         if not quantised:

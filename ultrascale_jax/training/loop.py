@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
-from ultrascale_jax.kernels.device import HOPPER
+from ultrascale_jax.kernels.device import is_hopper
 from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.describe import parallelism
@@ -320,8 +320,7 @@ def _check_kernels(cfg: Config, device: jax.Device) -> None:
         fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
         require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
         fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"
-        hopper = any(known in kind for known in HOPPER)
-        require(hopper or value != "mosaic", name, value, fix)
+        require(is_hopper(kind) or value != "mosaic", name, value, fix)
         fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
         require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
 

@@ -42,6 +42,6 @@ def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
     how = recipe(cfg)
     if how is None:
         return None
-    tensor = how.scaling == "tensor"
-    layers = cfg.model.num_layers
-    return Fp8(how, weight_amaxes(params.blocks, params.order_of, layers) if tensor else {})
+    if how.scaling != "tensor":
+        return Fp8(how, {})
+    return Fp8(how, weight_amaxes(params.blocks, params.order_of, cfg.model.num_layers))

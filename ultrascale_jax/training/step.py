@@ -59,9 +59,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
             return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
-        used = use(cfg, params)
-
-        fp8 = fp8_of(cfg, params)
+        used, fp8 = use(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
             return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1], None

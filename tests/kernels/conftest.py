@@ -1,0 +1,48 @@
+"""H100s that are not there, and kernels over rows compiled for them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.kernels.device import vary_alike
+from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+
+@pytest.fixture(scope="module")
+def h100s() -> jax.sharding.Mesh:
+    """Eight of them; files that split other axes have their own."""
+    devices = np.array(target_devices(8))
+    return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
+
+
+@pytest.fixture(scope="module")
+def compiled(h100s) -> Callable:
+    """`compiled(run, *shapes)`: `run` on each device, with its own bfloat16 rows; vectors are whole and float32."""
+
+    def compile_run(run, *shapes):
+        rows = [len(shape) > 1 for shape in shapes]
+        specs = tuple(P("dp") if split else P() for split in rows)
+
+        def local(*args):
+            # Varying already, so that a vector's gradient stays what this device has of it.
+            return run(*vary_alike(*args))
+
+        with jax.set_mesh(h100s), uncached():
+            given = [
+                jax.ShapeDtypeStruct(
+                    (h100s.size * shape[0], *shape[1:]) if split else shape,
+                    jnp.bfloat16 if split else jnp.float32,
+                    sharding=NamedSharding(h100s, spec),
+                )
+                for shape, split, spec in zip(shapes, rows, specs, strict=True)
+            ]
+            region = smap(local, in_specs=specs, out_specs=P("dp"), axes=("dp",))
+            return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
+
+    return compile_run
