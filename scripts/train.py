@@ -4,13 +4,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from scripts import command_line, generate
-from ultrascale_jax.config import require
+from ultrascale_jax.config import DistConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,10 @@ class Options(command_line.Options):
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
     sample: Annotated[int, tyro.conf.arg(metavar="N")] = 300
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
+    faults: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Let the environment variable US_FAULT make things go wrong on purpose."""
+    dist: DistConfig = field(default_factory=DistConfig)
+    """How this process joins the others."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from ultrascale_jax import distributed
     from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.reliability.faults import Plan
     from ultrascale_jax.training.loop import train
 
     if options.devices is not None:
@@ -64,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.initialize()
     with command_line.user_errors():
         cfg = cfg.check(jax.device_count())
-        summary = train(cfg, make_mesh(cfg.mesh), profile=options.profile_steps)
+        faults = Plan.none()
+        if options.faults:
+            faults = Plan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
+        mesh = make_mesh(cfg.mesh)
+        summary = train(cfg, mesh, profile=options.profile_steps, faults=faults)
     if jax.process_index() == 0:
         print(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
     wanted = options.sample > 0 and not summary["stopped"]

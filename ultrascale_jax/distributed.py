@@ -18,9 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, require
-
-CRASHED = 70
-"""Exit code of a process that an exception ended (EX_SOFTWARE of sysexits.h)."""
+from ultrascale_jax.reliability.exit_codes import CRASHED
 
 GPU_FLAGS = {
     # Start collectives early and finish them late, so that they run beside the matrix products.

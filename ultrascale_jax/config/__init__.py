@@ -26,6 +26,8 @@ from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
 from ultrascale_jax.config.training import OptimConfig as OptimConfig
 from ultrascale_jax.config.training import TrainConfig as TrainConfig
+from ultrascale_jax.config.watch import DistConfig as DistConfig
+from ultrascale_jax.config.watch import WatchConfig as WatchConfig
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
@@ -287,6 +289,10 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest checkpoint: if there is one, never, or else fail."""
+    max_failures: int = 3
+    """Stop when so many saves in a row have failed."""
+    allow_change: tuple[str, ...] = ()
+    """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them."""
 
     def __post_init__(self):
         path = PurePath(self.dir)
@@ -295,7 +301,7 @@ class CheckpointConfig:
         usable = self.dir != "" and "\0" not in self.dir
         require(inside and usable, "checkpoint.dir", self.dir, fix)
         require_at_least(0, "checkpoint", self, ("every",))
-        require_at_least(1, "checkpoint", self, ("keep",))
+        require_at_least(1, "checkpoint", self, ("keep", "max_failures"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +330,7 @@ class Config:
     cp: ContextConfig = field(default_factory=ContextConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def check(self, num_devices: int) -> "Config":

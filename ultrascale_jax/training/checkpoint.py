@@ -58,7 +58,7 @@ Only the places of the data and the tokenizer may change, as long as the tokens 
 
 FREE = (
     *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
-    *("mesh.", "pp.", "cp.", "log.", "checkpoint."),
+    *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
 )
 """Fields that a resumed run may change without a word."""
 

@@ -8,7 +8,6 @@ data and the step number alone, so a run that stops anywhere and resumes compute
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -17,33 +16,43 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.distributed import StopRequest
-from ultrascale_jax.kernels.device import is_hopper
 from ultrascale_jax.parallel.order import sequence_order
+from ultrascale_jax.reliability.exit_codes import STOPPED
+from ultrascale_jax.reliability.faults import Plan
 from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
 from ultrascale_jax.training.describe import parallelism
-from ultrascale_jax.training.flops import flops_per_token, peak_tflops
 from ultrascale_jax.training.loss_scale import LEAST
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
+from ultrascale_jax.training.precision import check_kernels
+from ultrascale_jax.training.rate import Rate
 from ultrascale_jax.training.state import TrainState, abstract_state, init_state
 from ultrascale_jax.training.step import make_eval_step, make_train_step
+from ultrascale_jax.training.tracer import Tracer
 
 
 class Diverged(UserError):
     """`train.max_skipped` steps in a row had a loss or gradient norm that is not finite."""
 
-    exit_code = 3
+    exit_code = STOPPED
 
 
-def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) -> dict:
+def train(
+    cfg: Config,
+    mesh: Mesh,
+    *,
+    profile: tuple[int, int] | None = None,
+    faults: Plan | None = None,
+) -> dict:
     """Train as `cfg` says, from the newest checkpoint in its run directory if there is one.
 
     Args:
         cfg: a checked config.
         mesh: the mesh of `cfg.mesh`.
         profile: write a trace of the steps from the first number up to, not including, the second to `run_dir/profile`.
+        faults: what is to go wrong on purpose.
 
     Returns:
         What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
@@ -56,7 +65,7 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
         Diverged: too many steps in a row were not finite.
     """
     started = time.monotonic()
-    _check_kernels(cfg, mesh.devices.flat[0])
+    check_kernels(cfg, mesh.devices.flat[0])
     run_dir, parallel = Path(cfg.log.run_dir), parallelism(cfg)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -68,9 +77,9 @@ def train(cfg: Config, mesh: Mesh, *, profile: tuple[int, int] | None = None) ->
             _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
         for note in parallel + notes:
             log.note(note)
-        tracer = stack.enter_context(_Tracer(run_dir / "profile", profile))
+        tracer = stack.enter_context(Tracer(run_dir / "profile", profile))
         stop = stack.enter_context(StopRequest())
-        run = _Run(cfg, mesh, loader, checkpoints, log, started)
+        run = _Run(cfg, mesh, loader, checkpoints, log, faults or Plan.none(), started)
         return run.run(state, first_step, stop, tracer)
 
 
@@ -98,20 +107,21 @@ class _Run:
         loader: Loader,
         checkpoints: Checkpoints,
         log: RunLog,
+        faults: Plan,
         started: float,
     ):
         self.cfg, self.mesh, self.loader = cfg, mesh, loader
-        self.checkpoints, self.log, self.started = checkpoints, log, started
+        self.checkpoints, self.log, self.faults, self.started = checkpoints, log, faults, started
         self.fingerprint, self.held_out = loader.fingerprint, loader.held_out()
         self.eval_step: Callable = make_eval_step(cfg)
-        self.rate = _Rate(cfg, mesh)
+        self.rate = Rate(cfg, mesh)
         self.summary: dict = dict.fromkeys(SUMMARY)
         self.summary["skipped"] = 0
         self.in_a_row = 0
         self.skipped_hashes: list[str] = []
         """Hashes of the batches of the last skipped steps in a row."""
 
-    def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: "_Tracer") -> dict:
+    def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: Tracer) -> dict:
         """The steps after `first_step`; see `train`."""
         self.in_a_row = int(state.skipped_in_a_row)
         step, stopped, pending, train_step = first_step, False, None, None
@@ -122,6 +132,7 @@ class _Run:
                 wait_s = time.monotonic() - asked
                 train_step = train_step or self._compile(state, batch)
                 step += 1
+                self.faults.strike(step)
                 if tracer.turns(step):
                     pending = self._read(pending)
                     tracer.turn(state)
@@ -220,78 +231,6 @@ class _Run:
         self.log.evaluation(step, self.summary["eval_loss"], tokens)
 
 
-class _Rate:
-    """Time, throughput and utilisation of steps; time spent between steps (evaluating, saving) does not count.
-
-    Throughput is in tokens that pass through the model, counted in the loss or not: the FLOPs are the same.
-    """
-
-    def __init__(self, cfg: Config, mesh: Mesh):
-        self._tokens = cfg.train.global_batch * cfg.data.seq_len
-        self._tflops = (
-            self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size / 1e12
-        )
-        self._peak = peak_tflops(mesh.devices.flat[0].device_kind, cfg.train.precision)
-        self._times: list[float] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """The next step begins now."""
-        self._begun = time.monotonic()
-
-    def step(self) -> dict[str, float | None]:
-        """The step that ends now, and the next one's beginning."""
-        begun = self._begun
-        self.restart()
-        self._times.append(self._begun - begun)
-        return self._of(self._times[-1])
-
-    def mean(self) -> dict[str, float | None]:
-        """All steps but the first, which warms up."""
-        times = self._times[1:]
-        return self._of(math.fsum(times) / len(times) if times else None)
-
-    def _of(self, step_s: float | None) -> dict[str, float | None]:
-        if step_s is None:
-            return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
-        tflops = self._tflops / step_s
-        mfu = None if self._peak is None else tflops / self._peak
-        return {
-            "tokens_per_s": self._tokens / step_s,
-            "step_s": step_s,
-            "tflops_per_device": tflops,
-            "mfu": mfu,
-        }
-
-
-class _Tracer:
-    """Profiler trace of the steps in [first, stop), which Perfetto opens."""
-
-    def __init__(self, folder: Path, steps: tuple[int, int] | None):
-        self._folder, self._steps, self._active = folder, steps, False
-
-    def __enter__(self) -> "_Tracer":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._active:
-            jax.profiler.stop_trace()
-
-    def turns(self, step: int) -> bool:
-        """Whether the trace begins or ends before `step`."""
-        inside = self._steps is not None and self._steps[0] <= step < self._steps[1]
-        return inside != self._active and jax.process_index() == 0
-
-    def turn(self, state: TrainState) -> None:
-        """Begin or end the trace, when the steps before are done."""
-        jax.block_until_ready(state)
-        if self._active:
-            jax.profiler.stop_trace()
-        else:
-            jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
-        self._active = not self._active
-
-
 def _start(
     cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, list[str]]:
@@ -307,22 +246,6 @@ def _start(
         step,
         [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
     )
-
-
-def _check_kernels(cfg: Config, device: jax.Device) -> None:
-    """Refuse programs that do not run on this device or in this precision."""
-    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
-    forced["moe.implementation"] = cfg.moe.implementation
-    if cfg.train.precision == "fp8_block":
-        forced["fp8.implementation"] = cfg.fp8.implementation
-    kind = device.device_kind
-    for name, value in forced.items():
-        fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
-        require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
-        fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"
-        require(is_hopper(kind) or value != "mosaic", name, value, fix)
-        fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
-        require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -5,9 +5,11 @@ residual stream, what travels between devices. Fp8, where it is asked for: produ
 they keep for the backward pass; attention, the router, the embedding and the head stay in the type of compute.
 """
 
+import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.config import FP8, Config, require
+from ultrascale_jax.kernels.device import is_hopper
 from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
 from ultrascale_jax.models.transformer import Transformer
 
@@ -45,3 +47,19 @@ def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
     if how.scaling != "tensor":
         return Fp8(how, {})
     return Fp8(how, weight_amaxes(params.blocks, params.order_of, cfg.model.num_layers))
+
+
+def check_kernels(cfg: Config, device: jax.Device) -> None:
+    """Refuse programs that do not run on this device or in this precision."""
+    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
+    forced["moe.implementation"] = cfg.moe.implementation
+    if cfg.train.precision == "fp8_block":
+        forced["fp8.implementation"] = cfg.fp8.implementation
+    kind = device.device_kind
+    for name, value in forced.items():
+        fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
+        require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
+        fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"
+        require(is_hopper(kind) or value != "mosaic", name, value, fix)
+        fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
+        require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)

@@ -1,0 +1,24 @@
+"""A recipe of a second: what the jobs of this folder train."""
+
+from ultrascale_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+config = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=-1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(steps=12, global_batch=8, precision="fp32", eval_batches=1),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    checkpoint=CheckpointConfig(every=4),
+    log=LogConfig(run_dir="out/tiny"),
+)

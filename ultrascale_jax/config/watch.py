@@ -1,0 +1,64 @@
+"""How a run is joined by its processes, and what watches over it."""
+
+from dataclasses import dataclass
+
+from ultrascale_jax.config.base import require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What is looked at while a run goes on; none of it changes a number of a step that is sound."""
+
+    hang_s: float = 0.0
+    """Seconds without progress after which a process ends itself; 0: learned from the run, at least a minute."""
+    straggler_every: int = 100
+    """Steps between comparisons of the processes' own times; 0: none."""
+    replicas_every: int = 0
+    """Steps between comparisons of all copies of the parameters, bit for bit; 0: none."""
+    rerun: bool = False
+    """Run a suspicious step again, to tell a fault of the hardware from one of the data; keeps a copy of the state."""
+    spike_sigma: float = 0.0
+    """Skip steps whose loss or gradient norm is so many standard deviations above its mean; 0: none."""
+    spike_window: int = 128
+    """Steps over which mean and deviation are taken; no step is skipped before there are so many."""
+
+    def __post_init__(self):
+        require_at_least(0, "watch", self, ("hang_s", "straggler_every", "replicas_every"))
+        require_at_least(0, "watch", self, ("spike_sigma",))
+        require_at_least(2, "watch", self, ("spike_window",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistConfig:
+    """How this process joins the others; what is not given is read from the environment."""
+
+    address: str | None = None
+    """`host:port` of process 0."""
+    num_processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which one this is."""
+    timeout_s: int = 300
+    """Seconds to wait for all of them at the start."""
+    heartbeat_s: int = 100
+    """Seconds after which a process that does not answer is taken for dead."""
+    expect_devices: int | None = None
+    """Devices that the job must have in all."""
+    mtls_cert: str | None = None
+    """Certificate of this process (PEM): with `mtls_key` and `mtls_ca`, processes talk over mutual TLS."""
+    mtls_key: str | None = None
+    """Its private key."""
+    mtls_ca: str | None = None
+    """Certificate of the authority that signed all of them."""
+
+    def __post_init__(self):
+        for name in ("num_processes", "timeout_s", "heartbeat_s", "expect_devices"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"dist.{name}", value, "must be at least 1")
+        number = self.process_id
+        fix = "must be from 0 to dist.num_processes - 1"
+        inside = number is None or 0 <= number < (self.num_processes or number + 1)
+        require(inside, "dist.process_id", number, fix)
+        tls = (self.mtls_cert, self.mtls_key, self.mtls_ca)
+        fix = "mutual TLS needs all of dist.mtls_cert, dist.mtls_key and dist.mtls_ca"
+        require(all(tls) or not any(tls), "dist.mtls_cert", self.mtls_cert, fix)

@@ -1,0 +1,13 @@
+"""What a process that ends tells its supervisor; 0 is done, or stopped by SIGTERM after saving."""
+
+REFUSED = 2
+"""A `UserError`: something the user can mend, and a restart cannot."""
+
+STOPPED = 3
+"""The run diverged, or all its checkpoints are damaged: a restart would not help either."""
+
+CRASHED = 70
+"""An exception ended it (EX_SOFTWARE of sysexits.h); a restart may help."""
+
+HUNG = 71
+"""Its watchdog saw no progress; a restart may help."""
