@@ -7,7 +7,7 @@ WORKERS ?= 2
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast bench lint clean
+.PHONY: setup setup-dev train test test-fast test-faults soak bench lint clean
 
 setup: .venv/.installed
 
@@ -20,7 +20,14 @@ test: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) tests
 
 test-fast: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS) tests
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults" $(ARGS) tests
+
+# Every row of the matrix of faults; `make test` has a part of them.
+test-faults: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) tests/faults tests/hostile
+
+soak: .venv/.installed
+	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.soak $(ARGS)
 
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)

@@ -143,6 +143,11 @@ def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout
     [
         ("train", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.train debug --devices 8"),
         ("test", "JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 debug --devices 8 tests"),
+        (
+            "test-faults",
+            'JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 -m "" debug --devices 8 tests/faults tests/hostile',
+        ),
+        ("soak", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.soak debug --devices 8"),
         ("bench", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.bench debug --devices 8"),
         ("lint", ".venv/bin/ruff check ."),
     ],

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from configs import llama3_70b, llama3_405b
+from configs import llama3_405b
 from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
 from ultrascale_jax.parallel.buffers import assemble
 from ultrascale_jax.parallel.schedules import of_config
@@ -86,12 +86,9 @@ def test_memory_of_afab_grows_with_micro_batches(piped):
     assert grown == pytest.approx(24 * slope, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved", "zb_uniform"))],
-)
-def test_the_program_does_not_grow_with_micro_batches(piped, schedule):
-    few, many = (piped(m, schedule=schedule)[1] for m in (8, 32))
+@pytest.mark.slow
+def test_the_program_does_not_grow_with_micro_batches(piped):
+    few, many = (piped(m)[1] for m in (8, 32))
     sizes = [
         len([line for line in step.text.splitlines() if " = " in line]) for step in (few, many)
     ]
@@ -113,20 +110,11 @@ def test_zero_bubble_keeps_no_more_than_1f1b_and_its_queue(piped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "num_devices", "mesh", "microbatches", "remat"),
-    [
-        (llama3_70b, 64, {"pp": 4, "fsdp": 2, "sp": 8}, 32, "selective"),
-        (llama3_405b, 1024, {"pp": 16, "fsdp": 8, "sp": 8}, 64, "full"),
-    ],
-    ids=["70b_64", "405b_1024"],
-)
-def test_large_models_fit_and_their_steady_state_waits_for_no_send(
-    compile_once, recipe, num_devices, mesh, microbatches, remat
-):
-    cfg, mesh = recipe.config, MeshConfig(**mesh)
-    batch = {"microbatches": microbatches, "global_batch": mesh.batch * microbatches}
-    train = dataclasses.replace(cfg.train, zero=1, remat=remat, **batch)
+def test_a_large_model_fits_and_its_steady_state_waits_for_no_send(compile_once):
+    """Llama 3.1 405B on 1,024 GPUs."""
+    cfg, mesh, num_devices = llama3_405b.config, MeshConfig(pp=16, fsdp=8, sp=8), 1024
+    batch = {"microbatches": 64, "global_batch": mesh.batch * 64}
+    train = dataclasses.replace(cfg.train, zero=1, remat="full", **batch)
     cfg = dataclasses.replace(cfg, mesh=mesh, train=train).check(num_devices)
     step = compile_once(cfg, num_devices)
     assert step.peak_bytes <= GPU_MEMORY_SHARE * find_gpu("h100").memory_gib * 2**30

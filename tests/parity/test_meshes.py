@@ -78,27 +78,17 @@ FSDP_CP_SP = {"fsdp": 2, "cp": 2, "sp": 2}
 RING, ALLGATHER, ULYSSES = ({"strategy": name} for name in ("ring", "allgather", "ulysses"))
 # name: (mesh, fields of train, family, section cp, fields of moe)
 TABLE = {
-    "dp8": ({"dp": 8}, {}, "llama"),
-    "fsdp8_zero0": ({"fsdp": 8}, {"zero": 0}, "llama"),
-    "fsdp8_zero1": ({"fsdp": 8}, {"zero": 1}, "llama"),
-    "fsdp8_zero2": ({"fsdp": 8}, {"zero": 2}, "llama"),
     "fsdp8_zero3": ({"fsdp": 8}, {"zero": 3}, "llama"),
     "fsdp8_one_micro_batch": ({"fsdp": 8}, {"microbatches": 1}, "llama"),
-    "tp2": ({"tp": 2}, {}, "llama"),
-    "sp4": ({"sp": 4}, {}, "llama"),
-    "dp2_fsdp2_sp2": ({"dp": 2, "fsdp": 2, "sp": 2}, {}, "llama"),
-    "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "llama"),
     "dp2_fsdp2_tp2_zero2": ({"dp": 2, "fsdp": 2, "tp": 2}, {"zero": 2}, "llama"),
     "dp2_fsdp2_sp2_zero1": ({"dp": 2, "fsdp": 2, "sp": 2}, {"zero": 1}, "olmo2_tied"),
     "sp4_tp2_more_ranks_than_kv_heads": ({"sp": 4, "tp": 2}, {}, "qwen3_window"),
-    "dp2_fsdp2_sp2_olmo2": ({"dp": 2, "fsdp": 2, "sp": 2}, {"remat": "full"}, "olmo2_tied"),
     "fsdp2_sp2_tp2_qwen3": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "qwen3_window"),
     # Zigzag, and no other axis: gradients must be varying over cp before they are added up.
     "cp2": ({"cp": 2}, {}, "llama_one_stream"),
     "cp4_zero0_full": ({"cp": 4}, {"zero": 0, "remat": "full"}, "qwen3_window"),
     "cp8_odd_pieces_full": ({"cp": 8}, {"remat": "full"}, "llama_odd_pieces"),
     "fsdp2_ep2_cp2": ({"fsdp": 2, "ep": 2, "cp": 2}, {}, "llama"),
-    "fsdp2_cp2_sp2_selective": (FSDP_CP_SP, {"remat": "selective"}, "qwen3_window"),
     "dp2_cp2_sp2_zero1": (DP_CP_SP, {"zero": 1}, "olmo2_tied"),
     "cp2_tp4_zero1": ({"cp": 2, "tp": 4}, {"zero": 1, "remat": "dots"}, "qwen3_window"),
     "cp8_ring_selective": ({"cp": 8}, {"zero": 0, "remat": "selective"}, "llama_odd_pieces", RING),
@@ -110,7 +100,6 @@ TABLE = {
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
     # Experts.
-    "ep2": ({"ep": 2}, {}, "mixtral"),
     "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"bound": 1.0}),
     "ep2_sp2_fsdp2_overlap": (
         {"ep": 2, "sp": 2, "fsdp": 2}, {"remat": "selective"}, "mixtral", {}, {"overlap": True},

@@ -42,27 +42,20 @@ FSDP_SP = {"pp": 2, "fsdp": 2, "sp": 2}
 FSDP_CP = {"pp": 2, "fsdp": 2, "cp": 2}
 # name: (mesh, section pp, fields of train, fields of model, section cp)
 TABLE = {
-    "afab_sp": ({"pp": 4, "sp": 2}, {"schedule": "afab"}, {}, LLAMA),
     "afab_fsdp_cp_full": (FSDP_CP, {"schedule": "afab"}, {"remat": "full"}, QWEN3),
     "1f1b_fsdp_sp": (FSDP_SP, {}, {"zero": 3}, OLMO2),
     "1f1b_fsdp_full_zero2": ({"pp": 4, "fsdp": 2}, {}, {"zero": 2, "remat": "full"}, UNEVEN),
-    "1f1b_fsdp_cp_input": (FSDP_CP, {"stash": "input"}, {"zero": 1}, LLAMA),
     "1f1b_dp_tp_selective": ({"pp": 2, "dp": 2, "tp": 2}, {}, {"remat": "selective"}, OLMO2),
     "1f1b_ep_tp": ({"pp": 2, "ep": 2, "tp": 2}, {}, {"zero": 3, "remat": "dots"}, QWEN3),
     "1f1b_sp_tp_more_than_kv_heads": ({"pp": 2, "sp": 2, "tp": 2}, {}, {}, QWEN3),
     "1f1b_pp8": ({"pp": 8}, {}, {"remat": "full"}, LLAMA),
-    "interleaved_fsdp_sp_dots": (FSDP_SP, {"schedule": "interleaved"}, {"remat": "dots"}, QWEN3),
     "interleaved_cp_v2": ({"pp": 4, "cp": 2}, {"schedule": "interleaved"}, {"remat": "full"}, OLMO2),
     "interleaved_fsdp_tp_v4": (
         {"pp": 2, "fsdp": 2, "tp": 2}, {"schedule": "interleaved", "virtual": 4, "group": 4}, {}, LLAMA,
     ),
     "zb_uniform_fsdp_sp": (FSDP_SP, {"schedule": "zb_uniform", "virtual": 2}, {"zero": 2}, UNEVEN),
-    "zb_uniform_cp_full": ({"pp": 4, "cp": 2}, {"schedule": "zb_uniform"}, {"remat": "full"}, QWEN3),
     "zb_h1_fsdp_cp": (FSDP_CP, {"schedule": "zb_h1"}, {"remat": "full"}, LLAMA),
-    "zb_h1_sp": ({"pp": 4, "sp": 2}, {"schedule": "zb_h1"}, {}, OLMO2),
     "zb_v_fsdp_sp": (FSDP_SP, {"schedule": "zb_v"}, {"remat": "selective"}, QWEN3),
-    "zb_v_cp": ({"pp": 4, "cp": 2}, {"schedule": "zb_v"}, {}, LLAMA),
-    "dualpipe_v_fsdp_cp": (FSDP_CP, {"schedule": "dualpipe_v"}, {}, OLMO2),
     "dualpipe_v_sp_input": (
         {"pp": 4, "sp": 2}, {"schedule": "dualpipe_v", "stash": "input"}, {}, UNEVEN | {"num_layers": 11},
     ),

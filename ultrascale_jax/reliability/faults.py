@@ -5,6 +5,7 @@ the run is restarted: what has struck is written to `run_dir/faults.txt` before 
 NVRx's `Fault` and torchft's `EventInjector`.
 """
 
+import errno
 import os
 import re
 import signal
@@ -93,6 +94,13 @@ class Plan:
                 raise SystemExit(1)
             else:
                 raise RuntimeError(f"fault on purpose before step {step} on rank {self._rank}")
+
+    def load(self, step: int) -> None:
+        """What happens to the batch of `step`, in the thread of the loader that reads it."""
+        if self._faults and self.due("loader", step):
+            raise OSError(errno.EIO, f"fault on purpose in the loader on rank {self._rank}")
+        if self._faults and self.due("stall", step):
+            time.sleep(STALL_S)
 
     def _struck(self, fault: Fault) -> bool:
         """Whether `fault` has struck this rank before; if not, it is on record now."""
