@@ -7,7 +7,7 @@ WORKERS ?= 2
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-faults soak bench lint clean
+.PHONY: setup setup-dev train test test-fast test-all test-faults soak bench lint clean
 
 setup: .venv/.installed
 
@@ -20,7 +20,11 @@ test: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) tests
 
 test-fast: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults" $(ARGS) tests
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults and not wide" $(ARGS) tests
+
+# With rows of tables that other rows imply, and all faults.
+test-all: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) tests
 
 # Every row of the matrix of faults; `make test` has a part of them.
 test-faults: .venv/.installed-dev

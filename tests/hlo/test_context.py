@@ -49,7 +49,7 @@ def needed_flops(cfg) -> float:
         ("zigzag", 1.0),
         # The last rank sees all of the n blocks, half of its own; the mean rank half of them.
         pytest.param("ring", (RANKS - 0.5) / (RANKS / 2), marks=pytest.mark.slow),
-        pytest.param("allgather", 1.0, marks=pytest.mark.slow),
+        pytest.param("allgather", 1.0, marks=pytest.mark.wide),
         pytest.param("ulysses", 1.0, marks=pytest.mark.slow),
     ],
 )

@@ -58,7 +58,7 @@ def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compile
     assert not re.search(whole, step.text)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_gradients_of_weights_may_stay_bfloat16(compiled):
     _, step = compiled(8, {"fsdp": 8}, precision="fp8_rowwise", fp8={"wgrad": "bf16"}, remat="none")
     assert products(step) == {"fp8": 2 * MATRICES, "bf16": MATRICES + HEAD}
@@ -80,11 +80,10 @@ def test_accumulation_and_pipelines_lose_no_fp8_product(compiled):
     _, accumulated = compiled(8, {"fsdp": 4, "sp": 2}, zero=2, **run)
     assert products(accumulated) == {"fp8": 3 * MATRICES, "bf16": HEAD}
     _, pipelined = compiled(8, {"pp": 2, "fsdp": 4}, **run)
-    _, plain = compiled(8, {"pp": 2, "fsdp": 4}, **run | {"precision": "bf16"})
     heads = len(re.findall(r"loss[^\n]*dot_general", "\n".join(gemms(pipelined))))
     found = products(pipelined)
-    assert found["fp8"] > 0 and found["bf16"] == heads
-    assert sum(found.values()) >= sum(products(plain).values())
+    # Loops over layers: two of forward alone, one of forward and backward, one of backward alone.
+    assert found == {"fp8": (1 + 1 + 3 + 2) * MATRICES, "bf16": heads}
 
 
 @pytest.mark.slow

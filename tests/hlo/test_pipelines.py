@@ -44,7 +44,7 @@ def test_a_tick_sends_one_activation_and_one_gradient(piped):
     assert sum(c.times for c in sends(step)) == sum(len(kinds) for kinds in ticks)
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_gradients_are_reduced_once_a_step_or_scattered_layer_by_layer(piped, zero):
     """Nothing as large as a weight is summed over fsdp inside the loops with ZeRO-1; with ZeRO-2 each layer's is."""
     cfg, step = piped(8, zero=zero)

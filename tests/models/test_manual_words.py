@@ -57,6 +57,15 @@ TABLE = {
 
 
 FAST = {"fsdp2_sp2_tp2_zero1", "sp4_tp2_kv2"}
+WIDE = dict.fromkeys(
+    (
+        "dp2_fsdp2_tp2",
+        "dp2_fsdp2_tp2_zero1",
+        "fsdp4_tp2_zero0",
+    ),
+    pytest.mark.wide,
+)
+"""Rows that the others imply."""
 
 
 def configure(mesh, train, model) -> Config:
@@ -92,7 +101,8 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
 )
 def test_loss_and_gradients_equal_the_explicit_ones(name):
     cfg = configure(*TABLE[name])

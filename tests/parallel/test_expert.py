@@ -218,7 +218,13 @@ def test_other_dispatches_where_sp_splits_the_experts(name, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("moe", "ep"), [(TIGHT, 8), (NODES2, 4), (FOUR_NODES, 8)])
+@pytest.mark.parametrize(
+    ("moe", "ep"),
+    [
+        (TIGHT, 8),
+        *(pytest.param(*c, marks=pytest.mark.wide) for c in ((NODES2, 4), (FOUR_NODES, 8))),
+    ],
+)
 def test_more_choices_than_experts_on_a_rank(moe, ep, kind):
     check(moe, Layout(ep), routing(kind, GROUPED), GROUPED)
 

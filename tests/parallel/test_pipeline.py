@@ -142,7 +142,7 @@ def expected(num_layers, count, rows):
     return jax.jit(reference)(*make_params(num_layers), microbatches(count, rows))
 
 
-@pytest.mark.parametrize("stash", ["residuals", "input"])
+@pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_one_device(name, stash):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
@@ -177,7 +177,9 @@ def test_a_table_of_forward_operations_gives_the_loss(virtual, placement):
     assert 0 < metric < loss
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "count", [1, 2, *(pytest.param(n, marks=pytest.mark.wide) for n in (3, 7))]
+)
 @pytest.mark.parametrize("name", ["afab", "1f1b", "zb_uniform"])
 def test_fewer_microbatches_than_ranks(name, count):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))

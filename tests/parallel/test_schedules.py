@@ -115,7 +115,7 @@ def test_interleaving_divides_the_bubble_by_v_whatever_the_group(p, v):
 
 
 @pytest.mark.parametrize("p", RANKS)
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, pytest.param(3, marks=pytest.mark.wide), 4])
 def test_zb_uniform_idles_for_f_and_b_alone_in_lock_step(p, v):
     for m, (f, b, w) in itertools.product((2 * p, 8 * p), COSTS):
         schedule = build("zb_uniform", p, m, v)

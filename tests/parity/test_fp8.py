@@ -52,10 +52,19 @@ TABLE = {
     ),
 }  # fmt: skip
 FAST = {"fsdp2_sp2_tp2"}
+WIDE = dict.fromkeys(
+    (
+        "rowwise_sp2_tp2",
+        "fsdp4_accumulated_zero2",
+    ),
+    pytest.mark.wide,
+)
+"""Rows that the others imply."""
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
 )
 def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monkeypatch):
     for low in FP8:

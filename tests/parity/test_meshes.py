@@ -120,6 +120,17 @@ TABLE = {
 
 # What `make test-fast` runs of it: every axis, gathering once a step and layer by layer.
 FAST = {"fsdp2_sp2_tp2_qwen3", "dp2_cp2_sp2_zero1"}
+WIDE = dict.fromkeys(
+    (
+        "ep2_fsdp2_tp2_deepseek_zero2",
+        "fsdp2_cp2_sp2_ring",
+        "dp2_fsdp2_tp2_zero2",
+        "fsdp8_one_micro_batch",
+        "ep2_sp2_tp2_allgather_zero0",
+    ),
+    pytest.mark.wide,
+)
+"""Rows that the others imply."""
 
 
 def configure(mesh, train, family, cp=None, moe=None) -> Config:
@@ -138,7 +149,8 @@ def configure(mesh, train, family, cp=None, moe=None) -> Config:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
 )
 def test_mesh_gives_the_losses_and_gradients_of_one_device(name, assert_equals_one_device):
     assert_equals_one_device(configure(*TABLE[name]))

@@ -75,6 +75,17 @@ TABLE = {
 
 # What `make test-fast` runs of it.
 FAST = {"1f1b_fsdp_cp_zigzag", "zb_uniform_fsdp_sp"}
+WIDE = dict.fromkeys(
+    (
+        "1f1b_ep_cp_mixed_input",
+        "1f1b_fsdp_full_zero2",
+        "1f1b_sp_tp_more_than_kv_heads",
+        "interleaved_fsdp_tp_v4",
+        "1f1b_cp4_ulysses",
+    ),
+    pytest.mark.wide,
+)
+"""Rows that the others imply."""
 
 
 BALANCED = MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01)
@@ -94,7 +105,8 @@ def configure(mesh, pp, train, model, cp=None) -> Config:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TABLE]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
 )
 def test_pipeline_gives_the_losses_and_gradients_of_one_device(name, assert_equals_one_device):
     assert_equals_one_device(configure(*TABLE[name]))

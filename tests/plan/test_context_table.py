@@ -87,7 +87,7 @@ def test_the_table_is_shown_beside_published_runs():
     assert first[:5] == ["32,768", "8", "`fsdp=8`", "flash", "full"]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
     row = context_table.measure(ROWS[7])
     assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[7]["xla_bytes"]), rel=0.02)

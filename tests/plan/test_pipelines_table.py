@@ -81,7 +81,7 @@ def test_zero_bubble_takes_no_more_than_interleaving_and_its_w_queue():
         assert more < 1.05 * queue
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
     row = pipelines_table.measure(GROWING[4])
     assert int(row["xla_bytes"]) == pytest.approx(int(GROWING[4]["xla_bytes"]), rel=0.02)

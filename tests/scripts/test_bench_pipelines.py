@@ -48,7 +48,7 @@ def test_a_schedule_that_does_not_exist_is_skipped_with_the_reason(tmp_path, mon
     assert report.goals == [] and report.complete
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_command_measures_every_schedule(tmp_path):
     path = tmp_path / "pipelines.json"
     command = [sys.executable, "-m", "scripts.bench_pipelines", "--ranks", "2", "--ms", "2"]

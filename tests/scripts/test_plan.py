@@ -47,7 +47,7 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_pipeline_is_compiled_and_timed_by_its_schedule(capsys):
     # Eight rows of micro-batches in groups: the head stands in a branch that half of the ticks take.
     arguments = ["compile", "debug", "--gpus", "2", "--mesh", "pp=2", "--pp.schedule"]
