@@ -404,7 +404,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """`fsdp=4,tp=2` as a dictionary of axis sizes."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d+)\s*", part)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d{1,9})\s*", part)
         if match is None:
             raise UserError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
         axis, size = match[1], int(match[2])

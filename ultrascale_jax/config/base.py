@@ -19,6 +19,12 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
         raise UserError(f"{name}={value!r}: {fix}")
 
 
+def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(values, name)
+        require(value <= maximum, f"{section}.{name}", value, f"must be at most {maximum}")
+
+
 def require_at_least(minimum: int, section: str, values: object, names: tuple[str, ...]) -> None:
     fix = f"must be at least {minimum}" if minimum else "must not be negative"
     for name in names:

@@ -4,10 +4,21 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ultrascale_jax.config.base import Implementation, require, require_at_least
+from ultrascale_jax.config.base import (
+    Implementation,
+    require,
+    require_at_least,
+    require_at_most,
+)
 
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
+
+LARGEST = 2**31 - 1
+"""The largest dim: indices are int32."""
+
+MOST_PARTS = 10_000
+"""More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +115,8 @@ class Experts:
         names = ("num", "per_token", "groups", "groups_per_token")
         require_at_least(1, "model.experts", self, names)
         require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
+        require_at_most(MOST_PARTS, "model.experts", self, ("num", "shared"))
+        require_at_most(LARGEST, "model.experts", self, ("d_ff",))
         name, groups, fix = "model.experts.groups", self.groups, f"must divide num={self.num}"
         require(self.num % groups == 0, name, groups, fix)
         name, chosen = "model.experts.groups_per_token", self.groups_per_token
@@ -136,6 +149,7 @@ class LatentAttention:
     def __post_init__(self):
         require_at_least(1, "model.latent", self, ("kv_rank", "rope_dim", "v_dim"))
         require_at_least(0, "model.latent", self, ("q_rank",))
+        require_at_most(LARGEST, "model.latent", self, ("q_rank", "kv_rank", "rope_dim", "v_dim"))
         fix = "must be even"
         require(self.rope_dim % 2 == 0, "model.latent.rope_dim", self.rope_dim, fix)
 
@@ -195,6 +209,8 @@ class ModelConfig:
     def __post_init__(self):
         widths = ("vocab_size", "d_model", "d_ff", "head_dim")
         require_at_least(1, "model", self, (*widths, "num_layers", "num_heads", "num_kv_heads"))
+        require_at_most(LARGEST, "model", self, (*widths, "num_heads"))
+        require_at_most(MOST_PARTS, "model", self, ("num_layers",))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         fix = f"must divide model.num_heads={heads}"
         require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)

@@ -92,7 +92,7 @@ class TrainConfig:
     eval_batches: int = 8
     """Global batches of one evaluation."""
     max_skipped: int = 10
-    """Stop after so many steps in a row whose loss or gradient norm is not finite."""
+    """Stop after so many steps in a row whose loss or gradient norm is not finite, or a spike."""
 
     def __post_init__(self):
         names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")

@@ -1,0 +1,151 @@
+"""The lock of a run directory: one living holder, and none that the dead can keep."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.lock import RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ultrascale_jax.reliability.lock import RunLock
+with RunLock(Path(sys.argv[1]), beat_s=0.1):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture
+def holder(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None and run.stdout.readline() == "held\n"
+        yield run
+    finally:
+        run.kill()
+        run.communicate(timeout=30)
+
+
+def test_it_is_there_while_held_and_gone_afterwards(tmp_path):
+    with RunLock(tmp_path / "new/run") as lock:
+        assert lock.held and lock.note is None
+        holder = json.loads((tmp_path / "new/run/lock").read_text())
+        assert holder["pid"] == os.getpid() and holder["host"] and holder["started"]
+    assert not lock.held
+    assert list((tmp_path / "new/run").iterdir()) == []
+
+
+def test_a_second_job_is_refused_and_told_who_holds_it(tmp_path, holder):
+    with pytest.raises(UserError, match=rf"in use by pid {holder.pid} on .*log\.run_dir"):
+        RunLock(tmp_path).__enter__()
+    holder.communicate("end\n", timeout=30)
+    with RunLock(tmp_path) as lock:
+        assert lock.note is None
+
+
+def test_a_killed_holder_is_succeeded_at_once_reaped_or_not(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    with RunLock(tmp_path, stale_s=1e9) as lock:
+        assert lock.held
+        assert f"took over the lock of pid {holder.pid} " in lock.note
+        assert "its process is gone" in lock.note
+
+
+def test_another_process_of_the_same_number_is_not_the_holder(tmp_path):
+    with RunLock(tmp_path) as first:
+        change(first.path, birth=1)
+        with RunLock(tmp_path, stale_s=1e9) as lock:
+            assert lock.held
+
+
+def test_a_holder_on_another_machine_is_alive_while_it_beats(tmp_path):
+    with RunLock(tmp_path, beat_s=0.05) as lock:
+        change(lock.path, machine="another", host="far", pid=7)
+        stop = threading.Event()
+
+        def beat():
+            while not stop.wait(0.05):
+                os.utime(lock.path)
+
+        beating = threading.Thread(target=beat)
+        beating.start()
+        try:
+            with pytest.raises(UserError, match="in use by pid 7 on far"):
+                RunLock(tmp_path, stale_s=1e9).__enter__()
+        finally:
+            stop.set()
+            beating.join()
+
+
+def test_one_that_does_not_beat_is_succeeded_and_finds_out(tmp_path, capsys):
+    with RunLock(tmp_path) as first:
+        change(first.path, machine="another", host="far", pid=7)
+        with RunLock(tmp_path, stale_s=0.2) as second:
+            assert second.held and not first.held
+            assert "pid 7 on far" in second.note and "no sign of life" in second.note
+        assert "waiting up to 0.2 s to see if pid 7 on far" in capsys.readouterr().out
+
+
+def test_a_lock_that_another_has_taken_is_not_removed(tmp_path):
+    with RunLock(tmp_path) as first:
+        first.path.write_text("another's")
+    assert first.path.read_text() == "another's"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', "[" * 100_000])
+def test_what_is_no_lock_is_taken_over_when_nobody_touches_it(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with RunLock(tmp_path, stale_s=0.05) as lock:
+        assert lock.held and "an unknown job" in lock.note
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"cannot write .*lock"):
+        RunLock(tmp_path).__enter__()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_of_many_that_start_together_one_gets_it(tmp_path):
+    results, together = [], threading.Barrier(8)
+    locks = [RunLock(tmp_path) for _ in range(8)]
+
+    def start(lock):
+        together.wait()
+        try:
+            results.append(lock.__enter__())
+        except UserError:
+            results.append(None)
+
+    threads = [threading.Thread(target=start, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [lock for lock in results if lock is not None]
+    assert len(winners) == 1
+    winners[0].__exit__()
+
+
+def test_a_run_directory_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*file/run/lock .*log\.run_dir"):
+        RunLock(tmp_path / "file/run").__enter__()

@@ -1,0 +1,220 @@
+"""Processes meet before JAX joins them: over real sockets, each played by a thread."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.reliability import rollcall
+from ultrascale_jax.reliability.sockets import NotJoined
+
+LONG = DistConfig(timeout_s=60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def outcome(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except (UserError, SystemExit) as error:
+        return error
+
+
+def meet(*players: dict, address: str | None = None) -> tuple[list, list[str]]:
+    """What `call` returned to, or raised in, every player; and what process 0 told."""
+    address = address or f"127.0.0.1:{free_port()}"
+    results: list = [None] * len(players)
+    told: list[str] = []
+
+    def play(number: int, player: dict) -> None:
+        words = {"processes": 2, "rank": number, "dist": LONG, "version": "jax 1"} | player
+        results[number] = outcome(
+            lambda: rollcall.call(
+                words.get("address", address),
+                words["processes"],
+                words["rank"],
+                words["dist"],
+                version=words["version"],
+                tell=told.append,
+                bind=words.get("bind"),
+            )
+        )
+
+    threads = [threading.Thread(target=play, args=item) for item in enumerate(players)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+    assert not any(thread.is_alive() for thread in threads)
+    return results, told
+
+
+def test_all_go_on_when_all_are_there_and_the_port_is_free_again():
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    results, told = meet(*({"processes": 3},) * 3, address=address)
+    assert results == [address] * 3
+    assert told == []
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+
+
+def test_the_ones_that_are_missing_are_named_in_time():
+    results, _ = meet({"processes": 4, "dist": DistConfig(timeout_s=3)}, {"processes": 4})
+    assert isinstance(results[0], NotJoined)
+    assert results[0].exit_code == 70
+    assert "after 3 s: 2 of 4 processes are at 127.0.0.1:" in str(results[0])
+    assert "missing: 2, 3." in str(results[0])
+    assert isinstance(results[1], SystemExit)
+    assert results[1].code == 70
+
+
+def test_without_process_0_the_others_say_where_they_looked():
+    results, _ = meet({"rank": 1, "dist": DistConfig(timeout_s=1)}, address="127.0.0.1:1")
+    assert isinstance(results[0], NotJoined)
+    assert "dist.address='127.0.0.1:1': process 1" in str(results[0])
+    assert "nobody listens there" in str(results[0])
+
+
+def test_a_host_that_no_name_server_knows_is_named():
+    results, _ = meet({"dist": DistConfig(timeout_s=1)}, address="no-such-host.invalid:1")
+    assert isinstance(results[0], NotJoined)
+    assert "the name no-such-host.invalid is not known here" in str(results[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": 1, "processes": 8}, "process 1 on .* was told that there are 8 processes, and"),
+        ({"rank": 1, "version": "jax 2", "processes": 3}, "has jax 2, and process 0 on .* jax 1"),
+    ],
+)
+def test_processes_that_mean_another_job_are_refused(wrong, words):
+    results, _ = meet({"processes": 3, "dist": DistConfig(timeout_s=3)}, wrong)
+    assert any(re.search(words, str(result)) for result in results)
+    assert all(isinstance(result, UserError | SystemExit) for result in results)
+
+
+def test_two_processes_with_the_same_number_are_both_named():
+    results, _ = meet({"processes": 3}, {"processes": 3}, {"processes": 3, "rank": 1})
+    assert "two processes have the number 1: pid " in str(results[0])
+    assert [result.code for result in results[1:]] == [2, 2]
+
+
+def test_a_process_that_was_started_again_takes_its_place_again():
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        results: list = []
+        first = threading.Thread(
+            target=lambda: results.extend(meet({}, address=f"127.0.0.1:{port}")[0])
+        )
+        first.start()
+        stack.callback(first.join, 90)
+        lost = _hello(port)
+        lost.close()
+        again, _ = meet({"rank": 1}, address=f"127.0.0.1:{port}")
+    assert again == [f"127.0.0.1:{port}"]
+    assert results == again
+
+
+def _hello(port: int) -> socket.socket:
+    """What a process 1 sends, until process 0 listens."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+            connection.sendall(
+                b'{"rank": 1, "processes": 2, "host": "h", "pid": 1, "version": "jax 1"}\n'
+            )
+            return connection
+
+
+def test_a_port_in_use_is_told(monkeypatch):
+    monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        results, _ = meet({}, address=f"127.0.0.1:{other.getsockname()[1]}")
+    assert "cannot listen there: Address already in use" in str(results[0])
+    assert results[0].exit_code == 2
+
+
+def test_process_0_on_the_wrong_host_is_told_and_hears_on_all_interfaces():
+    dist = DistConfig(timeout_s=1)
+    results, told = meet({"dist": dist}, address=f"192.0.2.77:{free_port()}")
+    assert "is no address of this host" in told[0]
+    assert isinstance(results[0], NotJoined)
+
+
+def test_strangers_do_not_hold_the_roll_up():
+    port = free_port()
+    results: list = []
+    first = threading.Thread(
+        target=lambda: results.extend(meet({}, address=f"127.0.0.1:{port}")[0])
+    )
+    first.start()
+    _hello(port).close()
+    noisy = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with noisy, socket.create_connection(("127.0.0.1", port), timeout=30):
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        again, _ = meet({"rank": 1}, address=f"127.0.0.1:{port}")
+        first.join(timeout=90)
+    assert results == again == [f"127.0.0.1:{port}"]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Path:
+    """`ca.pem`, and `cert.pem` and `key.pem` that it signed; `other.pem` and `other_key.pem` are somebody else's."""
+    folder = tmp_path_factory.mktemp("tls")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    for words in (
+        f"req -x509 {key} -keyout ca_key.pem -out ca.pem -days 2 -subj /CN=ca",
+        f"req {key} -keyout key.pem -out request -subj /CN=localhost",
+        "x509 -req -in request -CA ca.pem -CAkey ca_key.pem -out cert.pem -days 2 -extfile names",
+        f"req -x509 {key} -keyout other_key.pem -out other.pem -days 2 -subj /CN=localhost",
+    ):
+        command = ["openssl", *words.split()]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+    return folder
+
+
+def tls(folder: Path, cert: str = "cert", key: str = "key", timeout_s: int = 60) -> DistConfig:
+    return DistConfig(
+        mtls_cert=str(folder / f"{cert}.pem"),
+        mtls_key=str(folder / f"{key}.pem"),
+        mtls_ca=str(folder / "ca.pem"),
+        timeout_s=timeout_s,
+    )
+
+
+def test_with_certificates_the_roll_is_called_over_mutual_tls(certificates):
+    results, _ = meet({"dist": tls(certificates)}, {"dist": tls(certificates)})
+    assert results[0] == results[1]
+    assert str(results[0]).startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("stranger", ["plain", "other"])
+def test_who_has_no_certificate_of_the_authority_is_refused(certificates, stranger):
+    """Row 24."""
+    dist = DistConfig(timeout_s=1)
+    if stranger == "other":
+        dist = tls(certificates, "other", "other_key", 1)
+    results, _ = meet({"dist": tls(certificates, timeout_s=2)}, {"dist": dist})
+    assert all(isinstance(result, NotJoined) for result in results)
+    assert "Connections refused because they had no valid certificate: " in str(results[0])
+
+
+def test_a_certificate_that_cannot_be_read_is_named(certificates):
+    results, _ = meet({"dist": tls(certificates, cert="none")})
+    assert str(results[0]).startswith(f"dist.mtls_cert='{certificates}/none.pem': cannot be used")

@@ -1,0 +1,105 @@
+"""What happened to a run: `events.jsonl`, which all its processes and their supervisor append to.
+
+An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
+mix on a local disk. Nothing here ever stops a run: an event that cannot be written is told on stderr, and a line that
+a full disk cut short is left out by readers. The times are of the writer's clock.
+"""
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE_NAME = "events.jsonl"
+
+ATTEMPT = "US_ATTEMPT"
+"""Environment variable by which a supervisor tells its processes how often they have been started before."""
+
+
+class Events:
+    """Writer of one process's events; any thread may use it."""
+
+    def __init__(self, run_dir: Path, rank: int | None):
+        """Append to `run_dir/events.jsonl` as process `rank`, or as the supervisor of this host (none)."""
+        self.path = Path(run_dir) / FILE_NAME
+        self.rank = rank
+        self.attempt = int(os.environ.get(ATTEMPT, "0"))
+
+    def record(self, kind: str, **details: object) -> None:
+        """Append one event: who and when, then `details`."""
+        row = {
+            "time": time.time(),
+            "kind": kind,
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "attempt": self.attempt,
+        }
+        line = (to_json(row | details) + "\n").encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError as error:
+            print(f"event {kind} was not written to {self.path}: {error}", file=sys.stderr)
+
+
+def read_events(path: Path) -> list[dict]:
+    """Events of a file, or of a run directory, by time; lines that are no events are left out."""
+    path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        if isinstance(row, dict) and _is_time(row.get("time")) and isinstance(row.get("kind"), str):
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["time"])
+
+
+def read_last(path: Path) -> dict:
+    """The last whole row of a file of JSON rows, as `metrics.jsonl`, read from its end; empty if there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - (1 << 20)))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def to_json(row: Mapping[str, object]) -> str:
+    """`row` as one line of strict JSON; numbers that are not finite become null, and None leaves its key out."""
+    kept = {name: _finite(value) for name, value in row.items() if value is not None}
+    return json.dumps(kept, allow_nan=False, default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

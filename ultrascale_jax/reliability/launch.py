@@ -1,0 +1,259 @@
+"""How a process finds out that it is one of many: from `--dist.*`, or from what its launcher left in the environment.
+
+What is given on the command line is believed first, then `JAX_*`, then torchrun's variables, then the cluster's own
+(SLURM, Open MPI, an indexed Kubernetes job). Whatever is missing or contradicts itself is refused by name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ultrascale_jax.config import DistConfig, UserError, require
+
+FIRST_PORT, PORTS = 61440, 4096
+"""Ports of coordinators, beyond those that Linux hands out itself (32768 to 60999); JAX takes the same ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one process joins the others."""
+
+    method: str
+    """Where it was read from: `command line`, `environment`, `torchrun`, `slurm`, `ompi` or `kubernetes`."""
+    address: str | None = None
+    """`host:port` of process 0; none: JAX asks the cluster."""
+    num_processes: int | None = None
+    """How many there are; none: JAX asks the cluster."""
+    process_id: int | None = None
+    """Which one this is; none: JAX asks the cluster."""
+    local_device_ids: tuple[int, ...] | None = None
+    """GPUs of this host that the process takes; none: all that it sees."""
+    expected_gpus: int | None = None
+    """GPUs that the cluster says are this process's; none: it does not say."""
+
+
+def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch | None:
+    """The launch that `dist` and `environ` describe, or none for a process on its own.
+
+    Raises:
+        UserError: something is missing or cannot be; the message names the field or the variable.
+    """
+    given = _given(environ, dist or DistConfig())
+    launch = _plain(environ, given)
+    if launch is None:
+        launch = (
+            _torchrun(environ, given) or _slurm(environ) or _ompi(environ) or _kubernetes(environ)
+        )
+        if launch is not None and given["address"]:
+            launch = replace(launch, address=_address(environ, given))
+        elif launch is None:
+            _refuse_leftovers(environ, given)
+    if launch is None or launch.num_processes == 1:
+        return None
+    known = launch.method == "kubernetes" or launch.address is not None
+    fix = "set it to host:port of process 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...), or --dist.address"
+    require(known, "JAX_COORDINATOR_ADDRESS", "", fix)
+    return launch
+
+
+def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, str | None]:
+    """What was said in so many words, and `source`, where the count was."""
+    explicit = {
+        "address": (dist.address, "JAX_COORDINATOR_ADDRESS"),
+        "num_processes": (dist.num_processes, "JAX_NUM_PROCESSES"),
+        "process_id": (dist.process_id, "JAX_PROCESS_ID"),
+    }
+    found = {
+        name: environ.get(variable) if value is None else str(value)
+        for name, (value, variable) in explicit.items()
+    }
+    source = "environment" if dist.num_processes is None else "command line"
+    return found | {"source": source}
+
+
+def _plain(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Launch | None:
+    """A number of processes, an address, and this process's number (or the index in a Kubernetes job)."""
+    if given["num_processes"] is None:
+        return None
+    source = given["source"] or ""
+    num_processes = _number({"JAX_NUM_PROCESSES": given["num_processes"]}, "JAX_NUM_PROCESSES", 1)
+    if num_processes == 1:
+        return Launch(method=source, num_processes=1)
+    text = given["process_id"] or environ.get("JOB_COMPLETION_INDEX", "")
+    fix = f"set it to this process's number, from 0 to {num_processes - 1}, or --dist.process-id"
+    require(text.isdecimal() and int(text) < num_processes, "JAX_PROCESS_ID", text, fix)
+    return Launch(
+        method=source,
+        address=_address(environ, given),
+        num_processes=num_processes,
+        process_id=int(text),
+    )
+
+
+def _address(environ: Mapping[str, str], given: Mapping[str, str | None]) -> str:
+    text = given["address"] or ""
+    port = environ.get("JAX_COORDINATOR_PORT", "")
+    if text and port and re.fullmatch(r"[^:]+|\[.*\]", text):
+        text = f"{text}:{port}"
+    fix = "set it to host:port of process 0, or --dist.address"
+    match = re.fullmatch(r"(?:[^:\s]+|\[[^\]\s]+\]):(\d+)", text)
+    usable = match is not None and 0 < int(match[1]) < 65536
+    require(usable, "JAX_COORDINATOR_ADDRESS", text, fix)
+    return text
+
+
+def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, str | None]) -> None:
+    """A process that was told part of a launch, or stands beside `srun`, is no process on its own."""
+    for name, variable in (
+        ("address", "JAX_COORDINATOR_ADDRESS"),
+        ("process_id", "JAX_PROCESS_ID"),
+    ):
+        fix = "there is no JAX_NUM_PROCESSES (--dist.num-processes); give it too, or neither"
+        require(given[name] is None, variable, given[name], fix)
+    tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_JOB_NUM_NODES", "1"))
+    beside = "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
+    fix = "start it with srun, which makes the tasks of the job; to train alone, set JAX_NUM_PROCESSES=1"
+    require(not beside or tasks == "1", "SLURM_NTASKS", tasks, fix)
+
+
+def _torchrun(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Launch | None:
+    """torchrun, and launchers that set what it sets (PyTorchJob, Ray, many a script)."""
+    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return None
+    num_processes = _number(environ, "WORLD_SIZE", 1)
+    if num_processes == 1:
+        return Launch(method="torchrun", num_processes=1)
+    process_id = _number(environ, "RANK")
+    fix = f"must be below WORLD_SIZE={num_processes}"
+    require(process_id < num_processes, "RANK", process_id, fix)
+    address = None
+    if not given["address"]:
+        host = environ.get("MASTER_ADDR", "")
+        require(bool(host), "MASTER_ADDR", host, "set it to the host of rank 0")
+        # torchrun itself listens at MASTER_PORT; the port behind it is free as a rule.
+        shift = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        address = f"{host}:{_number(environ, 'MASTER_PORT', 1) + shift}"
+    local_id = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None
+    per_node = _number(environ, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environ else None
+    return Launch(
+        method="torchrun",
+        address=address,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=None if local_id is None else own_gpus(environ, local_id, per_node),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+    """A task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if not all(name in environ for name in names):
+        return None
+    # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
+    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    nodes = environ["SLURM_STEP_NODELIST"]
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    require(first is not None, "SLURM_STEP_NODELIST", nodes, "must name a host")
+    host = first[1] + (first[2] or "") if first else ""
+    per_node = _tasks_here(environ)
+    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
+    gpus = int(on_node) if on_node.isdecimal() and int(on_node) > 0 else None
+    return Launch(
+        method="slurm",
+        address=f"{host}:{FIRST_PORT + _number(environ, 'SLURM_JOB_ID') % PORTS}",
+        num_processes=_number(environ, counted, 1),
+        process_id=_number(environ, "SLURM_PROCID"),
+        local_device_ids=own_gpus(environ, _number(environ, "SLURM_LOCALID"), per_node, gpus),
+        expected_gpus=None if gpus is None or per_node is None else gpus // per_node,
+    )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Tasks of the step on this node, from `8(x2),4` and the node's number; none: SLURM does not say."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(times or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    node = int(node) if node.isdecimal() and int(node) < len(tasks) else 0
+    return tasks[node] if tasks else None
+
+
+def _ompi(environ: Mapping[str, str]) -> Launch | None:
+    """A process of `mpirun`. Open MPI 4 tells where its launcher is, and the name that Open MPI 5 gives a job does too.
+
+    Process 0 is taken to be on the launcher's host, where `mpirun` puts it unless told otherwise.
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE", 1)
+    per_node = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    four = re.match(
+        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))",
+        environ.get("OMPI_MCA_orte_hnp_uri", ""),
+    )
+    five = re.fullmatch(r"prte\w*-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", ""))
+    address = None
+    if four is not None:
+        address = f"{four[2] or f'[{four[3]}]'}:{FIRST_PORT + int(four[1]) // 4096 % PORTS}"
+    elif five is not None:
+        address = f"{five[1]}:{FIRST_PORT + int(five[2]) % PORTS}"
+    if address is not None and per_node == num_processes:
+        address = f"127.0.0.1:{address.rpartition(':')[2]}"
+    local_id = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    return Launch(
+        method="ompi",
+        address=address,
+        num_processes=num_processes,
+        process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
+        local_device_ids=own_gpus(environ, local_id, per_node),
+    )
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
+    """A pod of an indexed job that was told nothing more: JAX asks the cluster's API, if it may."""
+    indexed = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
+    return Launch(method="kubernetes") if indexed else None
+
+
+def own_gpus(
+    environ: Mapping[str, str], local_id: int, per_node: int | None, on_node: int | None = None
+) -> tuple[int, ...] | None:
+    """The GPUs of the `local_id`-th of `per_node` processes of a node, counted among those that it sees; none: all.
+
+    A process alone on its node takes all. Several that see the same GPUs share them evenly; where each sees only some
+    of the `on_node` there are, the launcher has shared them out already.
+
+    Raises:
+        UserError: there are more processes than GPUs.
+    """
+    visible = _visible(environ)
+    if per_node == 1 or visible == 1:
+        return None
+    if visible is None or per_node is None:
+        return (local_id,)
+    if on_node is not None and visible * per_node <= on_node:
+        return None
+    fix = f"{per_node} processes on this node see {visible} GPUs; start one process a GPU, or one for all"
+    require(visible >= per_node, "CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"), fix)
+    share = visible // per_node
+    return tuple(range(local_id * share, (local_id + 1) * share))
+
+
+def _visible(environ: Mapping[str, str]) -> int | None:
+    """GPUs that CUDA, or the container around it, lets this process see; none: not said.
+
+    Container runtimes read NVIDIA_VISIBLE_DEVICES and number what is left anew; CUDA_VISIBLE_DEVICES chooses from it.
+    """
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        text = environ.get(name, "")
+        if text and text not in ("all", "none", "void"):
+            return len(text.split(","))
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{name}={text!r}: must be a whole number, at least {least}")
+    return int(text)

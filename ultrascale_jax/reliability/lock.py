@@ -1,0 +1,168 @@
+"""One job in a run directory: `run_dir/lock` names its holder and shows that it lives.
+
+The holder touches the file every `BEAT_S` seconds. Whoever finds it asks first whether the holder's process is there:
+on the same machine that is certain, so a restarted job takes the lock of its dead predecessor over without waiting.
+Where only the heartbeat can tell (another machine, another container) it watches the file: a holder that beats while it
+is watched is alive, one that does not for `STALE_S` seconds is gone. Watching compares nothing but the file with
+itself, so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
+file asks anew), and than a busy host keeps a thread waiting, and short beside what a lost node costs anyway.
+
+A holder that was stopped for longer finds the lock in other hands when it wakes: `held` is false, and it must end.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from ultrascale_jax.config import UserError
+
+NAME = "lock"
+BEAT_S = 5.0
+STALE_S = 60.0
+
+
+class RunLock:
+    """The lock of one run directory, taken by entering it; used by process 0 alone."""
+
+    def __init__(self, run_dir: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S):
+        self.path = Path(run_dir) / NAME
+        self.note: str | None = None
+        """What there is to tell: whose lock was taken over."""
+        self._beat_s, self._stale_s = beat_s, stale_s
+        self._own = json.dumps(_identity())
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+
+    def __enter__(self) -> "RunLock":
+        """Take the lock. Raises `UserError` that names the holder, if there is one."""
+        try:
+            self._take()
+        except OSError as error:
+            fix = "make the run directory writable, or choose another with log.run_dir"
+            raise UserError(f"cannot write {self.path} ({error}): {fix}") from None
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join(timeout=self._beat_s)
+        if self.held:
+            self.path.unlink(missing_ok=True)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is still this process's."""
+        return _read(self.path) == self._own
+
+    def _take(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                pass
+            else:
+                with open(file, "w") as new:
+                    new.write(self._own)
+                return
+            found = _read(self.path)
+            why = "" if found is None else self._gone(found)
+            if found is None or _read(self.path) != found:
+                continue
+            mine = self.path.with_name(f"{NAME}.{os.getpid()}")
+            mine.write_text(self._own)
+            os.replace(mine, self.path)
+            self.note = f"took over the lock of {_who(found)}: {why}"
+            return
+
+    def _gone(self, found: str) -> str:
+        """Why the holder is taken for dead. Raises `UserError` if it is alive."""
+        refusal = UserError(
+            f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
+        )
+        holder, own = _parsed(found), _identity()
+        if holder is not None and holder["machine"] == own["machine"] is not None:
+            # The same number at another time is another process.
+            if holder["birth"] is not None and _birth(holder["pid"]) == holder["birth"]:
+                raise refusal
+            return "its process is gone"
+        print(f"waiting up to {self._stale_s:g} s to see if {_who(found)} is alive", flush=True)
+        before, until = _beat_of(self.path), time.monotonic() + self._stale_s
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self._beat_s / 2, self._stale_s / 4))
+            if _read(self.path) != found:
+                return "it was released"
+            if _beat_of(self.path) != before:
+                raise refusal
+        return f"no sign of life for {self._stale_s:g} s"
+
+    def _beat(self) -> None:
+        while not self._done.wait(self._beat_s):
+            try:
+                if self.held:
+                    os.utime(self.path)
+            except OSError:
+                continue  # a disk that does not answer now may do so next time
+
+
+def _identity() -> dict:
+    """This process, told apart from all others of all machines."""
+    try:
+        # Process numbers mean the same in one container of a machine that was not switched off in between.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = None
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "birth": _birth(os.getpid()),
+        "machine": machine,
+        "token": os.urandom(8).hex(),
+    }
+
+
+def _birth(pid: int) -> int | None:
+    """When a process of this machine began, in ticks since it was switched on; none: it does not run (any more)."""
+    try:
+        # The fields after the name, which stands in brackets and may hold anything: the third of all is the first here.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read(path: Path) -> str | None:
+    """The lock's text, read through no link."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            return file.read(10_000)
+    except FileNotFoundError:
+        return None
+
+
+def _beat_of(path: Path) -> int | None:
+    try:
+        with open(path) as file:  # opening asks an NFS server for the newest
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(text: str) -> dict | None:
+    try:
+        holder = json.loads(text)
+        return holder if {"host", "pid", "started", "birth", "machine"} <= set(holder) else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _who(text: str) -> str:
+    holder = _parsed(text)
+    if holder is None:
+        return "an unknown job"
+    return f"pid {holder['pid']} on {holder['host']} (since {holder['started']} UTC)"

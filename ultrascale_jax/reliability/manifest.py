@@ -1,0 +1,116 @@
+"""The SHA-256 manifest of a checkpoint: which files it has, how long they are and what is in them.
+
+It is written when the checkpoint is complete, so one without it is not damaged, only unproven: something ended its
+writer in the moment between. What a manifest names is compared with the files that are there and never opened by that
+name, so it leads nowhere outside its folder.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.exit_codes import STOPPED
+
+NAME = "manifest.json"
+PARTIAL = f"{NAME}.tmp"
+
+WORKERS = 8
+"""Threads that hash: hashlib lets go of Python's lock, so they run beside each other and beside training."""
+
+
+class Damaged(UserError):
+    """A checkpoint is not what was saved; the message begins with the file or array."""
+
+    exit_code = STOPPED
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Paths below `folder`, as `a/b`, and their sizes in bytes, in order; the manifest itself is left out.
+
+    Raises `Damaged` for a link, or anything else that is neither file nor folder.
+    """
+    found: dict[str, int] = {}
+    waiting = [folder]
+    while waiting:
+        for path in waiting.pop().iterdir():
+            name, status = path.relative_to(folder).as_posix(), path.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                waiting.append(path)
+            elif not stat.S_ISREG(status.st_mode):
+                kind = "a symbolic link" if path.is_symlink() else "no ordinary file"
+                raise Damaged(f"{name} is {kind}")
+            elif name not in (NAME, PARTIAL):
+                found[name] = status.st_size
+    return dict(sorted(found.items()))
+
+
+def write(folder: Path) -> tuple[int, float]:
+    """Write the manifest of `folder`, all or nothing; returns bytes hashed and seconds taken."""
+    begun, sizes = time.monotonic(), files(folder)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        digests = pool.map(lambda name: _digest(folder / name), sizes)
+        entries = {name: [sizes[name], digest] for name, digest in zip(sizes, digests, strict=True)}
+    text = json.dumps({"files": entries, "sha256": _self_digest(entries)}, indent=1) + "\n"
+    with open(folder / PARTIAL, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(folder / PARTIAL, folder / NAME)
+    return sum(sizes.values()), time.monotonic() - begun
+
+
+def check(folder: Path, part: int = 0, of: int = 1, *, contents: bool = True) -> bool:
+    """Compare the files of `folder` with its manifest; false if it has none.
+
+    All names and sizes are compared, and the contents of every `of`-th file from number `part` on: so many processes
+    share the work. Without `contents` nothing but the manifest is read.
+
+    Raises:
+        Damaged: naming the first file that is not as it was.
+    """
+    found = files(folder)
+    if not (folder / NAME).exists():
+        return False
+    listed = _read(folder / NAME)
+    for name in sorted(set(found) | set(listed)):
+        if name not in found:
+            raise Damaged(f"{name} is missing")
+        if name not in listed:
+            raise Damaged(f"{name} was not there when it was saved")
+        if found[name] != listed[name][0]:
+            raise Damaged(f"{name} is {found[name]} bytes long, and was {listed[name][0]}")
+    names = sorted(found, key=lambda name: (-found[name], name))[part::of] if contents else []
+    with ThreadPoolExecutor(WORKERS) as pool:
+        digests = pool.map(lambda name: _digest(folder / name), names)
+        for name, digest in zip(names, digests, strict=True):
+            if digest != listed[name][1]:
+                raise Damaged(f"{name} has other bytes than were saved (SHA-256)")
+    return True
+
+
+def _read(path: Path) -> dict[str, list]:
+    """Entries of a manifest, `[bytes, SHA-256]` by name."""
+    try:
+        manifest = json.loads(path.read_bytes())
+        entries = manifest["files"]
+        if manifest["sha256"] == _self_digest(entries):
+            return entries
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise Damaged(f"{NAME} is not as it was written")
+
+
+def _digest(path: Path) -> str:
+    # Between the look at the folder and this moment a file may have become a link.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _self_digest(entries: Mapping) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,256 @@
+"""Keeps the processes of one host alive: starts them, watches them, ends them together and starts them again.
+
+Processes of a job depend on each other: when one dies the others wait in a collective, so all are ended and all start
+again, from the newest checkpoint. One that makes no progress (see `watchdog`) has its stacks written and is killed.
+There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
+a row brought no new step. On several hosts each has its own supervisor, and none knows of the others: the death of one
+host's processes ends the others' too, by their heartbeats, and each supervisor restarts its own; the first that are
+back wait for the rest. The number of the attempt may therefore differ between hosts.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from ultrascale_jax.reliability.children import Child, dump, kill
+from ultrascale_jax.reliability.events import ATTEMPT, Events, read_events
+from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
+from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, last_sign, stacks_path
+
+TRIES = 3
+"""Restarts without a new step after which the run is given up."""
+
+GRACE_S = 8.0
+"""Seconds that the others have to end when one has died: they tell each other why, and then the user. One that is stuck
+has them beyond its bound, for its own watchdog."""
+
+SHORT_GRACE_S = 2.0
+"""The same where one was killed: none of the others knows why."""
+
+BACK_OFF_S = 1.0
+LONGEST_BACK_OFF_S = 60.0
+
+
+class Supervisor:
+    """The processes `ranks` of a run, on this host."""
+
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        environments: Callable[[], Sequence[Mapping[str, str]]],
+        ranks: Sequence[int],
+        run_dir: Path,
+        *,
+        max_restarts: int | None = None,
+        hang_s: float | None = None,
+        fresh: bool = False,
+    ):
+        """
+        Args:
+            command: what a process runs, given how many restarts there were.
+            environments: asked before every start: the variables of each process.
+            ranks: their numbers in the job.
+            run_dir: where heartbeats, stacks and events are.
+            max_restarts: give up after so many; none: as long as there is progress.
+            hang_s: bound of a step, an evaluation and a save, in seconds; none: the process's own.
+            fresh: the run starts anew, whatever the run directory holds.
+        """
+        self._command, self._environments, self._ranks = command, environments, tuple(ranks)
+        self._run_dir, self._max_restarts, self._hang_s = run_dir, max_restarts, hang_s
+        self._events = Events(run_dir, rank=None)
+        attempts = [event.get("attempt") for event in read_events(run_dir)]
+        self._first_attempt = 1 + max((n for n in attempts if isinstance(n, int)), default=-1)
+        self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
+        self._children: list[Child] = []
+        self._signals: list[int] = []
+        self._forwarded = False
+
+    def run(self) -> int:
+        """Until the run is done, stopped or given up; the exit code of the process that ended it, 0 if all are well."""
+        handled = {
+            number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            return self._run()
+        finally:
+            kill(self._living())
+            for number, handler in handled.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        restarts, in_vain = 0, 0
+        while True:
+            self._events.attempt = self._first_attempt + restarts
+            self._start(restarts)
+            first = self._watch()
+            for child in self._children:
+                child.heard()
+            code = 0 if first is None else first.exit_code
+            codes = {str(child.rank): child.code for child in self._children}
+            before = last_sign(self._run_dir, self._ranks[0])
+            self._events.record("exit", ranks=self._ranks, codes=codes, before=before)
+            if first is None:
+                self._say(read_ledger(self._run_dir).line())
+                return 0
+            cause = self._cause(first)
+            # The first attempt is no restart.
+            in_vain = 0 if self._progressed() or not restarts else in_vain + 1
+            why_not = self._no_restart(code, restarts, in_vain)
+            self._say(read_ledger(self._run_dir).line())
+            if why_not is None:
+                restarts += 1
+                pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**in_vain)
+                self._say(f"{cause}; restart {restarts} in {pause:.0f} s")
+                until = time.monotonic() + pause
+                while time.monotonic() < until and not self._signals:
+                    time.sleep(0.1)
+                why_not = "told to stop" if self._signals else None
+            if why_not is not None:
+                self._events.record("gave_up", reason=why_not, cause=cause, code=code)
+                self._say(f"no restart: {why_not}")
+                print(cause, flush=True)
+                return code
+
+    def _no_restart(self, code: int, restarts: int, in_vain: int) -> str | None:
+        """Why there is no restart after an attempt that ended with `code`; none: there is one."""
+        if self._signals:
+            return "told to stop"
+        if code in (REFUSED, STOPPED):
+            return f"exit code {code} says that it would not help"
+        if in_vain >= TRIES:
+            return f"no step beyond {self._furthest} in {TRIES} restarts"
+        if self._max_restarts is not None and restarts >= self._max_restarts:
+            return f"there were {restarts}, and --max-restarts is {self._max_restarts}"
+        return None
+
+    def _progressed(self) -> bool:
+        """Whether the attempt did a step that none before it had done."""
+        beats = [child.beat(self._run_dir) for child in self._children]
+        reached = max((beat.furthest for beat in beats if beat is not None), default=0)
+        progressed = reached > self._furthest
+        self._furthest = max(self._furthest, reached)
+        return progressed
+
+    def _start(self, restarts: int) -> None:
+        before = last_sign(self._run_dir, self._ranks[0])
+        self._events.record("spawn", ranks=self._ranks, before=before)
+        own = {
+            ATTEMPT: str(self._events.attempt),
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command, alone = self._command(restarts), len(self._ranks) == 1
+        self._children = []
+        for rank, environ in zip(self._ranks, self._environments(), strict=True):
+            plain = rank == 0 or alone
+            self._children.append(Child(rank, command, {**environ, **own}, plain=plain))
+
+    def _watch(self) -> Child | None:
+        """Until all processes are gone; the one that failed first, if one did."""
+        first: Child | None = None
+        deadline, looked = float("inf"), time.monotonic()
+        while living := self._living():
+            self._forward()
+            if first is None and (first := self._failed()) is not None:
+                deadline = time.monotonic() + (SHORT_GRACE_S if _was_killed(first) else GRACE_S)
+            if time.monotonic() > deadline:
+                self._end(living)
+            elif time.monotonic() > looked + 1.0:
+                looked = time.monotonic()
+                self._end([child for child in living if self._is_stuck(child, GRACE_S)])
+            time.sleep(0.1)
+        return first or self._failed()
+
+    def _failed(self) -> Child | None:
+        """The process that failed, if one did: the first that a signal killed, because the others died of that."""
+        dead = [child for child in self._children if child.code]
+        if not dead:
+            return None
+        first = min(dead, key=lambda child: (child.code or 0, child.rank))
+        self._events.record("died", of=first.rank, code=first.code)
+        return first
+
+    def _living(self) -> list[Child]:
+        return [child for child in self._children if child.code is None]
+
+    def _is_stuck(self, child: Child, grace_s: float) -> bool:
+        beat = child.beat(self._run_dir)
+        if beat is None:
+            return time.monotonic() > child.started + FIRST_S["start"] + grace_s
+        own = self._hang_s is not None and beat.section not in ONCE
+        bound_s = self._hang_s if self._hang_s is not None and own else beat.bound_s
+        return time.monotonic() > beat.monotonic + bound_s + grace_s
+
+    def _end(self, children: list[Child]) -> None:
+        """Have processes that are stuck, or do not end with the others, write their stacks, and kill them."""
+        beats = {child: child.beat(self._run_dir) for child in children}
+        states = {child: child.state for child in children}
+        stuck = {child for child in children if states[child] == "T" or self._is_stuck(child, 0.0)}
+        attempt = self._events.attempt
+        files = {child: stacks_path(self._run_dir, child.rank, attempt) for child in children}
+        dumps = dump({child: files[child] for child in children if beats[child] is not None})
+        for child, beat in beats.items():
+            details: dict[str, object] = {"of": child.rank, "state": states[child]}
+            if beat is not None:
+                waited = time.monotonic() - beat.monotonic
+                details |= {"section": beat.section, "step": beat.step, "waited_s": waited}
+            if child in dumps:
+                details["stacks"] = str(dumps[child])
+            self._events.record("stuck" if child in stuck else "left", **details)
+            said = _stuck(details) if child in stuck else f"is left over {_where(details)}"
+            self._say(f"rank {child.rank} {said}: it is killed")
+        kill(children)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _forward(self) -> None:
+        """Tell all to save and stop, once; a second Ctrl-C kills them."""
+        if self._signals and not self._forwarded:
+            self._forwarded = True
+            self._events.record("told", signal=signal.Signals(self._signals[0]).name)
+            for child in self._children:
+                child.signal(signal.SIGTERM)
+        if self._signals.count(signal.SIGINT) > 1:
+            kill(self._living())
+
+    def _cause(self, first: Child) -> str:
+        """What ended the attempt, as well as it is known, in one line."""
+        if _was_killed(first) and not first.killed:
+            return f"rank {first.rank} was killed by {signal.Signals(-(first.code or 0)).name}"
+        events = read_events(self._run_dir)
+        events = [event for event in events if event.get("attempt") == self._events.attempt]
+        failures = [event for event in events if event["kind"] == "failure"]
+        for event in sorted(failures, key=lambda event: event.get("first") is not True):
+            return f"rank {event.get('rank')}: {event.get('summary')}"
+        hung = [event for event in events if event["kind"] in ("hang", "stuck")]
+        # Who was stopped held up the others.
+        for event in sorted(hung, key=lambda event: event.get("state") != "T"):
+            return f"rank {event.get('of', event.get('rank'))} {_stuck(event)}"
+        return f"rank {first.rank} ended with exit code {first.exit_code}"
+
+    def _say(self, text: str) -> None:
+        print(f"supervisor: {text}", flush=True)
+
+
+def _was_killed(child: Child) -> bool:
+    """Whether a signal ended it that it did not send itself, as abort() does."""
+    code = child.code or 0
+    return code < 0 and code != -signal.SIGABRT
+
+
+def _stuck(event: Mapping[str, object]) -> str:
+    """What a `hang` or `stuck` event says."""
+    stopped = "is stopped by a signal" if event.get("state") == "T" else "makes no progress"
+    return f"{stopped} {_where(event)}"
+
+
+def _where(event: Mapping[str, object]) -> str:
+    where = "before its first heartbeat"
+    if "section" in event:
+        where = f"in section {event['section']} after step {event.get('step')}"
+    kept = f" (stacks: {event['stacks']})" if "stacks" in event else ""
+    return f"{where}{kept}"

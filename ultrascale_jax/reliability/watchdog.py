@@ -1,0 +1,288 @@
+"""What one process tells of its progress, and what it does when there is none.
+
+The loop says which section it is in (`FIRST_S`) and when a step is done. From that come three things: the heartbeat
+file `heartbeats/RANK` in the run directory, by which a supervisor sees a process that is stuck; the events by which
+`goodput` explains where the time went; and a thread that ends the process when a section takes too long. How long is
+too long is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
+`FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so a process that holds it, or that is
+stopped, is the supervisor's to kill, which reads the bound from the file.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale_jax.reliability.events import Events, read_last
+from ultrascale_jax.reliability.exit_codes import HUNG
+
+HEARTBEATS = "heartbeats"
+STACKS = "stacks"
+DUMP_SIGNAL = signal.SIGUSR2
+"""A process that gets it writes the stacks of all its threads to its file in `STACKS`, and goes on."""
+
+FACTOR = 10.0
+FLOOR_S = 60.0
+SAVE_FLOOR_S = 1800.0
+"""A save may be short a hundred times and then wait for a slow disk; `training/saving.py` gives up long before this."""
+
+FIRST_S = {
+    "start": 1800.0,
+    "restore": 3600.0,
+    "compile": 3600.0,
+    "step": 1800.0,
+    "evaluate": 1800.0,
+    "save": 3600.0,
+    "compare": 1800.0,
+    "profile": 3600.0,
+    "end": 1800.0,
+}
+"""Bound of each section that has not been seen yet, in seconds; `end` is what comes after the watch."""
+
+ONCE = ("start", "restore", "compile", "end")
+"""Sections before the first step and after the last; `watch.hang_s` is for the others."""
+
+SIZE = 512
+"""Bytes of a heartbeat file: it is written in place, which a full disk allows."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One reading of a heartbeat file."""
+
+    pid: int
+    step: int
+    """Optimizer steps done."""
+    furthest: int
+    """The most steps that this run, or an earlier try of it, has done."""
+    section: str
+    bound_s: float
+    """Seconds after `monotonic` from which the process is taken for stuck."""
+    time: float
+    """When progress was last seen, in unix seconds."""
+    monotonic: float
+    """The same on the host's clock that nobody sets, which all its processes share."""
+    data_wait_s: float
+    """Seconds that this process has waited for batches while its devices had nothing to do."""
+
+
+def read_beat(run_dir: Path, rank: int) -> Beat | None:
+    """The heartbeat of `rank`; none where there is none that can be read."""
+    try:
+        values = json.loads((run_dir / HEARTBEATS / str(rank)).read_bytes())
+        beat = Beat(**{name: kind(values[name]) for name, kind in Beat.__annotations__.items()})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return beat
+
+
+def last_sign(run_dir: Path, rank: int = 0) -> dict[str, float]:
+    """The last that a process, living or dead, has left of its progress; nothing where there is none.
+
+    `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat.
+    A step is on the heartbeat file when its metrics have been read, and in `metrics.jsonl` a moment later.
+    """
+    beat, row = read_beat(run_dir, rank), read_last(run_dir / "metrics.jsonl")
+    signs: list[dict[str, float]] = []
+    if beat is not None:
+        names = ("time", "step", "furthest", "data_wait_s")
+        signs.append({name: getattr(beat, name) for name in names})
+    if isinstance(row.get("time"), int | float) and isinstance(row.get("step"), int):
+        signs.append({"time": row["time"], "step": row["step"], "furthest": row["step"]})
+    signs.sort(key=lambda sign: sign["time"])
+    together = {name: value for sign in signs for name, value in sign.items()}
+    return together | {
+        name: max(sign[name] for sign in signs) for name in ("furthest",) if name in together
+    }
+
+
+def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
+    """Where the stacks of `rank` go."""
+    return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
+
+
+class Watch:
+    """The watch over this process; use it as a context manager around all that trains."""
+
+    def __init__(self, events: Events, *, hang_s: float = 0.0, fresh: bool = False):
+        """Begin in section `start`.
+
+        Args:
+            events: of this process; its run directory is where everything goes.
+            hang_s: bound of all sections that are not in `ONCE`; 0: learned.
+            fresh: the run starts anew: no step of an earlier try is done again.
+        """
+        self._events, self._hang_s, self._fresh = events, hang_s, fresh
+        self._run_dir, self._rank = events.path.parent, events.rank or 0
+        self.reason = "done"
+        """What to say at the end of a run that no exception ends."""
+        self._longest: dict[str, float] = {}
+        self._before = last_sign(self._run_dir, self._rank)
+        self._section, self._step = "start", 0
+        self._furthest = 0 if fresh else int(self._before.get("furthest", 0))
+        self._data_wait_s, self._in_data = 0.0, False
+        self._mark = time.monotonic()
+        self._writing, self._written = threading.Lock(), (0.0, False)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._guard, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        path = self._run_dir / HEARTBEATS / str(self._rank)
+        self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.stacks.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Unbuffered and never moved: faulthandler keeps the file's number.
+        self._stacks_file = open(self.stacks, "ab", buffering=0)
+        faulthandler.register(DUMP_SIGNAL, self._stacks_file, all_threads=True)
+        self._write()
+        self._thread.start()
+        if self._rank == 0:
+            details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
+            self._events.record("start", **details)
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        self._done.set()
+        self._thread.join(timeout=10.0)
+        self._section, self._mark = "end", time.monotonic()
+        self._write()
+        faulthandler.unregister(DUMP_SIGNAL)
+        self._stacks_file.close()
+        os.close(self._file)
+        if self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+        if self._rank == 0:
+            reason = self.reason if kind is None else kind.__name__
+            self._events.record("end", step=self._step, reason=reason, **self._waited())
+
+    def begin(self, step: int) -> None:
+        """The steps after `step` begin."""
+        self._step = step
+        self._enter("step")
+
+    def beat(self, step: int) -> None:
+        """Step `step` is done."""
+        self._learn("step")
+        again = self._step < self._furthest
+        self._step, self._mark = step, time.monotonic()
+        if again and step >= self._furthest:
+            self._enter("step")
+        self._furthest = max(self._furthest, step)
+        self._write()
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """What is done inside is section `name`; then comes what was before."""
+        before = self._section
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._learn(name)
+            self._enter(before)
+
+    @contextlib.contextmanager
+    def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
+        """The wait for a batch, with the bound of the section that it is in.
+
+        It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
+        """
+        begun, self._in_data = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._in_data = False
+            if not hidden():
+                self._data_wait_s += time.monotonic() - begun
+
+    def _enter(self, name: str) -> None:
+        self._section, self._mark = name, time.monotonic()
+        self._write()
+        if self._rank == 0:
+            again = name == "step" and self._step < self._furthest
+            told = "again" if again else name
+            self._events.record("section", name=told, step=self._step, **self._waited())
+
+    def _learn(self, name: str) -> None:
+        took = time.monotonic() - self._mark
+        self._longest[name] = max(took, self._longest.get(name, 0.0))
+
+    def _waited(self) -> dict[str, float]:
+        return {"data_wait_s": self._data_wait_s}
+
+    def _bound_s(self, section: str) -> float:
+        if self._hang_s > 0 and section not in ONCE:
+            return self._hang_s
+        longest = self._longest.get(section)
+        floor_s = SAVE_FLOOR_S if section == "save" else FLOOR_S
+        return FIRST_S[section] if longest is None else max(floor_s, FACTOR * longest)
+
+    def _beat(self) -> Beat:
+        mark, section = self._mark, self._section
+        return Beat(
+            pid=os.getpid(),
+            step=self._step,
+            furthest=self._furthest,
+            section="data" if self._in_data else section,
+            bound_s=self._bound_s(section),
+            time=time.time() - (time.monotonic() - mark),
+            monotonic=mark,
+            data_wait_s=self._data_wait_s,
+        )
+
+    def _write(self) -> None:
+        """Bring the heartbeat file up to date; where the other thread is at it, it will see to it."""
+        if not self._writing.acquire(blocking=False):
+            return
+        self._written = (self._mark, self._in_data)
+        beat = {"rank": self._rank, "host": socket.gethostname(), **vars(self._beat())}
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, json.dumps(beat).ljust(SIZE - 1).encode() + b"\n", 0)
+        self._writing.release()
+
+    def _guard(self) -> None:
+        """The thread: write the heartbeat, and end the process when it is late."""
+        while not self._done.wait(timeout=0.25):
+            if (self._mark, self._in_data) != self._written:
+                self._write()
+            beat = self._beat()
+            waited = time.monotonic() - beat.monotonic
+            if waited > beat.bound_s:
+                self._expire(beat, waited)
+
+    def _expire(self, beat: Beat, waited: float) -> None:
+        where = f"in section {beat.section} after step {beat.step}"
+        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
+        self._events.record(
+            "hang",
+            section=beat.section,
+            step=beat.step,
+            waited_s=waited,
+            bound_s=beat.bound_s,
+            stacks=str(self.stacks),
+        )
+        print(
+            f"rank {self._rank} made no progress for {waited:.0f} s {where}; stacks: {self.stacks}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(HUNG)
+
+
+def _process_began() -> float:
+    """When this process was started, in unix seconds: before Python was."""
+    try:
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(words[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
