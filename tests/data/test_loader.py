@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale_jax.config import DataConfig, MeshConfig
-from ultrascale_jax.data.loader import Loader, PackedSamples, held_out_hashes
-from ultrascale_jax.data.shards import Corpus
-from ultrascale_jax.data.sources import Sources
+from ultrascale_jax.config import DataConfig, MeshConfig, UserError
+from ultrascale_jax.data.loader import Loader, UnreadableError, held_out_hashes
+from ultrascale_jax.data.samples import PackedSamples
+from ultrascale_jax.data.shards import Corpus, Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.mesh import make_mesh
 
@@ -274,22 +275,94 @@ def test_closing_the_batches_stops_their_threads(texts):
     assert not set(threading.enumerate()) - before
 
 
-def test_a_shard_that_changes_under_the_run_stops_it():
-    tokens = np.arange(2000, dtype=np.uint16) % 100
-    corpus = Corpus(
-        arrays=(tokens,),
-        ends=np.arange(100, 2001, 100),
-        hashes=np.arange(20, dtype=np.uint64),
-        fingerprint="",
+def shards_of(folder, dtype="uint16", vocab_size=100):
+    """Loader of a folder of three shards, and the folder's files."""
+    folder.mkdir()
+    rng, entries = np.random.default_rng(0), []
+    for number in range(3):
+        lengths = rng.integers(20, 60, size=20)
+        tokens = [rng.integers(0, vocab_size, size=size).astype(dtype) for size in lengths]
+        hashes = rng.integers(0, 2**63, size=20).astype(np.uint64)
+        entries.append(write_shard(folder, f"shard_{number:05d}", tokens, lengths, hashes))
+    fields = {"dtype": dtype, "tokenizer": ByteTokenizer.fingerprint, "vocab_size": vocab_size}
+    Index(**fields, shards=tuple(entries), complete=True).save(folder)
+    data = DataConfig(source=f"tokens:{folder}", seq_len=32)
+    return Loader(data, vocab_size=vocab_size, global_batch=ROWS, seed=0)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_places_are_where_the_tokens_of_a_row_are_read(tmp_path, mask):
+    """Row 16: by them the batches of skipped steps can be found again, in any epoch."""
+    loader = shards_of(tmp_path / "a")
+    data = dataclasses.replace(
+        loader.data, document_mask=mask, source=f"{loader.data.source}@2,synthetic"
     )
-    sources = Sources(("tokens:x",), (1.0,), (corpus,), ByteTokenizer())
-    data = DataConfig(source="tokens:x", seq_len=32)
-    loader = Loader(data, vocab_size=100, global_batch=ROWS, seed=0, sources=sources)
+    loader = Loader(data, vocab_size=100, global_batch=ROWS, seed=0)
+    files = {
+        f"tokens:{path.parent}/{path.name}": np.fromfile(path, "<u2")
+        for path in (tmp_path / "a").glob("*.tokens")
+    }
+    for step in (0, 1, 1000):
+        batch = loader.batch(step)
+        for row, places in enumerate(loader.places(step)):
+            assert sum(count for _, _, count in places) == 33
+            if places[0][0] == "synthetic":
+                continue
+            read = np.concatenate([files[file][at : at + count] for file, at, count in places])
+            assert batch["tokens"][row].tolist() == read[:-1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad", "said"),
+    [("uint16", 60_000, "60000"), ("uint16", 100, "100"), ("uint32", 2**32 - 5, "-5")],
+)
+def test_a_token_altered_under_the_run_stops_it_with_shard_and_place(tmp_path, dtype, bad, said):
+    """Row 15: too large, or negative as int32."""
+    loader = shards_of(tmp_path / "a", dtype)
     batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 0)
     next(batches)
-    tokens[:] = 60000
-    with pytest.raises(ValueError, match=r"data\.source='tokens:x': step \d+ has token 60000"):
+    path = tmp_path / "a/shard_00001.tokens"
+    tokens = np.memmap(path, dtype, mode="r+")
+    tokens[:] = bad
+    tokens.flush()
+    with pytest.raises(
+        UserError, match=r"data\.source='tokens:.*': step \d+ has \d+ tokens"
+    ) as stop:
         list(islice(batches, 100))
+    place = re.search(rf"the first {said} in tokens:(\S+) at (\d+); ", str(stop.value))
+    assert place is not None and place[1] == str(path) and int(place[2]) < tokens.size
+
+
+@pytest.mark.parametrize("damage", ["truncated", "gone"])
+def test_a_shard_cut_short_under_the_run_stops_it_by_its_name(tmp_path, damage):
+    """Row 20: to read what is no longer there would end the process by SIGBUS, without a word."""
+    loader = shards_of(tmp_path / "a")
+    batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 0)
+    next(batches)
+    path = tmp_path / "a/shard_00002.tokens"
+    if damage == "truncated":
+        os.truncate(path, 10)
+    else:
+        path.unlink()
+    kind = UserError if damage == "truncated" else UnreadableError
+    with pytest.raises(kind, match=r"data\.source=.*shard_00002\.tokens"):
+        list(islice(batches, 100))
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_where_the_batch_is_due():
+    """Row 20."""
+    seen = []
+
+    def before(step):
+        seen.append(step)
+        if step == 4:
+            raise OSError("the disk is on fire")
+
+    batches = make_loader().device_batches(make_mesh(MeshConfig(fsdp=8)), 1, before)
+    assert [step for step, _, _ in islice(batches, 2)] == [1, 2]
+    with pytest.raises(UnreadableError, match=r"'synthetic': step 4 cannot be read: the disk"):
+        next(batches)
+    assert set(seen) >= {2, 3, 4}
 
 
 def test_the_fingerprint_follows_documents_tokenizer_and_packing_only(texts, tmp_path):
@@ -328,7 +401,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 port, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
-from ultrascale_jax.config import DataConfig, MeshConfig
+from ultrascale_jax.config import DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 data = DataConfig(source="synthetic", seq_len=16)

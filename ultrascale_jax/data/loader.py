@@ -4,15 +4,12 @@ The documents of a split are put in an order set by the seed and read as one str
 tokens i*T to i*T+T, one more than a row so that every token but the first is a target. Grain
 shuffles the samples anew for every epoch and mixes the sources by weight, both by index alone, so
 row r of step s is simply sample s*B+r: no state to save, and each process reads only the rows of
-its own devices.
-
-    stream   doc 7 | doc 2 .......... | doc 5 ... | doc 0 ...
-    samples  [  0  ][  1  ][  2  ][  3  ][  4  ] ...
+its own devices. `samples.py` cuts the rows.
 """
 
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
 import grain
@@ -20,64 +17,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ultrascale_jax.config import DataConfig, require
+from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.samples import (
+    ENDLESS,
+    Batch,
+    PackedSamples,
+    Place,
+    Places,
+    SyntheticSamples,
+    nth_token,
+    random_bits,
+)
 from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.sharding import act
 
-Batch = dict[str, np.ndarray]
 
-ENDLESS = 1 << 31
-"""Length given to sequences that have no end; Grain wants one."""
-
-
-class PackedSamples:
-    """Rows cut from the documents of one corpus, in an order set by `key`."""
-
-    def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
-        """`chosen`: int64 [documents] indices into the corpus."""
-        order = np.argsort(_random_bits(key, chosen.size), kind="stable")
-        self._documents = chosen[order]
-        lengths = corpus.ends[self._documents] - corpus.starts[self._documents]
-        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._corpus, self._data = corpus, data
-
-    def __len__(self) -> int:
-        return max(0, (int(self._begins[-1]) - 1) // self._data.seq_len)
-
-    def __getitem__(self, i: int) -> Batch:
-        start = i * self._data.seq_len
-        stop = start + self._data.seq_len + 1
-        first = int(np.searchsorted(self._begins, start, side="right")) - 1
-        last = int(np.searchsorted(self._begins, stop, side="left")) - 1
-        edges = np.clip(self._begins[first : last + 2], start, stop)
-        # From the place of a document in the stream to its place in the corpus.
-        documents = self._documents[first : last + 1]
-        shifts = self._corpus.starts[documents] - self._begins[first : last + 1]
-        pieces = [
-            self._corpus.read(int(begin + shift), int(end + shift))
-            for begin, end, shift in zip(edges[:-1], edges[1:], shifts, strict=True)
-        ]
-        stream = np.concatenate(pieces, dtype=np.int32)
-        return _row(stream, np.diff(edges), self._data.document_mask)
-
-
-class SyntheticSamples:
-    """Random rows with a mean of three documents each; row i depends on (key, i) alone."""
-
-    def __init__(self, source: Synthetic, data: DataConfig, key: tuple):
-        self._vocab_size, self._data, self._key = source.vocab_size, data, key
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, i: int) -> Batch:
-        size = self._data.seq_len + 1
-        bits = _random_bits((*self._key, int(i)), 2 * size)
-        tokens = (bits[:size] % self._vocab_size).astype(np.int32)
-        borders = np.flatnonzero(bits[size : 2 * size - 1] % size < 2) + 1
-        lengths = np.diff(borders, prepend=0, append=size)
-        return _row(tokens, lengths, self._data.document_mask)
+class UnreadableError(OSError):
+    """A batch could not be read; the next try may succeed, so a supervisor should restart the run."""
 
 
 class Loader:
@@ -128,6 +85,8 @@ class Loader:
         self.num_sequences: int = sum(len(part) for _, _, part in samples)
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
         self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
+        places = [(name, weight, Places(name, part)) for name, weight, part in samples]
+        self._places = _shuffle_and_mix(places, self._key()) if self.num_sequences else None
 
     def held_out(self) -> "Loader":
         """The held-out split of the same, already open sources."""
@@ -160,13 +119,27 @@ class Loader:
         """Hash of the tokens and targets of the whole global batch, the same on every mesh."""
         return batch_hash(self._load(step, range(self.global_batch)))
 
+    def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
+        """Where each row of the global batch of a step is read (default: all rows), file by file."""
+        if self._places is None:
+            return []
+        rows = range(self.global_batch) if rows is None else rows
+        found = [self._places[step * self.global_batch + int(row)] for row in rows]
+        return cast(list[list[Place]], found)
+
     def device_batches(
-        self, mesh: Mesh, start_step: int
+        self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
         """From `start_step` on without end: the step, its batch on the devices, and its hash.
 
         Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
         all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
+        What goes wrong in a thread is raised where the batch is due; `before(n)` is called in the
+        thread that reads the batch of the n-th optimizer step.
+
+        Raises:
+            UserError: a shard was altered or cut short under the run.
+            UnreadableError: the file system failed.
         """
         sharding = NamedSharding(mesh, act("BT"))
         shape = (self.global_batch, self.data.seq_len)
@@ -176,6 +149,15 @@ class Loader:
         hashing = jax.process_index() == 0
 
         def load(step: int) -> tuple[int, Batch, str]:
+            try:
+                if before is not None:
+                    before(step + 1)
+                return read(step)
+            except OSError as error:
+                text = f"data.source={self.data.source!r}: step {step + 1} cannot be read: {error}"
+                raise UnreadableError(text) from error
+
+        def read(step: int) -> tuple[int, Batch, str]:
             if not hashing:
                 return step, self._ordered(self._load(step, mine)), ""
             batch = self._load(step, range(self.global_batch))
@@ -223,21 +205,35 @@ class Loader:
                 fault = (
                     f"has less than data.seq_len + 1 = {self.data.seq_len + 1} tokens to train on"
                 )
-                raise ValueError(f"data.source={name!r}: {fault}; give more text or shorter rows")
+                raise UserError(f"data.source={name!r}: {fault}; give more text or shorter rows")
         return samples
 
     def _load(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
         if self._samples is None:
             fix = "the held-out documents do not fill one row; raise it or lower data.seq_len"
-            raise ValueError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
+            raise UserError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
         first = step * self.global_batch
         samples = [cast(Batch, self._samples[first + int(row)]) for row in rows]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-        # The sources were sound when they were opened, but a shard may be altered under the run.
-        largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
-        fix = f"step {step} has token {largest}, outside model.vocab_size; a shard was altered"
-        require(largest < self.vocab_size, "data.source", self.data.source, fix)
+        self._check(step, rows, batch)
         return batch
+
+    def _check(self, step: int, rows: Sequence[int] | np.ndarray, batch: Batch) -> None:
+        """The sources were sound when they were opened, but a shard may be altered under the run."""
+        tokens, targets, size = batch["tokens"], batch["targets"], self.vocab_size
+        least = min(int(tokens.min()), int(targets.min()) + 1)
+        if least >= 0 and max(int(tokens.max()), int(targets.max())) < size:
+            return
+        wrong = np.pad((tokens < 0) | (tokens >= size), ((0, 0), (0, 1)))
+        wrong[:, 1:] |= (targets < -1) | (targets >= size)
+        row, at = (int(index) for index in np.argwhere(wrong)[0])
+        value = tokens[row, at] if at < tokens.shape[1] else targets[row, -1]
+        file, place = nth_token(self.places(step, [int(rows[row])])[0], at)
+        fix = (
+            f"step {step + 1} has {wrong.sum()} tokens outside model.vocab_size={size}, the first {value} "
+            f"in {file} at {place}; it was altered under the run, so write it anew"
+        )
+        require(False, "data.source", self.data.source, fix)
 
     def _ordered(self, batch: Batch) -> Batch:
         if self._order is None:
@@ -277,33 +273,10 @@ def _shuffle_and_mix(samples, key: tuple) -> grain.MapDataset:
     parts = []
     for i, (_, _, part) in enumerate(samples):
         dataset = grain.MapDataset.source(part)
-        if not isinstance(part, SyntheticSamples):
-            seed = int(_random_bits((*key, i, "shuffle"), 1)[0] % 2**32)
+        if part.shuffled:
+            seed = int(random_bits((*key, i, "shuffle"), 1)[0] % 2**32)
             dataset = dataset.seed(seed).shuffle()
         parts.append(dataset.repeat())
     if len(parts) == 1:
         return parts[0]
     return grain.MapDataset.mix(parts, weights=[weight for _, weight, _ in samples])
-
-
-def _row(stream: np.ndarray, lengths: np.ndarray, document_mask: bool) -> Batch:
-    """T+1 tokens that `lengths` divides into documents, as a row of T tokens with their targets."""
-    size = stream.size - 1
-    row = {
-        "tokens": stream[:-1],
-        "targets": stream[1:],
-        "positions": np.arange(size, dtype=np.int32),
-    }
-    if document_mask:
-        segments = np.repeat(np.arange(1, lengths.size + 1, dtype=np.int32), lengths)
-        starts = np.repeat((np.cumsum(lengths) - lengths).astype(np.int32), lengths)
-        row["segment_ids"] = segments[:-1]
-        row["positions"] = row["positions"] - starts[:-1]
-        row["targets"] = np.where(segments[1:] == segments[:-1], stream[1:], np.int32(-1))
-    return row
-
-
-def _random_bits(key: tuple, count: int) -> np.ndarray:
-    """uint64 [count] set by the key alone; Philox's raw bits are the same in every NumPy."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest)).random_raw(count)

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ultrascale_jax.config import UserError, require
+
 FORMAT = "ultrascale_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
 """A document of a shard: one past its last token, from the shard's start, and its `text_hash`."""
@@ -46,6 +48,8 @@ class Corpus:
     """uint64 [documents]: `text_hash` of each document."""
     fingerprint: str
     """Changes with the documents or their tokens."""
+    names: tuple[str, ...] = ()
+    """The file of each array; without names they are counted."""
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -57,10 +61,30 @@ class Corpus:
         return np.cumsum([0] + [array.size for array in self.arrays[:-1]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` (exclusive), which must lie in one document."""
-        array = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        first = int(self._firsts[array])
-        return self.arrays[array][start - first : stop - first]
+        """Tokens `start` to `stop` (exclusive), which must lie in one document.
+
+        Raises:
+            UserError: the file was cut short since it was opened; to read on would end the process without a word.
+        """
+        array, first = self._place(start)
+        tokens = self.arrays[array]
+        if isinstance(tokens, np.memmap) and tokens.filename is not None:
+            size = os.stat(tokens.filename).st_size
+            fix = f"has {size} bytes, not {tokens.nbytes}: truncated under the run; write it anew"
+            require(size >= tokens.nbytes, "data.source", str(tokens.filename), fix)
+        return tokens[first : first + stop - start]
+
+    def place(self, token: int) -> tuple[str, int]:
+        """The file of a token, and the token's number in it."""
+        array, first = self._place(token)
+        return self.name_of(array), first
+
+    def name_of(self, array: int) -> str:
+        return self.names[array] if self.names else f"array {array}"
+
+    def _place(self, token: int) -> tuple[int, int]:
+        array = int(np.searchsorted(self._firsts, token, side="right")) - 1
+        return array, token - int(self._firsts[array])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,27 +156,25 @@ def load_index(folder: Path) -> Index:
     """Read and check `index.json`; raises a `ValueError` that names it."""
     path = folder / "index.json"
     if not path.is_file():
-        raise ValueError(f"{path.name} is missing")
+        raise UserError(f"{path.name} is missing")
     try:
         entries = json.loads(path.read_bytes())
         shards = tuple(Shard(**entry) for entry in entries.pop("shards"))
         index = Index(**entries, shards=shards)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path.name} is damaged or of another program ({error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path.name} is damaged or of another program ({error})") from error
     if index.format != FORMAT:
-        raise ValueError(f"{path.name} has format {index.format!r}, not {FORMAT!r}")
+        raise UserError(f"{path.name} has format {index.format!r}, not {FORMAT!r}")
     if index.dtype not in ("uint8", "uint16", "uint32"):
-        raise ValueError(f"{path.name} has token type {index.dtype!r}, not uint8, uint16 or uint32")
+        raise UserError(f"{path.name} has token type {index.dtype!r}, not uint8, uint16 or uint32")
     names = [shard.name for shard in shards]
     for shard in shards:
         plain = isinstance(shard.name, str) and shard.name and not set("/\\\0") & set(shard.name)
         if not plain or shard.name.startswith(".") or names.count(shard.name) > 1:
             fault = f"has shard name {shard.name!r}, which is not a plain file name of its own"
-            raise ValueError(f"{path.name} {fault}")
+            raise UserError(f"{path.name} {fault}")
         if not all(type(count) is int and count > 0 for count in (shard.tokens, shard.documents)):
-            raise ValueError(
-                f"{path.name} has counts of {shard.name} that are not positive numbers"
-            )
+            raise UserError(f"{path.name} has counts of {shard.name} that are not positive numbers")
     return index
 
 
@@ -193,17 +215,16 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str) -> Corpus:
     """Check every shard of a folder and map it into memory.
 
     Raises:
-        ValueError: names the file at fault: missing, truncated, altered, tokens outside the
-        vocabulary, made with another
-            tokenizer than the one whose fingerprint is given, or not finished.
+        ValueError: names the file at fault: missing, truncated, altered, tokens outside the vocabulary, made with
+            another tokenizer than the one whose fingerprint is given, or not finished.
     """
     index = load_index(folder)
     if not (index.complete and index.shards):
-        raise ValueError("index.json says that prepare_data has not finished")
+        raise UserError("index.json says that prepare_data has not finished")
     if index.tokenizer != tokenizer:
         has_file = (folder / "tokenizer.json").is_file()
         fix = f"set data.tokenizer={folder / 'tokenizer.json' if has_file else index.tokenizer}"
-        raise ValueError(
+        raise UserError(
             f"index.json says that another tokenizer than data.tokenizer made the shards; {fix}"
         )
     dtype = index.token_dtype
@@ -214,7 +235,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str) -> Corpus:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         for fault in pool.map(fault_of, index.shards):
             if fault:
-                raise ValueError(fault)
+                raise UserError(fault)
     documents = [shard_documents(folder, shard) for shard in index.shards]
     firsts = np.cumsum([0] + [shard.tokens for shard in index.shards[:-1]])
     digest = hashlib.sha256(repr([tokenizer, index.dtype, index.shards]).encode())
@@ -227,6 +248,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str) -> Corpus:
         ),
         hashes=np.concatenate([part["hash"] for part in documents]),
         fingerprint=digest.hexdigest(),
+        names=tuple(f"{shard.name}.tokens" for shard in index.shards),
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ultrascale_jax.config import DataConfig, require
+from ultrascale_jax.config import DataConfig, UserError, require
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 
@@ -101,7 +101,7 @@ def _open(name: str, tokenizer: Tokenizer, vocab_size: int) -> Corpus | Syntheti
             return open_shards(Path(argument), vocab_size, tokenizer.fingerprint)
         except (ValueError, OSError) as error:
             fix = "name a folder that scripts/prepare_data.py wrote, or write it anew"
-            raise ValueError(f"data.source={name!r}: {error}; {fix}") from error
+            raise UserError(f"data.source={name!r}: {error}; {fix}") from error
     paths = (
         stdlib_paths()
         if kind == "python-stdlib"
@@ -140,7 +140,7 @@ def _read_files(name: str, paths: list[Path], skip_undecodable: bool) -> list[tu
             if skip_undecodable:
                 continue
             fix = f"{path} is not UTF-8 text; convert it or leave it out of the pattern"
-            raise ValueError(f"data.source={name!r}: {fix}") from error
+            raise UserError(f"data.source={name!r}: {fix}") from error
         if text:
             files.append((path, text))
     return files
@@ -155,7 +155,13 @@ def _encode(
         place = int(np.argmax(tokens >= vocab_size))
         path = files[int(np.searchsorted(ends, place, side="right"))][0]
         fault = f"{path} has token {tokens[place]}, outside model.vocab_size={vocab_size}"
-        raise ValueError(f"data.source={name!r}: {fault}; use a tokenizer within it, or raise it")
+        raise UserError(f"data.source={name!r}: {fault}; use a tokenizer within it, or raise it")
     hashes = np.array([text_hash(text.encode()) for _, text in files], np.uint64)
     digest = hashlib.sha256(tokenizer.fingerprint.encode() + hashes.tobytes() + ends.tobytes())
-    return Corpus(arrays=(tokens,), ends=ends, hashes=hashes, fingerprint=digest.hexdigest())
+    return Corpus(
+        arrays=(tokens,),
+        ends=ends,
+        hashes=hashes,
+        fingerprint=digest.hexdigest(),
+        names=(name,),
+    )

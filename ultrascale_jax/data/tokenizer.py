@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 """Names of the end-of-text token; the first that the tokenizer has separates documents."""
@@ -66,7 +66,7 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"data.tokenizer={str(path)!r}: {fix}; it says: {error}") from error
+            raise UserError(f"data.tokenizer={str(path)!r}: {fix}; it says: {error}") from error
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         separator = next((name for name in SEPARATORS if name in vocab), None)
         fix = (

@@ -1,0 +1,133 @@
+"""Rows of tokens cut from the documents of a corpus, and where each of them is read.
+
+stream   doc 7 | doc 2 .......... | doc 5 ... | doc 0 ...
+samples  [  0  ][  1  ][  2  ][  3  ][  4  ] ...
+"""
+
+import hashlib
+
+import numpy as np
+
+from ultrascale_jax.config import DataConfig
+from ultrascale_jax.data.shards import Corpus
+from ultrascale_jax.data.sources import Synthetic
+
+Batch = dict[str, np.ndarray]
+
+Place = tuple[str, int, int]
+"""A file, the number of a token in it, and how many tokens from there on."""
+
+ENDLESS = 1 << 31
+"""Length given to sequences that have no end; Grain wants one."""
+
+
+class PackedSamples:
+    """Rows cut from the documents of one corpus, in an order set by `key`."""
+
+    shuffled = True
+    """Whether its rows are put in another order in every epoch."""
+
+    def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
+        """`chosen`: int64 [documents] indices into the corpus."""
+        order = np.argsort(random_bits(key, chosen.size), kind="stable")
+        self._documents = chosen[order]
+        lengths = corpus.ends[self._documents] - corpus.starts[self._documents]
+        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._corpus, self._data = corpus, data
+
+    def __len__(self) -> int:
+        return max(0, (int(self._begins[-1]) - 1) // self._data.seq_len)
+
+    def __getitem__(self, i: int) -> Batch:
+        spans = self._spans(i)
+        pieces = [self._corpus.read(start, stop) for start, stop in spans]
+        stream = np.concatenate(pieces, dtype=np.int32)
+        return _row(stream, np.diff(spans)[:, 0], self._data.document_mask)
+
+    def places(self, i: int) -> list[Place]:
+        """Where the T+1 tokens of row i are read."""
+        return [(*self._corpus.place(start), stop - start) for start, stop in self._spans(i)]
+
+    def _spans(self, i: int) -> list[tuple[int, int]]:
+        """First token, and one past the last, of each document's piece in row i; counted through the corpus."""
+        start = i * self._data.seq_len
+        stop = start + self._data.seq_len + 1
+        first = int(np.searchsorted(self._begins, start, side="right")) - 1
+        last = int(np.searchsorted(self._begins, stop, side="left")) - 1
+        edges = np.clip(self._begins[first : last + 2], start, stop)
+        # From the place of a document in the stream to its place in the corpus.
+        documents = self._documents[first : last + 1]
+        shifts = self._corpus.starts[documents] - self._begins[first : last + 1]
+        return list(zip((edges[:-1] + shifts).tolist(), (edges[1:] + shifts).tolist(), strict=True))
+
+
+class SyntheticSamples:
+    """Random rows with a mean of three documents each; row i depends on (key, i) alone."""
+
+    shuffled = False
+
+    def __init__(self, source: Synthetic, data: DataConfig, key: tuple):
+        self._vocab_size, self._data, self._key = source.vocab_size, data, key
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, i: int) -> Batch:
+        size = self._data.seq_len + 1
+        bits = random_bits((*self._key, int(i)), 2 * size)
+        tokens = (bits[:size] % self._vocab_size).astype(np.int32)
+        borders = np.flatnonzero(bits[size : 2 * size - 1] % size < 2) + 1
+        lengths = np.diff(borders, prepend=0, append=size)
+        return _row(tokens, lengths, self._data.document_mask)
+
+    def places(self, i: int) -> list[Place]:
+        """Random rows lie nowhere: the number of the row takes the place of the token's."""
+        return [("synthetic", int(i), self._data.seq_len + 1)]
+
+
+def nth_token(places: list[Place], n: int) -> tuple[str, int]:
+    """The file of the n-th token of a row, counted from 0, and its number there."""
+    for file, first, count in places:
+        if n < count:
+            return file, first + n
+        n -= count
+    raise IndexError(n)
+
+
+class Places:
+    """The places of samples, in their stead."""
+
+    def __init__(self, name: str, samples: PackedSamples | SyntheticSamples):
+        self._name, self._samples, self.shuffled = name, samples, samples.shuffled
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, i: int) -> list[Place]:
+        def whole(file: str) -> str:
+            return file if file == self._name else f"{self._name}/{file}"
+
+        return [(whole(file), at, count) for file, at, count in self._samples.places(i)]
+
+
+def _row(stream: np.ndarray, lengths: np.ndarray, document_mask: bool) -> Batch:
+    """T+1 tokens that `lengths` divides into documents, as a row of T tokens with their targets."""
+    size = stream.size - 1
+    row = {
+        "tokens": stream[:-1],
+        "targets": stream[1:],
+        "positions": np.arange(size, dtype=np.int32),
+    }
+    if document_mask:
+        segments = np.repeat(np.arange(1, lengths.size + 1, dtype=np.int32), lengths)
+        starts = np.repeat((np.cumsum(lengths) - lengths).astype(np.int32), lengths)
+        row["segment_ids"] = segments[:-1]
+        row["positions"] = row["positions"] - starts[:-1]
+        row["targets"] = np.where(segments[1:] == segments[:-1], stream[1:], np.int32(-1))
+    return row
+
+
+def random_bits(key: tuple, count: int) -> np.ndarray:
+    """uint64 [count] set by the key alone; Philox's raw bits are the same in every NumPy."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest)).random_raw(count)
