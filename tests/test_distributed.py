@@ -1,115 +1,16 @@
-"""How a process finds the others, and what happens to XLA_FLAGS."""
+"""How processes join and end together, and what happens to XLA_FLAGS."""
 
 import os
 import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE
-from ultrascale_jax.distributed import CPU_FLAGS, GPU_FLAGS, detect, set_environment
-
-SLURM = {
-    "SLURM_JOB_ID": "70001",
-    "SLURM_STEP_NODELIST": "node[007-008,012],other3",
-    "SLURM_NTASKS": "16",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-}
-OMPI = {
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-}
-
-
-def test_a_process_on_its_own_is_left_alone():
-    assert detect({"HOME": "/root"}) is None
-    assert detect({"JAX_NUM_PROCESSES": "1"}) is None
-    assert detect({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
-
-
-def test_a_plain_environment_names_address_count_and_number():
-    launch = detect(
-        {"JAX_COORDINATOR_ADDRESS": "h0:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
-    )
-    assert launch is not None
-    assert (launch.address, launch.num_processes, launch.process_id) == ("h0:1234", 4, 2)
-    assert launch.local_device_ids is None
-
-
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h0:1"}, "JAX_PROCESS_ID"),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h0:1", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID",
-        ),
-        ({**OMPI}, "JAX_COORDINATOR_ADDRESS"),
-    ],
-)
-def test_an_incomplete_environment_is_refused_by_the_missing_name(environ, name):
-    with pytest.raises(ValueError, match=f"^{name}="):
-        detect(environ)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node[007-008,012],other3", "node007"),
-        ("n1", "n1"),
-        ("gpu-a,gpu-b", "gpu-a"),
-        ("r[3,7]", "r3"),
-    ],
-)
-def test_slurm_process_0_is_on_the_first_node(nodes, host):
-    launch = detect({**SLURM, "SLURM_STEP_NODELIST": nodes})
-    assert launch is not None
-    assert launch.address == f"{host}:{61440 + 70001 % 4096}"
-    assert (launch.num_processes, launch.process_id) == (16, 9)
-
-
-@pytest.mark.parametrize(
-    ("extra", "devices"),
-    [
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, (1,)),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, None),
-        ({"SLURM_NTASKS_PER_NODE": "1"}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "5"}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (1,)),
-    ],
-)
-def test_a_slurm_task_takes_all_gpus_when_alone_and_one_when_not(extra, devices):
-    launch = detect({**SLURM, **extra})
-    assert launch is not None
-    assert launch.local_device_ids == devices
-
-
-def test_an_interactive_slurm_shell_is_a_process_on_its_own():
-    assert detect({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
-def test_open_mpi_4_tells_where_its_launcher_is():
-    launch = detect(
-        {**OMPI, "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
-    )
-    assert launch is not None
-    assert launch.address == f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}"
-    assert (launch.num_processes, launch.process_id, launch.local_device_ids) == (8, 3, (3,))
-
-
-def test_an_indexed_kubernetes_job_is_left_to_jax_unless_its_size_is_given():
-    indexed = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
-    launch = detect(indexed)
-    assert launch is not None
-    assert (launch.method, launch.address) == ("kubernetes", None)
-    plain = detect({**indexed, "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "job-0.svc:1"})
-    assert plain is not None
-    assert (plain.method, plain.process_id) == ("environment", 1)
+from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError
+from ultrascale_jax.distributed import CPU_FLAGS, GPU_FLAGS, check_devices, set_environment
+from ultrascale_jax.reliability.launch import Launch
 
 
 def test_flags_are_added_but_never_override_the_users():
@@ -128,37 +29,70 @@ def test_a_cpu_gets_its_own_flags_and_no_share_of_memory():
     assert environ == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
+def test_a_job_with_other_devices_than_expected_is_refused_by_process():
+    check_devices(None, DistConfig(expect_devices=jax.device_count()))
+    with pytest.raises(
+        UserError, match=r"^dist.expect_devices=9: the job has 8 devices \(cpu; proc"
+    ):
+        check_devices(None, DistConfig(expect_devices=9))
+
+
+def test_gpus_that_slurm_gave_and_jax_does_not_see_are_missed(monkeypatch):
+    launch = Launch(method="slurm", expected_gpus=8)
+    # A run that is to be on the CPU misses none.
+    check_devices(launch, DistConfig())
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(
+        UserError, match=r"^SLURM_GPUS_ON_NODE='8': process 0 on .* sees 0 of the 8"
+    ):
+        check_devices(launch, DistConfig())
+    check_devices(launch, DistConfig(expect_devices=8))
+
+
 PAIR = """
-import jax.experimental.multihost_utils
+import os, threading
+from pathlib import Path
 from ultrascale_jax import distributed
-distributed.initialize(timeout_s=60, heartbeat_s=5)
+from ultrascale_jax.config import DistConfig
+distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
 import jax
 print("joined", jax.process_index(), jax.process_count(), len(jax.devices()), flush=True)
-if jax.process_index() == 1:
+port = int(os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2])
+if jax.process_index() == 0:
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                print("listens at", local.rpartition(":")[0], flush=True)
+def fail():
     raise RuntimeError("first cause")
-jax.experimental.multihost_utils.sync_global_devices("never")
+if jax.process_index() == 1:
+    threading.Thread(target=fail).start()
+threading.Event().wait()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_join_and_an_exception_in_one_ends_both():
-
+def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_ends_both():
+    """Both main threads wait for ever, as in a collective that hangs; the heartbeat would take a minute."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    launchers = ("SLURM", "OMPI", "RANK", "WORLD_SIZE")
     environ = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM", "OMPI"))
-        },
+        **{name: value for name, value in os.environ.items() if not name.startswith(launchers)},
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
         # A jaxlib that did not know one of the flags would abort here.
         "XLA_FLAGS": " ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items()),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
+        # Nobody is there.
+        "http_proxy": "http://127.0.0.1:9",
     }
+    environ.pop("no_proxy", None)
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", PAIR],
@@ -170,13 +104,19 @@ def test_two_processes_join_and_an_exception_in_one_ends_both():
         for number in range(2)
     ]
     try:
-        outputs = [run.communicate(timeout=120) for run in runs]
+        outputs = [run.communicate(timeout=50) for run in runs]
     finally:
         for run in runs:
             run.kill()
     for number, (out, err) in enumerate(outputs):
         assert f"waiting for 2 processes at 127.0.0.1:{port} (environment)" in out, err
+        assert "note: the way to 127.0.0.1 does not go through http_proxy" in out, err
         assert f"joined {number} 2 2" in out, err
-    assert runs[1].returncode == 70
-    assert "first cause" in outputs[1][1]
-    assert runs[0].returncode != 0
+    # The interface of the address alone, not all: 127.0.0.1, or ::ffff:127.0.0.1, in the kernel's numbers.
+    [listens] = [line for line in outputs[0][0].splitlines() if line.startswith("listens at")]
+    assert listens.endswith("0100007F")
+    assert [run.returncode for run in runs] == [70, 70]
+    assert "in fail" in outputs[1][1]
+    last = outputs[0][1].splitlines()[-1]
+    assert last.startswith("first cause: rank 1 (")
+    assert last.endswith("): RuntimeError: first cause")

@@ -1,24 +1,34 @@
-"""Start-up of a job of many processes, and the XLA flags that a training run wants.
+"""Start-up and end of a job of many processes, and the XLA flags that a training run wants.
 
-Nothing here decides what is computed. `initialize` finds out from the environment whether this process is one of many
-(a plain environment, SLURM, Open MPI or Kubernetes) and joins them through `jax.distributed`; a process on its own is
-left alone. `set_environment` must run before JAX makes its first array, because XLA reads the variables once.
+Nothing here decides what is computed. `initialize` finds out whether this process is one of many (`launch.py` of
+`reliability`), calls the roll (`rollcall.py`) and joins the others through `jax.distributed`; a process on its own is
+left alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
+because XLA reads the variables once.
 """
 
+import atexit
+import contextlib
+import importlib.util
+import inspect
 import os
 import re
 import signal
-import sys
+import socket
 import threading
-import traceback
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import jax
+from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, require
-from ultrascale_jax.reliability.exit_codes import CRASHED
+from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
+from ultrascale_jax.reliability import rollcall
+from ultrascale_jax.reliability.failures import Failures
+from ultrascale_jax.reliability.launch import Launch, detect
 
 GPU_FLAGS = {
     # Start collectives early and finish them late, so that they run beside the matrix products.
@@ -42,64 +52,139 @@ CPU_FLAGS = {
 }
 """XLA flags for the CPU."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How one process joins the others."""
-
-    method: str
-    """Where it was read from: `environment`, `slurm`, `ompi` or `kubernetes`."""
-    address: str | None = None
-    """`host:port` of process 0; none: JAX asks the cluster."""
-    num_processes: int | None = None
-    """How many there are; none: JAX asks the cluster."""
-    process_id: int | None = None
-    """Which one this is; none: JAX asks the cluster."""
-    local_device_ids: tuple[int, ...] | None = None
-    """GPUs of this host that the process takes; none: all that it sees."""
+PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
+"""Environment variables by which gRPC would go through a proxy."""
 
 
-def detect(environ: Mapping[str, str]) -> Launch | None:
-    """The launch that `environ` describes, or none for a process on its own.
-
-    Raises:
-        ValueError: a plain environment is incomplete, or Open MPI does not say where process 0 is.
-    """
-    launch = _plain(environ) or _slurm(environ) or _ompi(environ)
-    if (
-        launch is None
-        and "KUBERNETES_SERVICE_HOST" in environ
-        and "JOB_COMPLETION_INDEX" in environ
-    ):
-        return Launch(method="kubernetes")
-    return launch if launch is not None and launch.num_processes != 1 else None
+_failures = Failures()
+"""What this process does when it, or another one of its job, fails."""
 
 
-def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100) -> Launch | None:
+def initialize(dist: DistConfig | None = None) -> Launch | None:
     """Join the other processes of the job, if there are any; call it before JAX makes its first array.
 
-    A process that does not appear within `timeout_s` aborts the others, and one that stops answering ends them after
-    `heartbeat_s`. An uncaught exception ends its process at once with exit code 70: the interpreter's ordinary exit
-    would wait for the others for minutes, and they for it.
+    Returns:
+        How this process was started; none for one on its own.
+
+    Raises:
+        UserError: the launch cannot be: see `detect` and `rollcall.call`.
     """
-    launch = detect(os.environ)
+    dist = dist or DistConfig()
+    launch = detect(os.environ, dist)
     if launch is None:
         return None
-    count = "all" if launch.num_processes is None else launch.num_processes
-    place = "the address that Kubernetes gives" if launch.address is None else launch.address
-    # jax.distributed aborts the process when a peer is missing, so this line has to come first.
-    print(f"waiting for {count} processes at {place} ({launch.method})", flush=True)
+    options = _tls(dist)
+    rank, count, address = launch.process_id, launch.num_processes, launch.address
+    if address is None or count is None or rank is None:
+        fix = "in this pod neither it nor the package kubernetes (pip install jax[k8s]) tells of the others; set it"
+        require(importlib.util.find_spec("kubernetes") is not None, "JAX_NUM_PROCESSES", None, fix)
+        print(f"waiting for all processes, as {launch.method} tells", flush=True)
+    else:
+        print(f"waiting for {count} processes at {address} ({launch.method})", flush=True)
+        _avoid_proxies(address.rpartition(":")[0].strip("[]"))
+        options["coordinator_bind_address"] = rollcall.call(
+            address,
+            count,
+            rank,
+            dist,
+            version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
+            tell=lambda text: print(text, flush=True),
+            bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
+        )
     jax.distributed.initialize(
-        launch.address,
-        launch.num_processes,
-        launch.process_id,
+        address,
+        count,
+        rank,
         local_device_ids=launch.local_device_ids,
-        cluster_detection_method=None if launch.method == "kubernetes" else "deactivate",
-        initialization_timeout=timeout_s,
-        heartbeat_timeout_seconds=heartbeat_s,
+        cluster_detection_method=None if address is None else "deactivate",
+        initialization_timeout=dist.timeout_s,
+        heartbeat_timeout_seconds=dist.heartbeat_s,
+        **options,
     )
-    sys.excepthook = _die
-    return launch
+    _watch_each_other(dist)
+    return replace(
+        launch, num_processes=global_state.num_processes, process_id=global_state.process_id
+    )
+
+
+def guarded(
+    record: Callable[..., None] | None = None, *, refusals: bool = True
+) -> AbstractContextManager[None]:
+    """Around all that a script does after `initialize`: see `Failures.guarded`."""
+    return _failures.guarded(record, refusals=refusals)
+
+
+def check_devices(launch: Launch | None, dist: DistConfig) -> None:
+    """Refuse a job that has not the devices that it should have.
+
+    That is `dist.expect_devices`; without it, what the cluster says it gave this process.
+
+    Raises:
+        UserError: there are other devices; the message says which process has how many.
+    """
+    devices = jax.devices()
+    if dist.expect_devices is not None:
+        counts = Counter(device.process_index for device in devices)
+        few = ", ".join(f"process {rank}: {count}" for rank, count in sorted(counts.items())[:16])
+        fix = f"the job has {len(devices)} devices ({devices[0].platform}; {few}); see python -m scripts.doctor"
+        require(
+            len(devices) == dist.expect_devices, "dist.expect_devices", dist.expect_devices, fix
+        )
+        return
+    expected = None if launch is None else launch.expected_gpus
+    wants_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if expected is None or wants_cpu:
+        return
+    found = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
+    fix = (
+        f"process {jax.process_index()} on {socket.gethostname()} sees {found} of the {expected} GPUs that SLURM gave "
+        f"it (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}, "
+        f"NVIDIA_VISIBLE_DEVICES={os.environ.get('NVIDIA_VISIBLE_DEVICES')!r}); ask for them in srun too "
+        "(--gpus-per-node), or say --dist.expect-devices N if that is meant"
+    )
+    require(found >= expected, "SLURM_GPUS_ON_NODE", os.environ.get("SLURM_GPUS_ON_NODE"), fix)
+
+
+def _tls(dist: DistConfig) -> dict[str, Any]:
+    """Options of `jax.distributed.initialize` for mutual TLS."""
+    if not dist.mtls_cert:
+        return {}
+    known = inspect.signature(jax.distributed.initialize).parameters
+    fix = f"jax {jax.__version__} has no TLS between processes; install jax 0.12, or leave it out"
+    require("mtls_cert_file" in known, "dist.mtls_cert", dist.mtls_cert, fix)
+    return {
+        "mtls_cert_file": dist.mtls_cert,
+        "mtls_key_file": dist.mtls_key,
+        "mtls_ca_file": dist.mtls_ca,
+        "verify_secure_credentials": True,
+    }
+
+
+def _avoid_proxies(host: str) -> None:
+    """Let gRPC, and nothing else, go to `host` without the proxy that the environment may name; it would hang."""
+    names = [name for name in os.environ if name.lower() in PROXIES]
+    if names:
+        kept = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
+        os.environ["no_grpc_proxy"] = ",".join(filter(None, [kept, host]))
+        jax.config.update("jax_check_proxy_envs", False)
+        print(f"note: the way to {host} does not go through {', '.join(sorted(names))}", flush=True)
+
+
+def _watch_each_other(dist: DistConfig) -> None:
+    """From here on the failure of one process ends all; and none leaves while another may still fail."""
+    global _failures
+    client = global_state.client
+    assert client is not None
+    failures = _failures = Failures(global_state.process_id, client)
+    failures.start()
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):
+            client.wait_at_barrier("ultrascale/end", dist.timeout_s * 1000)
+        failures.stop()
+
+    # Registered after JAX's own, so it runs before.
+    atexit.register(leave)
 
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
@@ -144,85 +229,3 @@ class StopRequest:
             if self._alone
             else multihost_utils.reached_preemption_sync_point(step)
         )
-
-
-def _plain(environ: Mapping[str, str]) -> Launch | None:
-    """`JAX_NUM_PROCESSES`, with `JAX_COORDINATOR_ADDRESS` and `JAX_PROCESS_ID` (or a Kubernetes job's index)."""
-    if "JAX_NUM_PROCESSES" not in environ:
-        return None
-    num_processes = int(environ["JAX_NUM_PROCESSES"])
-    if num_processes == 1:
-        return Launch(method="environment", num_processes=1)
-    address = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    fix = "set it to host:port of process 0, because JAX_NUM_PROCESSES is set"
-    require(re.fullmatch(r".+:\d+", address) is not None, "JAX_COORDINATOR_ADDRESS", address, fix)
-    text = environ.get("JAX_PROCESS_ID", environ.get("JOB_COMPLETION_INDEX", ""))
-    fix = f"set it to this process's number, from 0 to JAX_NUM_PROCESSES-1={num_processes - 1}"
-    require(text.isdecimal() and int(text) < num_processes, "JAX_PROCESS_ID", text, fix)
-    return Launch(
-        method="environment", address=address, num_processes=num_processes, process_id=int(text)
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    """A task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if not all(name in environ for name in names):
-        return None
-    # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
-    num_processes = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
-    first = re.match(r"([^,\[]+)(?:\[(\w+))?", environ["SLURM_STEP_NODELIST"])
-    require(
-        first is not None, "SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"], "must name a host"
-    )
-    host = first[1] + (first[2] or "") if first else ""
-    port = 61440 + int(environ["SLURM_JOB_ID"]) % 4096
-    # One task on a node takes all its GPUs. Several take one each, unless SLURM shows each task only its own.
-    per_node = re.match(
-        r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
-    )
-    alone = per_node is not None and int(per_node[0]) == 1
-    return Launch(
-        method="slurm",
-        address=environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),
-        num_processes=num_processes,
-        process_id=int(environ["SLURM_PROCID"]),
-        local_device_ids=_own_gpu(environ, int(environ["SLURM_LOCALID"]), alone),
-    )
-
-
-def _ompi(environ: Mapping[str, str]) -> Launch | None:
-    """A process of `mpirun`. Open MPI 4 tells where the launcher is; Open MPI 5 no longer does."""
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    num_processes = int(environ["OMPI_COMM_WORLD_SIZE"])
-    address = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    launcher = re.match(
-        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ.get("OMPI_MCA_orte_hnp_uri", "")
-    )
-    if not address and launcher is not None:
-        address = f"{launcher[2] or launcher[3]}:{61440 + int(launcher[1]) // 4096 % 4096}"
-    fix = "set it to host:port of rank 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...); Open MPI 5 does not tell it"
-    require(bool(address) or num_processes == 1, "JAX_COORDINATOR_ADDRESS", address, fix)
-    alone = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-    return Launch(
-        method="ompi",
-        address=address,
-        num_processes=num_processes,
-        process_id=int(environ["OMPI_COMM_WORLD_RANK"]),
-        local_device_ids=_own_gpu(environ, int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]), alone),
-    )
-
-
-def _own_gpu(environ: Mapping[str, str], local_id: int, alone: bool) -> tuple[int, ...] | None:
-    """The GPU of the `local_id`-th process of a node; none (all it sees) if it is alone there or sees just one."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    return None if alone or (visible != "" and "," not in visible) else (local_id,)
-
-
-def _die(kind, error, trace) -> None:
-    """Exception hook of a job of many processes: report and leave, without the barrier of an ordinary exit."""
-    traceback.print_exception(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(getattr(error, "exit_code", CRASHED))

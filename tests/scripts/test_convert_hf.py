@@ -33,7 +33,8 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.hf_config import read_config
-from ultrascale_jax.training.checkpoint import Checkpoints, load_params
+from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.training.loading import load_params
 from ultrascale_jax.training.state import abstract_state
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +195,7 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
         (["import"], "write python -m scripts.convert_hf import HF_DIR RUN_DIR"),
         (["import", "only-one"], "write python -m scripts.convert_hf import HF_DIR RUN_DIR"),
         (["import", "absent", "run"], "no such file"),
-        (["export", "absent", "out"], "no such file"),
+        (["export", "absent", "out"], "holds no config.json"),
     ],
 )
 def test_what_cannot_be_done_ends_with_one_line_and_code_2(
@@ -206,6 +207,52 @@ def test_what_cannot_be_done_ends_with_one_line_and_code_2(
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def broken(folder, damage):
+    """A Hugging Face folder that cannot be imported into `demo`, whose text is bytes."""
+    shutil.copytree(FIXTURES / "llama3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "vocabulary":  # 256 bytes do not fit
+        config |= {"vocab_size": 128}
+    elif damage == "layers":
+        config |= {"num_hidden_layers": 10**12}
+    elif damage == "more layers":
+        config |= {"num_hidden_layers": config["num_hidden_layers"] + 1}
+    elif damage == "width":
+        config |= {"hidden_size": 10**30}
+    elif damage == "cut":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    elif damage == "tokenizer link":
+        (folder / "tokenizer.json").symlink_to("/etc/hostname")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("vocabulary", "outside model.vocab_size=128"),
+        ("layers", "must be at most 10000"),
+        ("more layers", "missing from the checkpoint"),
+        ("width", "must be at most 2147483647"),
+        ("cut", "not a whole safetensors file"),
+        ("tokenizer", "data.tokenizer="),
+        ("tokenizer link", "link out of the checkpoint's folder"),
+    ],
+)
+def test_an_import_that_is_refused_says_so_in_one_line_and_leaves_nothing(
+    tmp_path, capsys, damage, said
+):
+    """Row 23."""
+    broken(tmp_path / "hf", damage)
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "demo", "--mesh", "fsdp=8"])
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_without_a_command_the_usage_is_shown(capsys):

@@ -18,7 +18,8 @@ from ultrascale_jax.config import (
     TrainConfig,
 )
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.training.checkpoint import Checkpoints, describe
+from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.training.identity import describe
 from ultrascale_jax.training.state import init_state
 
 CFG = Config(

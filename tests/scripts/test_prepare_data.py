@@ -218,11 +218,20 @@ def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, change, message)
         prepare(Args(**{"input": f"{tmp_path}/a.txt", "out": tmp_path / "out", **change}))
 
 
-def test_the_command_ends_with_one_line_on_an_error(tmp_path, monkeypatch):
-    out = str(tmp_path / "out")
-    monkeypatch.setattr(sys, "argv", ["prepare_data", "--input", "/nowhere/*", "--out", out])
-    with pytest.raises(SystemExit, match=r"^prepare_data: input='/nowhere/\*': no file matches"):
+@pytest.mark.parametrize("fault", ["input", "index"])
+def test_the_command_ends_with_one_line_on_an_error(tmp_path, monkeypatch, capsys, fault):
+    out, said = tmp_path / "out", "error: input='/nowhere/*': no file matches"
+    pattern = "/nowhere/*"
+    if fault == "index":
+        out.mkdir()
+        (out / "index.json").write_text("{")
+        (tmp_path / "a.txt").write_text("text")
+        pattern, said = f"{tmp_path}/a.txt", f"error: out='{out}': index.json is damaged"
+    monkeypatch.setattr(sys, "argv", ["prepare_data", "--input", pattern, "--out", str(out)])
+    with pytest.raises(SystemExit, match="2"):
         main()
+    errors = capsys.readouterr().err
+    assert errors.startswith(said) and errors.count("\n") == 1
 
 
 def test_a_folder_inside_the_input_is_no_input(tmp_path):

@@ -1,0 +1,80 @@
+"""What a check finds: one line with a verdict and, where something is wrong, the fix."""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+VERDICTS = ("OK", "NOTE", "WARN", "FAIL")
+"""From best to worst; a NOTE judges nothing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    verdict: str
+    """One of `VERDICTS`."""
+    name: str
+    text: str
+    fix: str = ""
+    """What to do about it."""
+
+    def line(self) -> str:
+        """The finding for people."""
+        return f"{self.verdict:4}  {self.name}: {self.text}{self.fix and f'. {self.fix}'}"
+
+
+def gather(value: object) -> list:
+    """`value` of every process, in their order; it must survive JSON."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([data.size], np.int32)).ravel()
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def of_all(own: Sequence[Finding]) -> list[Finding]:
+    """The findings of all processes, each once, with the processes that have it where they are not all."""
+    ranks: dict[Finding, list[int]] = {}
+    processes = gather([asdict(finding) for finding in own])
+    for rank, found in enumerate(processes):
+        for fields in found:
+            ranks.setdefault(Finding(**fields), []).append(rank)
+    merged = []
+    for finding, who in ranks.items():
+        everybody = len(who) == len(processes)
+        few = ", ".join(map(str, who[:8])) + (", ..." if who[8:] else "")
+        name = finding.name if everybody else f"{finding.name} of process {few}"
+        merged.append(Finding(finding.verdict, name, finding.text, finding.fix))
+    return merged
+
+
+@contextlib.contextmanager
+def bounded(name: str, seconds: float) -> Iterator[None]:
+    """End the process with a FAIL where the block, which waits for other processes, does not end in time."""
+
+    def expire() -> None:
+        fix = "Look at the other processes, at NCCL_DEBUG=INFO and at the network between the hosts"
+        text = f"no end within {seconds:.0f} s on process {jax.process_index()}"
+        print(Finding("FAIL", name, text, fix).line(), flush=True)
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,431 @@
+"""Train while faults strike, and prove that nothing was lost: `python -m scripts.soak [--minutes 30] [--every 30]`.
+
+A run of two processes under the supervisor is struck by a random fault of the matrix every so many seconds, for so
+many minutes. Then the same run goes on a second time, undisturbed, up to the same step. The losses of every step must
+be equal to the last bit, and the ledger must explain every second. A report says what struck, what it cost, and the
+verdict; the exit code is 1 if anything differs.
+
+Most faults come from outside: signals, a flipped byte, a full disk (where a small disk can be mounted). Some must come
+from inside (an exception, a kill in the middle of a save, a loss that is not finite), and are planned by step.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from scripts import command_line
+from ultrascale_jax.config import require
+from ultrascale_jax.reliability.children import SUPERVISOR
+from ultrascale_jax.reliability.events import Events, read_events
+from ultrascale_jax.reliability.goodput import Ledger, read_ledger
+from ultrascale_jax.reliability.watchdog import read_beat
+
+PROCESSES, DEVICES = 2, 2
+HANG_S = 10
+"""Bound of a step, so that a stopped process does not cost minutes."""
+
+DISK_MB = 512
+"""Of the disk that the checkpoints are on, where one can be mounted."""
+
+FULL_S = 8.0
+"""How long it stays full."""
+
+FLIP = "flipped byte in the newest checkpoint"
+
+INSIDE = ("exception", "killsave", "nan")
+"""Faults that are planned by step."""
+
+SLACK_S = 15.0
+"""What the first start of Python and its last end may take, which no event tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How long, and how hard."""
+
+    minutes: float = 30.0
+    """How long faults strike."""
+    every: float = 30.0
+    """Seconds between them; if the run has done no new step since the last one, it is given the time to."""
+    seed: int = 0
+    """Of the order of the faults."""
+    recipe: str = "demo"
+    """What is trained."""
+    steps: int = 100_000
+    """Length of the learning rate's schedule; it need not be reached."""
+    save_every: int = 20
+    """Steps between checkpoints."""
+    inside_every: int = 400
+    """Steps between faults from inside."""
+    run_dir: Path = Path("out/soak")
+    """Where both runs go; what is there is removed."""
+    out: Annotated[Path | None, command_line.option("FILE", "stdout")] = None
+    """Where the report goes."""
+
+    def __post_init__(self):
+        for name in ("minutes", "every", "steps", "save_every", "inside_every"):
+            value = getattr(self, name)
+            require(value > 0, name, value, "must be above 0")
+
+
+@dataclass
+class Strike:
+    """One fault from outside."""
+
+    time: float
+    kind: str
+    step: int
+    """Steps done before it."""
+    detail: str
+
+
+@dataclass
+class Struck:
+    """What became of the disturbed run."""
+
+    wall_s: float = 0.0
+    strikes: list[Strike] = field(default_factory=list)
+
+
+DESCRIPTION = """Train under the supervisor while a random fault strikes every so many seconds; then compare with an \
+undisturbed run, bit for bit, and let the ledger explain every second."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
+    with command_line.user_errors():
+        prog = "python -m scripts.soak"
+        options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
+        command_line.load_recipe(options.recipe)
+        ours = not options.run_dir.exists() or (options.run_dir / "disturbed").exists()
+        fix = "is not the directory of a soak; give one that may be removed"
+        require(ours, "run_dir", str(options.run_dir), fix)
+    # Told to stop, it takes its processes and its disk along.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    shutil.rmtree(options.run_dir, ignore_errors=True)
+    disturbed, quiet = options.run_dir / "disturbed", options.run_dir / "undisturbed"
+    with small_disk(disturbed / "checkpoints") as disk:
+        struck = Soak(options, disturbed, disk).run()
+    ledger = read_ledger(disturbed)
+    reached = max(rows_of(disturbed), default=0)
+    print(f"soak: step {reached} is reached; the undisturbed run begins", flush=True)
+    train_undisturbed(options, quiet, reached)
+    report, good = verdict(options, struck, ledger, disturbed, quiet)
+    if options.out is None:
+        print(report)
+    else:
+        options.out.write_text(report)
+        print(f"soak: {'passed' if good else 'FAILED'}; the report is {options.out}")
+    raise SystemExit(0 if good else 1)
+
+
+class Soak:
+    """The disturbed run."""
+
+    def __init__(self, options: Options, run_dir: Path, disk: Path | None):
+        self._options, self._run_dir, self._disk = options, run_dir, disk
+        self._random = random.Random(options.seed)
+        self._events = Events(run_dir, rank=None)
+        self._job: subprocess.Popen | None = None
+        self._struck = Struck()
+        self._kinds: dict[str, Callable[[], str]] = {
+            "SIGKILL of one rank": self._kill_one,
+            "SIGKILL of all ranks": self._kill_all,
+            "SIGKILL of the supervisor": self._kill_supervisor,
+            "SIGSTOP of one rank": self._stop_one,
+            "SIGTERM to the job": self._term_job,
+            "SIGTERM to one rank": self._term_one,
+            FLIP: self._flip,
+        }
+        if disk is not None:
+            self._kinds["full disk"] = self._fill
+
+    def run(self) -> Struck:
+        """Train and strike until the time is over, then stop the run as a scheduler would."""
+        begun = time.monotonic()
+        until = begun + 60 * self._options.minutes
+        strike_at, furthest, bag = begun + self._options.every, 0, []
+        try:
+            self._job = self._launch()
+            while time.monotonic() < until:
+                time.sleep(0.2)
+                if self._job.poll() is not None:
+                    self._job = self._launch()
+                step = self._new_step(furthest)
+                if time.monotonic() < strike_at or step is None:
+                    continue
+                # Each kind once before any comes twice.
+                bag = bag or self._random.sample(sorted(self._kinds), len(self._kinds))
+                # There must be an older checkpoint to fall back on.
+                if bag[0] == FLIP and len(checkpoints(self._run_dir)) < 2:
+                    bag.append(bag.pop(0))
+                furthest = self._strike(bag.pop(0), step)
+                strike_at = max(strike_at + self._options.every, time.monotonic())
+            self._job.send_signal(signal.SIGTERM)
+            self._job.wait(timeout=300)
+        finally:
+            if self._job is not None:
+                end(self._job)
+        self._struck.wall_s = time.monotonic() - begun
+        return self._struck
+
+    def _launch(self) -> subprocess.Popen:
+        planned = plan(self._options, self._random)
+        words = ["--faults", "--checkpoint.max-failures", "1000000"]
+        return launch(self._options, self._run_dir, *words, US_FAULT=planned)
+
+    def _strike(self, kind: str, step: int) -> int:
+        """Do it; the step from which the run must get on before the next one."""
+        detail = self._kinds[kind]()
+        self._struck.strikes.append(Strike(time.time(), kind, step, detail))
+        self._events.record("strike", fault=kind, detail=detail, step=step)
+        print(f"soak: {kind} after step {step} {detail}", flush=True)
+        return step
+
+    def _new_step(self, furthest: int) -> int | None:
+        """Steps done, if all processes are in the middle of it and beyond `furthest`."""
+        beats = [read_beat(self._run_dir, rank) for rank in range(PROCESSES)]
+        for beat in beats:
+            if beat is None or beat.step <= furthest or not Path(f"/proc/{beat.pid}").exists():
+                return None
+        return min(beat.step for beat in beats if beat is not None)
+
+    def _signal(self, rank: int, number: signal.Signals) -> str:
+        beat = read_beat(self._run_dir, rank)
+        with contextlib.suppress(ProcessLookupError):
+            if beat is not None:
+                os.kill(beat.pid, number)
+        return f"(rank {rank})"
+
+    def _rank(self) -> int:
+        return self._random.randrange(PROCESSES)
+
+    def _kill_one(self) -> str:
+        return self._signal(self._rank(), signal.SIGKILL)
+
+    def _kill_all(self) -> str:
+        for rank in range(PROCESSES):
+            self._signal(rank, signal.SIGKILL)
+        return ""
+
+    def _kill_supervisor(self) -> str:
+        assert self._job is not None
+        self._job.kill()
+        return ""
+
+    def _stop_one(self) -> str:
+        return self._signal(self._rank(), signal.SIGSTOP)
+
+    def _term_job(self) -> str:
+        assert self._job is not None
+        self._job.send_signal(signal.SIGTERM)
+        return ""
+
+    def _term_one(self) -> str:
+        return self._signal(self._rank(), signal.SIGTERM)
+
+    def _flip(self) -> str:
+        """One bit of one byte, and a kill, so that the checkpoint is read."""
+        steps = checkpoints(self._run_dir)
+        detail = "(there were not two checkpoints yet)"
+        if len(steps) > 1:
+            folder = self._run_dir / "checkpoints" / str(steps[-1])
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            path = self._random.choice([path for path in files if path.stat().st_size])
+            data = bytearray(path.read_bytes())
+            data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+            path.write_bytes(data)
+            detail = f"({path.relative_to(self._run_dir)})"
+        self._signal(self._rank(), signal.SIGKILL)
+        return detail
+
+    def _fill(self) -> str:
+        """Nothing can be saved for some seconds."""
+        assert self._disk is not None
+        filler = self._disk / "filler"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        time.sleep(FULL_S)
+        filler.unlink()
+        return f"(for {FULL_S:.0f} s)"
+
+
+def plan(options: Options, chance: random.Random) -> str:
+    """Faults from inside, in the words of `US_FAULT`; those that have struck are left out by the run itself."""
+    faults = []
+    rounds = 100
+    for turn in range(1, rounds):
+        step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]
+        # A save is due at a multiple of `save_every`; the others strike at any step.
+        step -= step % options.save_every
+        step += 0 if kind == "killsave" else options.save_every // 2
+        faults.append(f"{kind}@{step}@{-1 if kind == 'nan' else turn % PROCESSES}")
+    return ",".join(faults)
+
+
+def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subprocess.Popen:
+    """The run under its supervisor, in a group of its own."""
+    own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
+    own += ["--hang-s", str(HANG_S)]
+    given = [options.recipe, "--run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
+    given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
+    given += [
+        "--checkpoint.every",
+        str(options.save_every),
+        "--watch.rerun",
+        "--dist.heartbeat-s",
+        "10",
+    ]
+    cache = {
+        SUPERVISOR: str(os.getpid()),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(options.run_dir.resolve() / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.launch", *own, "--", *given, *words],
+        env={**os.environ, **cache, **environ},
+        start_new_session=True,
+    )
+
+
+def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
+    """The same run up to step `steps`, which nothing strikes."""
+    job = launch(options, run_dir)
+    try:
+        while job.poll() is None and max(rows_of(run_dir), default=0) < steps:
+            time.sleep(1.0)
+        if job.poll() is None:
+            job.send_signal(signal.SIGTERM)
+        job.wait(timeout=300)
+    finally:
+        end(job)
+
+
+def end(job: subprocess.Popen) -> None:
+    """The supervisor is gone afterwards, and with it its processes."""
+    if job.poll() is None:
+        job.kill()
+    job.wait(timeout=60)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path):
+    """`folder` as a disk of its own, if that is allowed here; none otherwise."""
+    folder.mkdir(parents=True)
+    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    mounted = (
+        shutil.which("mount") is not None
+        and not subprocess.run(words, capture_output=True).returncode
+    )
+    try:
+        yield folder if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """Complete steps."""
+    folder = run_dir / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
+    """What each step was, to the last bit; a step that stands in the file twice has two entries."""
+    rows = collections.defaultdict(list)
+    for line in lines_of(run_dir / "metrics.jsonl"):
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if "loss" in row:
+                exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
+                rows[row["step"]].append(exact)
+    return rows
+
+
+def verdict(
+    options: Options, struck: Struck, ledger: Ledger, disturbed: Path, quiet: Path
+) -> tuple[str, bool]:
+    """The report, and whether all is as it should be."""
+    ours, reference = rows_of(disturbed), rows_of(quiet)
+    last = max(ours, default=0)
+    whole = sorted(ours) == list(range(1, last + 1)) and all(
+        len(rows) == 1 for rows in ours.values()
+    )
+    differ = [step for step in ours if ours[step] != reference.get(step)]
+    unexplained = struck.wall_s - ledger.total_s
+    events = read_events(disturbed)
+    kinds = collections.Counter(event["kind"] for event in events)
+    reasons = {event.get("reason") for event in events if event["kind"] == "gave_up"}
+    inside = collections.Counter()
+    faults = disturbed / "faults.txt"
+    # One that strikes all ranks has a line of each.
+    for fault in {line.split()[0] for line in lines_of(faults)}:
+        inside[fault.partition("@")[0]] += 1
+    checks = {
+        f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
+        f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
+        f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
+        "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
+        "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
+    }
+    first = min((strike.time for strike in struck.strikes), default=0.0)
+    outside = collections.Counter(strike.kind for strike in struck.strikes)
+    lines = [
+        "# Soak",
+        "",
+        f"`python -m scripts.soak --minutes {options.minutes:g} --every {options.every:g} --seed {options.seed} "
+        f"--recipe {options.recipe}` on {platform.node() or 'a host'} ({os.cpu_count()} cores, Python "
+        f"{platform.python_version()}), {PROCESSES} processes of {DEVICES} CPU devices.",
+        "",
+        "## Verdict",
+        "",
+        *(f"- {'Yes' if good else '**NO**'}: {text}." for text, good in checks.items()),
+        *([f"- Steps that differ: {differ[:20]}."] if differ else []),
+        "",
+        "## What struck",
+        "",
+        "| fault | times |",
+        "|---|---|",
+        *(f"| {kind} | {n} |" for kind, n in sorted(outside.items())),
+        *(f"| {kind} from inside | {n} |" for kind, n in sorted(inside.items())),
+        "",
+        f"The supervisor saw {kinds['died']} processes die and {kinds['stuck']} stuck; {kinds['hang']} watchdogs ended "
+        f"theirs; {kinds['quarantined']} checkpoints were put aside, {kinds['save_failed']} saves failed, "
+        f"{kinds['rerun']} steps were run again.",
+        "",
+        "## Where the time went",
+        "",
+        "```",
+        ledger.table(),
+        "```",
+        "",
+        "## In order",
+        "",
+        "| after | step | fault |",
+        "|---|---|---|",
+        *(f"| {s.time - first:.0f} s | {s.step} | {s.kind} {s.detail} |" for s in struck.strikes),
+        "",
+    ]
+    return "\n".join(lines), all(checks.values())
+
+
+if __name__ == "__main__":
+    main()
