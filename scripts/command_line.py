@@ -12,9 +12,12 @@ import difflib
 import importlib
 import io
 import itertools
+import os
 import pkgutil
 import re
 import sys
+import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -33,8 +36,12 @@ from ultrascale_jax.config import (
     parse_mesh,
     require,
 )
+from ultrascale_jax.reliability.launch import detect
 
 DEFAULT_RECIPE = "demo"
+
+PATIENCE_S = 10.0
+"""How long a process keeps an error to itself that process 0 must have had too."""
 
 
 def option(metavar: str, absent: str = "none"):
@@ -74,7 +81,7 @@ def parse[O: Options](
     A script with options of its own passes a subclass of `Options`. What cannot be understood ends
     the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
     """
-    with user_errors():
+    with user_errors(patience_s=PATIENCE_S):
         recipe, arguments = _split_recipe(argv)
         default = load_recipe(recipe)
         if (mesh := _mesh_argument(arguments)) is not None:
@@ -122,13 +129,28 @@ def use_fake_devices(num_devices: int) -> None:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Where the block raises a `UserError`: one line on stderr and its exit code, no traceback."""
+def user_errors(patience_s: float = 0.0) -> Iterator[None]:
+    """Where the block raises a `UserError`: one line on stderr and its exit code, no traceback.
+
+    Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
+    be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
+    """
     try:
         yield
     except UserError as error:
+        if patience_s and _is_follower():
+            time.sleep(patience_s)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def _is_follower() -> bool:
+    """Whether the environment says that this process is one of a job, and not its first."""
+    try:
+        launch = detect(os.environ)
+    except UserError:
+        return False
+    return launch is not None and bool(launch.process_id)
 
 
 def recipes() -> list[str]:
@@ -150,15 +172,25 @@ def load_recipe(name: str) -> Config:
         require(False, "recipe", name, fix)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(f"recipe={name!r}: there is no module {error.name}") from None
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"recipe={name!r}: {_why_not(module_name, error)}") from None
     config = getattr(module, "config", None)
     fix = f"the module must expose `config`, a Config, but it is {type(config).__name__}"
     if not isinstance(config, Config):
         raise UserError(f"recipe={name!r}: {fix}")
     return config
+
+
+def _why_not(module_name: str, error: BaseException) -> str:
+    """Why a recipe cannot be imported: it is not there, or its own code raised `error`."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        return f"there is no module {missing}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}, at {last.filename}:{last.lineno}"
 
 
 def describe(cfg: Config) -> str:

@@ -8,6 +8,7 @@ how to go on training it; `scripts.generate` reads it too. `export` writes the n
 run so that `transformers` loads it. Tokenizer files travel along in both directions.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -76,32 +77,44 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from jax.experimental import multihost_utils
 
     from ultrascale_jax.models import hf
-    from ultrascale_jax.training.checkpoint import Checkpoints, describe
+    from ultrascale_jax.reliability.steps import steps
+    from ultrascale_jax.training.checkpoint import Checkpoints, checkpoint_folder
+    from ultrascale_jax.training.identity import describe
     from ultrascale_jax.training.loop import make_loader
-    from ultrascale_jax.training.loss_scale import LossScale
     from ultrascale_jax.training.optim import optimizer
-    from ultrascale_jax.training.state import TrainState, abstract_state
+    from ultrascale_jax.training.state import TrainState, abstract_state, carried
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
 
     @jax.jit
     def start(params):
         moments, zero = optimizer(cfg).init(params), jnp.int32(0)
-        return TrainState(params, moments, zero, zero, zero, LossScale.start(cfg.train))
+        return TrainState(params, moments, zero, zero, zero, *carried(cfg))
 
-    with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
-        fix = "has checkpoints already; choose another folder"
-        require(checkpoints.latest is None, "run_dir", str(run_dir), fix)
+    fix = "has checkpoints already; choose another folder"
+    require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        # All that may be refused is read before the first file is written. A resumed run must find the data that it
+        # began with.
+        meta = describe(cfg, 0, make_loader(_before_the_copy(cfg, folder)).fingerprint)
+        state = start(hf.load(folder, abstract_state(cfg, mesh).params))
+        checkpoints = stack.enter_context(Checkpoints(cfg))
         if jax.process_index() == 0:
             _copy_beside(folder, run_dir)
             text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
             (run_dir / "config.json").write_text(text, encoding="utf-8")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenizer copied")
-        # A resumed run must find the data that it began with.
-        meta = describe(cfg, 0, make_loader(cfg).fingerprint)
-        state = start(hf.load(folder, abstract_state(cfg, mesh).params))
         checkpoints.save(state, meta, wait=True)
+
+
+def _before_the_copy(cfg: Config, hf_dir: Path) -> Config:
+    """`cfg` with the tokenizer where it still is."""
+    if cfg.data.tokenizer != str(Path(cfg.log.run_dir) / TOKENIZER):
+        return cfg
+    data = dataclasses.replace(cfg.data, tokenizer=str(inside(hf_dir, TOKENIZER)))
+    return dataclasses.replace(cfg, data=data)
 
 
 def _copy_beside(folder: Path, run_dir: Path) -> None:
@@ -116,7 +129,7 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
     import jax
 
     from ultrascale_jax.models import hf
-    from ultrascale_jax.training.checkpoint import load_params
+    from ultrascale_jax.training.loading import load_params
 
     run_dir = Path(options.run_dir)
     cfg, params = load_params(run_dir, mesh, options.step)
@@ -182,7 +195,8 @@ def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
     return shlex.join(command) + remark
 
 
-def _start_jax(devices: int | None) -> None:
+def _start_jax(devices: int | None) -> contextlib.AbstractContextManager[None]:
+    """Join the other processes, if there are any; what fails in the block that is returned ends all of them."""
     from ultrascale_jax import distributed
 
     if devices is not None:
@@ -190,6 +204,7 @@ def _start_jax(devices: int | None) -> None:
     else:
         distributed.set_environment(os.environ)
         distributed.initialize()
+    return distributed.guarded()
 
 
 def _import(arguments: Sequence[str]) -> None:
@@ -201,17 +216,17 @@ def _import(arguments: Sequence[str]) -> None:
     arguments = [*arguments[2:], "--run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)
     cfg = with_model(recipe, hf_dir)
-    _start_jax(options.devices)
-    import jax
+    with _start_jax(options.devices):
+        import jax
 
-    from ultrascale_jax.mesh import make_mesh
+        from ultrascale_jax.mesh import make_mesh
 
-    checked = cfg.check(jax.device_count())
-    import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
-    if jax.process_index() == 0:
-        print(
-            f"{run_dir} is a run at step 0; go on with\n  {train_command(recipe, cfg, arguments)}"
-        )
+        checked = cfg.check(jax.device_count())
+        import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
+        if jax.process_index() == 0:
+            print(
+                f"{run_dir} is a run at step 0; go on with\n  {train_command(recipe, cfg, arguments)}"
+            )
 
 
 def _export(arguments: Sequence[str]) -> None:
@@ -221,20 +236,21 @@ def _export(arguments: Sequence[str]) -> None:
         prog="python -m scripts.convert_hf export",
         description="Write a run's checkpoint so that `transformers` loads it.",
     )
-    _start_jax(options.devices)
-    import jax
+    with _start_jax(options.devices):
+        import jax
 
-    from ultrascale_jax.mesh import make_mesh
+        from ultrascale_jax.mesh import make_mesh
+        from ultrascale_jax.training.identity import saved_config
 
-    if options.mesh is not None:
-        mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))
-    else:
-        run = read_json(Path(options.run_dir) / "config.json")
-        fsdp = math.gcd(jax.device_count(), run["model"]["d_model"])
-        mesh = MeshConfig(fsdp=fsdp, dp=-1)
-    export_checkpoint(options, make_mesh(mesh))
-    if jax.process_index() == 0:
-        print(f"wrote {options.hf_dir}")
+        if options.mesh is not None:
+            mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))
+        else:
+            model = saved_config(Path(options.run_dir)).model
+            fsdp = math.gcd(jax.device_count(), model.d_model)
+            mesh = MeshConfig(fsdp=fsdp, dp=-1)
+        export_checkpoint(options, make_mesh(mesh))
+        if jax.process_index() == 0:
+            print(f"wrote {options.hf_dir}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         from ultrascale_jax.data.tokenizer import load_tokenizer
         from ultrascale_jax.mesh import make_mesh
-        from ultrascale_jax.training.checkpoint import load_params
+        from ultrascale_jax.training.loading import load_params
 
         if options.devices is not None:
             command_line.use_fake_devices(options.devices)

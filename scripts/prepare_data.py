@@ -26,7 +26,7 @@ import numpy as np
 from rich.progress import Progress
 
 from scripts import command_line
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.data import shards, tokenizer
 
 GROUP_BYTES = 1 << 20
@@ -94,7 +94,13 @@ def prepare(args: Args) -> shards.Index:
 def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Index:
     """The index of the run before up to its first shard that is not whole, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
-    found = shards.load_index(args.out) if (args.out / "index.json").exists() else None
+    found = None
+    if (args.out / "index.json").exists():
+        try:
+            found = shards.load_index(args.out)
+        except ValueError as error:
+            again = "remove it or choose another --out"
+            raise UserError(f"out={str(args.out)!r}: {error}; {again}") from error
     require(found is None or found.settings == args.settings, "out", str(args.out), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
@@ -231,7 +237,7 @@ def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
         yield content.decode(), len(content)
     except UnicodeDecodeError as error:
         fix = "is not UTF-8 text; convert it or leave it out"
-        raise ValueError(f"input={str(path)!r}: {fix}") from error
+        raise UserError(f"input={str(path)!r}: {fix}") from error
 
 
 def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
@@ -244,14 +250,14 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
                 continue
             try:
                 document = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
+            except (ValueError, RecursionError) as error:
+                raise UserError(
                     f"input={str(path)!r}: line {number} is not JSON ({error})"
                 ) from error
             text = document.get(field) if isinstance(document, dict) else None
             if not isinstance(text, str):
                 fix = f"line {number} has no text in {field!r}; give another --text-field"
-                raise ValueError(f"input={str(path)!r}: {fix}")
+                raise UserError(f"input={str(path)!r}: {fix}")
             # JSON can hold half a surrogate pair, which is no text.
             yield text.encode(errors="replace").decode(), done
 
@@ -261,9 +267,19 @@ def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"input={str(path)!r}: Parquet needs pyarrow; pip install pyarrow"
         ) from error
+    try:
+        yield from parquet_rows(path, field)
+    except (OSError, pyarrow.ArrowException) as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
+
+
+def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    import pyarrow.parquet
+
     size, rows = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path) as file:
         fix = f"has no column {field!r} but {file.schema_arrow.names}; give another --text-field"
@@ -280,10 +296,7 @@ def main() -> None:
     with command_line.user_errors():
         prog = "python -m scripts.prepare_data"
         args = command_line.read(Args, sys.argv[1:], prog=prog, description=__doc__ or "")
-    try:
         index = prepare(args)
-    except ValueError as error:
-        raise SystemExit(f"prepare_data: {error}") from error
     tokens = sum(shard.tokens for shard in index.shards)
     documents = sum(shard.documents for shard in index.shards)
     name = "bytes" if index.tokenizer == "bytes" else args.out / "tokenizer.json"

@@ -12,6 +12,7 @@ import tyro
 
 from scripts import command_line, generate
 from ultrascale_jax.config import DistConfig, require
+from ultrascale_jax.reliability.children import follow_supervisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Options(command_line.Options):
         require(self.profile is None or steps is not None, "profile", self.profile, fix)
         require(steps is None or steps[0] < steps[1], "profile", self.profile, fix)
         require(self.sample >= 0, "sample", self.sample, "must not be negative")
+        fix = "fake devices are one process's; leave out --dist.address and its like"
+        alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
+        require(self.devices is None or alone, "devices", self.devices, fix)
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
@@ -51,6 +55,7 @@ the options change single fields of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    follow_supervisor(os.environ)
     arguments = sys.argv[1:] if argv is None else argv
     cfg, options = command_line.parse(
         arguments, prog="python -m scripts.train", options=Options, description=DESCRIPTION
@@ -60,15 +65,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from ultrascale_jax import distributed
     from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.reliability.events import Events
     from ultrascale_jax.reliability.faults import Plan
     from ultrascale_jax.training.loop import train
 
+    launch = None
     if options.devices is not None:
         command_line.use_fake_devices(options.devices)
     else:
         distributed.set_environment(os.environ)
-        distributed.initialize()
-    with command_line.user_errors():
+        with command_line.user_errors():
+            launch = distributed.initialize(options.dist)
+    rank = 0 if launch is None else launch.process_id
+    record = Events(Path(cfg.log.run_dir), rank).record
+    with command_line.user_errors(), distributed.guarded(record):
+        distributed.check_devices(launch, options.dist)
         cfg = cfg.check(jax.device_count())
         faults = Plan.none()
         if options.faults:

@@ -28,14 +28,10 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
-from ultrascale_jax.training.checkpoint import (
-    Checkpoints,
-    check_same_run,
-    config_from_dict,
-    describe,
-    load_params,
-    split,
-)
+from ultrascale_jax.training.checkpoint import Checkpoints, SaveFailed
+from ultrascale_jax.training.groups import split
+from ultrascale_jax.training.identity import check_same_run, config_from_dict, describe
+from ultrascale_jax.training.loading import load_params
 from ultrascale_jax.training.state import abstract_state, init_state
 from ultrascale_jax.training.step import train_step
 
@@ -259,22 +255,25 @@ def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
         assert checkpoints.latest == 4
         checkpoints.save(state, describe(cfg, 6, "data-1"), wait=True)
         assert checkpoints.latest == 6
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
 
 
 def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state, tmp_path, capsys):
     cfg = in_folder(BASE, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(cfg) as checkpoints:
+        # The first one compiles, and the compilation cache writes files too.
+        checkpoints.save(state, describe(cfg, 0, "data-1"), wait=True)
         try:
             # No file may grow beyond this: to Orbax it looks like a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
             for step in (1, 2, 3):
                 checkpoints.save(state, describe(cfg, step, "data-1"))
-            with pytest.raises(Exception, match="File too large"):
+            with pytest.raises(SaveFailed, match="File too large"):
                 checkpoints.save(state, describe(cfg, 4, "data-1"))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "checkpoint failed (2 of 3 in a row): " in capsys.readouterr().out
+        assert "checkpoint of step 2 failed (2 of 3 in a row): " in capsys.readouterr().out
         checkpoints.save(state, describe(cfg, 5, "data-1"), wait=True)
         assert checkpoints.latest == 5
 
@@ -375,6 +374,38 @@ def test_how_it_trains_may_change_and_is_told(name, value):
     assert note.startswith(f"{name}: saved ") and note.endswith(f"now {value!r}")
 
 
+def test_a_field_that_is_named_may_change_and_is_told():
+    meta = describe(BASE, 4, "data-1")
+    cfg = change(change(BASE, "train.seed", 1), "data.seq_len", 16)
+    with pytest.raises(UserError) as refused:
+        check_same_run(meta, cfg, "data-2", "run/4")
+    words = str(refused.value).rpartition("--checkpoint.allow-change ")[2].split()
+    assert words == ["data.seq_len", "train.seed", "data"]
+    allowed = change(cfg, "checkpoint.allow_change", ("data.seq_len", "data"))
+    with pytest.raises(
+        UserError, match=r"run/4 is of another run:\n  train\.seed: saved 0, now 1\n"
+    ):
+        check_same_run(meta, allowed, "data-2", "run/4")
+    allowed = change(cfg, "checkpoint.allow_change", tuple(words))
+    notes = check_same_run(meta, allowed, "data-2", "run/4")
+    assert [note.partition(":")[0] for note in notes] == ["data.seq_len", "train.seed", "data"]
+
+
+def test_only_fields_can_be_allowed_to_change():
+    for name, hint in (("data.seqlen", r"did you mean data\.seq_len"), ("all", "is no field")):
+        cfg = change(BASE, "checkpoint.allow_change", (name,))
+        with pytest.raises(UserError, match=rf"checkpoint\.allow_change='{name}': .*{hint}"):
+            check_same_run(describe(BASE, 4, "data-1"), cfg, "data-1", "run/4")
+
+
+def test_other_libraries_are_told():
+    meta = describe(BASE, 4, "data-1")
+    meta["versions"] |= {"jax": "0.4.1", "python": "2.7"}
+    notes = check_same_run(meta, BASE, "data-1", "run/4")
+    assert notes[0].startswith("python: saved by 2.7, now 3.")
+    assert notes[1:] == [f"jax: saved by 0.4.1, now {jax.__version__}"]
+
+
 def test_params_load_without_training_on_another_mesh(state, tmp_path):
     cfg = in_folder(change(BASE, "checkpoint.dir", "saved/here"), tmp_path)
     save(cfg, state, 2, 3)
@@ -421,3 +452,12 @@ def test_a_config_survives_json_with_its_nested_parts():
 def test_a_field_of_another_version_is_refused_by_name():
     with pytest.raises(UserError, match=r"config\.model\.num_experts=8"):
         config_from_dict({"model": {"num_experts": 8}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[], {"model": 3}, {"model": {"d_model": "x"}}, {"train": {"steps": None}}, {"mesh": []}],
+)
+def test_values_that_are_none_are_refused(values):
+    with pytest.raises(UserError, match="config"):
+        config_from_dict(values)

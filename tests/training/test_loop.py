@@ -29,11 +29,13 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.parallel import room
-from ultrascale_jax.training.checkpoint import Checkpoints, describe
+from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.loop import Diverged, train
+from ultrascale_jax.training.identity import describe
+from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
+from ultrascale_jax.training.skips import Diverged
 from ultrascale_jax.training.state import abstract_state, init_state
 from ultrascale_jax.training.step import make_train_step
 
@@ -51,10 +53,11 @@ BASE = Config(
 RUN = """
 import json, os, sys
 from ultrascale_jax import distributed
+from ultrascale_jax.config import DistConfig
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.training.checkpoint import config_from_dict
+from ultrascale_jax.training.identity import config_from_dict
 from ultrascale_jax.training.loop import train
-distributed.initialize(timeout_s=60, heartbeat_s=10)
+distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=10))
 cfg = config_from_dict(json.loads(sys.argv[1]))
 train(cfg, make_mesh(cfg.mesh))
 """
@@ -128,7 +131,7 @@ def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
         "tflops_per_device",
         "hbm_gb",
     }
-    expected |= {"skipped", "data_wait_s", "batch_hash"}
+    expected |= {"skipped", "data_wait_s", "batch_hash", "time"}
     assert all(set(row) == expected for row in rows)  # and so no mfu, on a CPU
     loader = Loader(BASE.data, vocab_size=64, global_batch=8, seed=0)
     assert [row["batch_hash"] for row in rows] == [loader.batch_hash(step) for step in range(8)]

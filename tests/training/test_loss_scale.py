@@ -24,10 +24,12 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
-from ultrascale_jax.training.checkpoint import Checkpoints, describe
-from ultrascale_jax.training.loop import Diverged, train
+from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.training.identity import describe
+from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.metrics import read_rows
+from ultrascale_jax.training.skips import Diverged
 from ultrascale_jax.training.state import abstract_state, init_state
 from ultrascale_jax.training.step import make_train_step
 

@@ -26,7 +26,8 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
-from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
+from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.training.identity import check_same_run, describe
 from ultrascale_jax.training.rounding import in_bfloat16, random_bits, round_stochastically
 from ultrascale_jax.training.state import abstract_state, canonical, init_state
 from ultrascale_jax.training.step import train_step

@@ -1,102 +1,123 @@
-"""Checkpoints: the only module that talks to Orbax.
+"""The checkpoints of a run. Orbax is spoken to here, and in `verified.py` and `loading.py`, which read them.
 
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters) and, as
-JSON in `_CHECKPOINT_METADATA`, what the run was: its config, where it stood in the data, and the library versions. It
-is written in the background, becomes visible by one rename when it is complete, and is restored straight into the
-shardings of any mesh: its layers lie as the model runs them, whatever the pipeline. Array names are attribute paths
-(`params/blocks/attn/w_q`), so they outlive a change of library.
+JSON in `_CHECKPOINT_METADATA`, what the run was: its config, where it stood in the data, the library versions, and the
+fingerprint of each array. It is written in the background, becomes visible by one rename when it is complete, and gets
+its manifest then. It is restored straight into the shardings of any mesh: its layers lie as the model runs them,
+whatever the pipeline. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
+
+A checkpoint that is not what was saved is renamed `n.corrupt`, and the one before it is used.
 """
 
 import contextlib
-import dataclasses
-import importlib.metadata
-import json
 import os
-import platform
-import typing
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from ultrascale_jax.config import (
-    Config,
-    MeshConfig,
-    ModelConfig,
-    PipelineConfig,
-    UserError,
-    require,
-)
-from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.training.loss_scale import LossScale
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.reliability.events import Events
+from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
+from ultrascale_jax.reliability.faults import Plan
+from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.steps import metadata, quarantine, quarantined, steps
+from ultrascale_jax.training import saving, verified
+from ultrascale_jax.training.groups import join, split
+from ultrascale_jax.training.identity import config_from_dict
 from ultrascale_jax.training.state import (
     TrainState,
-    abstract_state,
     arranged,
     canonical,
     canonical_shapes,
+    carry_on,
+    saved_shapes,
 )
+from ultrascale_jax.training.verified import agree
 
-PARAMS, TRAIN = "params", "train"
-"""Names of the two groups of arrays in a checkpoint."""
 
-FAILURES = 3
-"""Background saves that may fail in a row before the run stops."""
+class SaveFailed(UserError):
+    """The last save of a run, or `checkpoint.max_failures` in a row, did not come about; a restart may help."""
 
-SAME = (
-    *("model.", "data.", "optim.name", "optim.moment_dtype", "optim.stochastic_rounding"),
-    *("train.seed", "train.global_batch"),
-)
-"""Fields that a resumed run must share with its checkpoint: another value is another model or another data order.
+    exit_code = CRASHED
 
-Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
-"""
 
-FREE = (
-    *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
-    *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
-)
-"""Fields that a resumed run may change without a word."""
+class NothingLeft(UserError):
+    """All checkpoints of the run are damaged."""
 
-LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    exit_code = STOPPED
 
 
 class Checkpoints:
     """The checkpoints of one run, in `run_dir/checkpoint.dir`; every process calls every method."""
 
-    def __init__(self, cfg: Config):
-        """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved aside."""
-        self.folder, self._train = checkpoint_folder(cfg), cfg.train
-        if cfg.checkpoint.resume == "never":
-            _move_aside(self.folder)
-        _refuse_links(self.folder)
+    def __init__(
+        self,
+        cfg: Config,
+        events: Events | None = None,
+        faults: Plan | None = None,
+        before_save: Callable[[], None] = lambda: None,
+        *,
+        stall_s: float = saving.STALL_S,
+    ):
+        """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved aside.
+
+        `before_save` may refuse a save, on all processes, by raising. Raises `UserError` if the folder cannot be
+        written, or with `checkpoint.resume=must` is empty.
+        """
+        self.folder, self._cfg = checkpoint_folder(cfg), cfg
+        self._events, self._faults, self._stall_s = events, faults or Plan.none(), stall_s
+        self._before_save = before_save
+        self._saving: saving.Writing | None = None
+        self._begun: int | None = None
+        """Step of the save under way: known to all processes alike, as one may be stuck and others done."""
+        self._in_a_row = self.failures = 0
+        self._probe = saving.Probe(self.folder)
+        self._prepare()
+        saving.quieten_orbax()
         # The policies' type hints do not fit the class that takes them (Orbax 0.12).
         policies: Any = ocp.training
         self._orbax = ocp.training.Checkpointer(
             str(self.folder),
+            context=_context(),
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.preservation_policies.LatestN(cfg.checkpoint.keep),
             cleanup_tmp_directories=True,
         )
-        self._saving = None
-        self._failures = 0
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        require(
-            cfg.checkpoint.resume != "must" or self.latest is not None,
-            "checkpoint.resume",
-            "must",
-            fix,
-        )
+        empty = self.latest is None and not quarantined(self.folder)
+        require(cfg.checkpoint.resume != "must" or not empty, "checkpoint.resume", "must", fix)
+
+    def _prepare(self) -> None:
+        problem = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
+                saving.move_aside(self.folder)
+                self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            problem = f"cannot write in {self.folder} ({error.strerror})"
+        problem = agree(problem) or agree(self._probe())
+        fix = "mount it, make room or make it writable; or choose another log.run_dir"
+        require(problem is None, "checkpoint.dir", self._cfg.checkpoint.dir, f"{problem}; {fix}")
+        steps(self.folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_) -> None:
-        self._orbax.close()
+        """Wait for what is under way; what goes wrong now is told, and hides no exception."""
+        problem = self._finish()
+        if problem is not None:
+            self._in_a_row += 1
+            self._tell(self._begun, problem)
+        if self._saving is None:
+            self._orbax.close()
+        else:
+            saving.leave_in_time()
 
     @property
     def latest(self) -> int | None:
@@ -106,71 +127,150 @@ class Checkpoints:
     def save(self, state: TrainState, meta: dict, *, wait: bool = False) -> None:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
 
-        A background save that failed (a full disk, say) is reported by the next call; the run goes on until three in
-        a row have failed. With `wait` a failure is raised.
+        A save that failed (a full disk, say) is told by the next call; the run goes on until `checkpoint.max_failures`
+        in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
         step = meta["data"]["step"]
-        self.finish(raise_error=False)
+        self._before_save()
+        if self._settle():
+            # Orbax writes one at a time, and that one may never end.
+            if wait:
+                self._count(step, f"the one before it {saving.STALLED}", must=True)
+            return
         if self.latest == step:
             return
-        with self._counting_failures(raise_error=wait):
-            arrays = split(canonical(state, state.params.order_of))
-            self._saving = self._orbax.save_checkpointables_async(
-                step, arrays, force=True, custom_metadata=meta
-            )
+        problem = agree(self._probe())
+        if problem is not None:
+            self._count(step, problem, must=wait)
+            return
+        self._begin(step, state, meta)
         if wait:
-            self.finish()
+            self._settle(must=True)
 
-    def finish(self, *, raise_error: bool = True) -> None:
-        """Wait for the save that is under way."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            with self._counting_failures(raise_error):
-                saving.result()
-                self._failures = 0
-
-    @contextlib.contextmanager
-    def _counting_failures(self, raise_error: bool) -> Iterator[None]:
+    def _begin(self, step: int, state: TrainState, meta: dict) -> None:
+        groups = split(canonical(state, state.params.order_of))
+        meta = meta | {"arrays": verified.record(groups)}
         try:
-            yield
+            response = self._orbax.save_checkpointables_async(
+                step, groups, force=True, custom_metadata=meta
+            )
+            wait = response.result if response is not None else lambda: None
         except Exception as error:  # Orbax raises whatever the file system does.
-            self._failures += 1
+            wait = _raising(error)
+        if self._faults.due("killsave", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._begun = step
+        self._saving = saving.Writing(self.folder / str(step), wait, self._events)
+
+    def _settle(self, *, must: bool = False) -> bool:
+        """Take note, on all processes alike, of how the save under way ended; whether it still has not."""
+        if self._begun is None:
+            return False
+        step, problem = self._begun, agree(self._finish())
+        stuck = agree(None if self._saving is None else saving.STALLED) is not None
+        if not stuck:
+            self._begun = None
+        self._count(step, problem, must=must)
+        return stuck
+
+    def _finish(self) -> str | None:
+        """What went wrong with the save under way; unless it is stuck it is over afterwards."""
+        if self._saving is None:
+            return None
+        problem = self._saving.result(self._stall_s)
+        if self._saving.alive:
+            return problem
+        self._saving = None
+        if problem is not None:
             # Orbax reports a failed save twice, and would refuse the next one for it.
             with contextlib.suppress(Exception):
                 self._orbax.wait()
-            if raise_error or self._failures >= FAILURES:
-                raise
-            first = str(error).splitlines()[0]
-            print(
-                f"checkpoint failed ({self._failures} of {FAILURES} in a row): {first}", flush=True
+        return problem
+
+    def _count(self, step: int, problem: str | None, *, must: bool) -> None:
+        """Take note of how the save of `step` ended. Raises `SaveFailed` if it must not fail, or too many have."""
+        if problem is None:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self._tell(step, problem)
+        most = self._cfg.checkpoint.max_failures
+        if must or self._in_a_row >= most:
+            why = "the last of this run" if must else f"checkpoint.max_failures={most} in a row"
+            fix = f"mend {self.folder}; the same command continues from the newest checkpoint"
+            raise SaveFailed(
+                f"checkpoint of step {step} failed ({why}): {problem}; newest: {self.latest}. {fix}"
             )
 
+    def _tell(self, step: int | None, problem: str) -> None:
+        self.failures += 1
+        if self._events is not None:
+            self._events.record("save_failed", step=step, problem=problem, in_a_row=self._in_a_row)
+        if jax.process_index() == 0:
+            most = self._cfg.checkpoint.max_failures
+            where = f"({self._in_a_row} of {most} in a row)"
+            print(f"checkpoint of step {step} failed {where}: {problem}", flush=True)
+
+    def resume(
+        self, abstract: TrainState, accept: Callable[[dict, Path], list[str]]
+    ) -> tuple[TrainState, int, list[str]] | None:
+        """The newest state that is what was saved, its step, and what to tell of it; none if nothing was ever saved.
+
+        Damaged checkpoints are put aside. `accept(metadata, place)` raises `UserError` for another run's checkpoint,
+        and returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged.
+        """
+        for step in reversed(steps(self.folder)):
+            place = self.folder / str(step)
+            try:
+                meta, note = verified.opened(place)
+                notes = [f"warning: {note}"] if note is not None else []
+                notes += [f"changed since: {change}" for change in accept(meta, place)]
+                state = self._load(step, abstract, meta)
+            except Damaged as damage:
+                self._put_aside(step, str(damage))
+                continue
+            return state, step, [f"resumed from {place}", *notes]
+        aside = quarantined(self.folder)
+        if aside:
+            raise NothingLeft(
+                f"all checkpoints in {self.folder} are damaged ({', '.join(aside)}): put a good one back under its "
+                "number, or start anew with checkpoint.resume=never"
+            )
+        return None
+
     def meta(self, step: int) -> dict:
-        """The JSON part of a checkpoint: `config`, `data` and `versions`."""
-        meta = self._orbax.checkpointables_metadata(step).custom_metadata
-        require(
-            isinstance(meta, dict) and "config" in meta,
-            f"{self.folder / str(step)}",
-            meta,
-            "has no metadata",
-        )
-        return typing.cast(dict, meta)
+        """The JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
+        return metadata(self.folder / str(step))
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`.
+        """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
+        return self._load(step, abstract, verified.opened(self.folder / str(step))[0])
 
-        A run that goes on in float16, or no longer does, starts with the config's loss scale, or drops the saved one.
+    def _load(self, step: int, abstract: TrainState, meta: dict) -> TrainState:
+        """As `restore`.
+
+        What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
+        checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
         """
-        saved = config_from_dict(self.meta(step)["config"]).train
-        like = dataclasses.replace(abstract, loss_scale=LossScale.shapes(saved, abstract.step))
+        like = saved_shapes(abstract, config_from_dict(meta["config"]))
         order = abstract.params.order_of
-        loaded = self._orbax.load_checkpointables(step, split(canonical_shapes(like, order)))
-        state = arranged(join(loaded, like), like, order)
-        if (like.loss_scale is None) == (abstract.loss_scale is None):
-            return state
-        fresh = LossScale.start(self._train)
-        shardings = jax.tree.map(lambda s: s.sharding, abstract.loss_scale)
-        return dataclasses.replace(state, loss_scale=jax.device_put(fresh, shardings))
+        groups = verified.load(self._orbax, step, meta, split(canonical_shapes(like, order)))
+        state = verified.cast(arranged(join(groups, like), like, order), like)
+        return carry_on(state, abstract, self._cfg)
+
+    def _put_aside(self, step: int, why: str) -> None:
+        aside = self.folder / f"{step}.corrupt"
+        if jax.process_index() == 0:
+            aside = quarantine(self.folder / str(step))
+            print(
+                f"DAMAGED CHECKPOINT: {why}, in {self.folder / str(step)}; put aside as {aside.name}, "
+                "and the one before it is used",
+                flush=True,
+            )
+            if self._events is not None:
+                self._events.record("quarantined", step=step, why=why, name=aside.name)
+        agree(None)  # nobody looks at the folder before it is renamed
+        self._orbax.reload()
 
 
 def checkpoint_folder(cfg: Config) -> Path:
@@ -178,167 +278,15 @@ def checkpoint_folder(cfg: Config) -> Path:
     return Path(cfg.log.run_dir).resolve() / cfg.checkpoint.dir
 
 
-def describe(cfg: Config, step: int, fingerprint: str) -> dict:
-    """What is saved beside the arrays after `step` optimizer steps on the data of `fingerprint`."""
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {
-        "config": json.loads(json.dumps(dataclasses.asdict(cfg))),
-        "data": {"step": step, "fingerprint": fingerprint, "seed": cfg.train.seed},
-        "versions": {"python": platform.python_version(), **versions},
-    }
+def _context() -> Any:
+    context = ocp.Context()
+    # Made in the background, a folder that cannot be made leaves Orbax's threads waiting for it for minutes.
+    context.async_options.create_directories_asynchronously = False
+    return context
 
 
-def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> list[str]:
-    """Changes of the config since the checkpoint at `place` that are allowed but worth a line.
+def _raising(error: Exception) -> Callable[[], None]:
+    def wait():
+        raise error
 
-    Raises `UserError` with every field that a resumed run must not change.
-    """
-    saved, now = _fields(config_from_dict(meta["config"])), _fields(cfg)
-    same_data = meta["data"]["fingerprint"] == fingerprint
-    refused, noted = [], []
-    for name in sorted({**saved, **now}):
-        change = f"{name}: saved {saved.get(name)!r}, now {now.get(name)!r}"
-        if saved.get(name) == now.get(name) or name.startswith(FREE):
-            continue
-        moved = same_data and name in ("data.source", "data.tokenizer")
-        (refused if name.startswith(SAME) and not moved else noted).append(change)
-    if not same_data:
-        refused.append(
-            f"data: saved fingerprint {meta['data']['fingerprint']}, now {fingerprint} (other tokens)"
-        )
-    if refused:
-        raise UserError(
-            f"the checkpoint {place} is of another run:\n  "
-            + "\n  ".join(refused)
-            + "\nput these back, choose another log.run_dir, or start anew with checkpoint.resume=never"
-        )
-    return noted
-
-
-def load_params(
-    run_dir: str | Path, mesh: Mesh, step: int | None = None
-) -> tuple[Config, Transformer]:
-    """Config and model of a run's checkpoint (default: the newest), on `mesh`; the optimizer state is not read.
-
-    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Raises `UserError`
-    when there is no such checkpoint.
-    """
-    folder = _find_folder(Path(run_dir).resolve())
-    _refuse_links(folder)
-    with ocp.training.Checkpointer(str(folder)) as orbax:
-        steps = [checkpoint.step for checkpoint in orbax.checkpoints]
-        step = max(steps, default=0) if step is None else step
-        require(step in steps, "step", step, f"{folder} holds the steps {steps}")
-        meta = typing.cast(dict, orbax.checkpointables_metadata(step).custom_metadata)
-        cfg = config_from_dict(meta["config"])
-        cfg = dataclasses.replace(
-            cfg,
-            model=dataclasses.replace(cfg.model, **ModelConfig().implementations),
-            mesh=MeshConfig(**dict(mesh.shape)),
-            pp=PipelineConfig(),
-        )
-        like = abstract_state(cfg, mesh).params
-        shapes = _flatten(canonical_shapes(like, like.order_of))
-        loaded = orbax.load_checkpointables(step, {PARAMS: shapes})
-        return cfg, arranged(_unflatten(loaded[PARAMS], like), like, like.order_of)
-
-
-def config_from_dict(values: dict) -> Config:
-    """The `Config` whose fields are `values`; fields that an older checkpoint lacks take their defaults."""
-    return _dataclass_from_dict(Config, values, "config")
-
-
-def split(state: TrainState) -> dict[str, dict]:
-    """`state` (or its shapes) as the two groups of a checkpoint, nested dictionaries by attribute path."""
-    tree = _flatten(state)
-    return {PARAMS: tree.pop("params"), TRAIN: tree}
-
-
-def join(groups: dict[str, dict], like: TrainState) -> TrainState:
-    """The inverse of `split`, in the structure of `like`."""
-    return _unflatten({"params": groups[PARAMS], **groups[TRAIN]}, like)
-
-
-def _path(keys: tuple) -> list[str]:
-    """Attribute path of a leaf; an `nnx.Param` is a node of its own (`value`), which the name does not need."""
-    words = [jax.tree_util.keystr((key,), simple=True) for key in keys]
-    return words[:-1] if len(words) > 1 and words[-1] in ("value", "raw_value") else words
-
-
-def _flatten(tree) -> dict:
-    nested: dict = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        *outer, last = _path(keys)
-        node = nested
-        for word in outer:
-            node = node.setdefault(word, {})
-        node[last] = leaf
-    return nested
-
-
-def _unflatten[Tree](nested: dict, like: Tree) -> Tree:
-    paths, structure = jax.tree_util.tree_flatten_with_path(like)
-    leaves = []
-    for keys, _ in paths:
-        node = nested
-        for word in _path(keys):
-            node = node[word]
-        leaves.append(node)
-    return jax.tree_util.tree_unflatten(structure, leaves)
-
-
-def _fields(cfg: Config) -> dict[str, object]:
-    """Dotted names of all fields and their values."""
-    flat: dict[str, object] = {}
-    for section, values in json.loads(json.dumps(dataclasses.asdict(cfg))).items():
-        flat |= {f"{section}.{name}": value for name, value in values.items()}
-    return flat
-
-
-def _dataclass_from_dict(kind, values: dict, name: str):
-    hints = typing.get_type_hints(kind)
-    arguments = {}
-    for field, value in values.items():
-        require(
-            field in hints,
-            f"{name}.{field}",
-            value,
-            "is unknown to this version; use the version that saved it",
-        )
-        kinds = (hints[field], *typing.get_args(hints[field]))
-        inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
-        if inner is not None and isinstance(value, dict):
-            value = _dataclass_from_dict(inner, value, f"{name}.{field}")
-        arguments[field] = tuple(value) if isinstance(value, list) else value
-    return kind(**arguments)
-
-
-def _find_folder(run_dir: Path) -> Path:
-    """The checkpoint folder of a run, by the config that the run left behind."""
-    path = run_dir / "config.json"
-    require(
-        path.is_file(),
-        "run_dir",
-        str(run_dir),
-        "holds no config.json; give the run directory of a training run",
-    )
-    return run_dir / config_from_dict(json.loads(path.read_text())).checkpoint.dir
-
-
-def _refuse_links(folder: Path) -> None:
-    """A link named like a step would let a checkpoint be read from, or deleted, anywhere."""
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        fix = "is a symbolic link, not a checkpoint; remove it"
-        require(not (entry.name.isdecimal() and entry.is_symlink()), "checkpoint", str(entry), fix)
-
-
-def _move_aside(folder: Path) -> None:
-    """Rename `folder` to the first free name of folder.1, folder.2, ..."""
-    if jax.process_index() == 0 and folder.is_dir() and any(folder.iterdir()):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        os.replace(folder, aside)
-        print(f"checkpoint.resume=never: moved the earlier checkpoints to {aside}", flush=True)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("checkpoints moved aside")
+    return wait

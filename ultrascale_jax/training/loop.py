@@ -10,33 +10,34 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.distributed import StopRequest
+from ultrascale_jax.distributed import StopRequest, guarded
 from ultrascale_jax.parallel.order import sequence_order
-from ultrascale_jax.reliability.exit_codes import STOPPED
+from ultrascale_jax.reliability.events import Events
 from ultrascale_jax.reliability.faults import Plan
-from ultrascale_jax.training.checkpoint import Checkpoints, check_same_run, describe
+from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.reliability.stragglers import StepTimes
+from ultrascale_jax.reliability.watchdog import Watch
+from ultrascale_jax.training.alone import alone
+from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.describe import parallelism
-from ultrascale_jax.training.loss_scale import LEAST
+from ultrascale_jax.training.identity import check_same_run, describe
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
 from ultrascale_jax.training.precision import check_kernels
 from ultrascale_jax.training.rate import Rate
+from ultrascale_jax.training.replicas import Replicas
+from ultrascale_jax.training.rerun import Steps
+from ultrascale_jax.training.skips import Skips
 from ultrascale_jax.training.state import TrainState, abstract_state, init_state
 from ultrascale_jax.training.step import make_eval_step, make_train_step
 from ultrascale_jax.training.tracer import Tracer
-
-
-class Diverged(UserError):
-    """`train.max_skipped` steps in a row had a loss or gradient norm that is not finite."""
-
-    exit_code = STOPPED
 
 
 def train(
@@ -56,13 +57,14 @@ def train(
 
     Returns:
         What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
-        `eval_loss`, `eval_tokens`, `skipped` (steps of this process that were not finite), and of its steps after the
+        `eval_loss`, `eval_tokens`, `skipped` (steps of this process that changed nothing), and of its steps after the
         first `step_s` and `tokens_per_s` (means), `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from
         the call to the end of the first step) and `hbm_gb`. What did not happen or is not known is none.
 
     Raises:
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.
-        Diverged: too many steps in a row were not finite.
+        Diverged: too many steps in a row were not finite, or spikes.
+        ReplicasDiffer: a device's copy of an array is not that of the others.
     """
     started = time.monotonic()
     check_kernels(cfg, mesh.devices.flat[0])
@@ -70,8 +72,13 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         loader = make_loader(cfg)
-        checkpoints = stack.enter_context(Checkpoints(cfg))
-        state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
+        fresh = cfg.checkpoint.resume == "never"
+        events = Events(run_dir, jax.process_index())
+        still_alone = stack.enter_context(alone(run_dir, events))
+        watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
+        with watch.section("restore"):
+            checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, still_alone))
+            state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
         log = stack.enter_context(RunLog(run_dir, first_step=first_step, num_steps=cfg.train.steps))
         if jax.process_index() == 0:
             _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
@@ -79,7 +86,9 @@ def train(
             log.note(note)
         tracer = stack.enter_context(Tracer(run_dir / "profile", profile))
         stop = stack.enter_context(StopRequest())
-        run = _Run(cfg, mesh, loader, checkpoints, log, faults or Plan.none(), started)
+        # Innermost: to close a checkpoint may take processes that wait for this one.
+        stack.enter_context(guarded(events.record, refusals=False))
+        run = _Run(cfg, mesh, loader, checkpoints, log, watch, faults or Plan.none(), started)
         return run.run(state, first_step, stop, tracer)
 
 
@@ -107,57 +116,78 @@ class _Run:
         loader: Loader,
         checkpoints: Checkpoints,
         log: RunLog,
+        watch: Watch,
         faults: Plan,
         started: float,
     ):
         self.cfg, self.mesh, self.loader = cfg, mesh, loader
-        self.checkpoints, self.log, self.faults, self.started = checkpoints, log, faults, started
+        self.checkpoints, self.log, self.watch = checkpoints, log, watch
+        self.faults, self.started = faults, started
         self.fingerprint, self.held_out = loader.fingerprint, loader.held_out()
         self.eval_step: Callable = make_eval_step(cfg)
+        self.events = Events(Path(cfg.log.run_dir), jax.process_index())
         self.rate = Rate(cfg, mesh)
+        self.times = StepTimes(cfg.watch.straggler_every, self.events, log.note)
         self.summary: dict = dict.fromkeys(SUMMARY)
-        self.summary["skipped"] = 0
-        self.in_a_row = 0
-        self.skipped_hashes: list[str] = []
-        """Hashes of the batches of the last skipped steps in a row."""
 
     def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: Tracer) -> dict:
         """The steps after `first_step`; see `train`."""
-        self.in_a_row = int(state.skipped_in_a_row)
+        self.skips = Skips(self.cfg, self.loader, self.events, int(state.skipped_in_a_row))
+        self.replicas = Replicas(self.cfg.watch.replicas_every, self.mesh, state, self.events)
+        for note in self.replicas.notes:
+            self.log.note(note)
         step, stopped, pending, train_step = first_step, False, None, None
-        with contextlib.closing(self.loader.device_batches(self.mesh, first_step)) as batches:
+        self.watch.begin(first_step)
+        with contextlib.closing(self._batches(first_step)) as batches:
             while step < self.cfg.train.steps and not stopped:
                 asked = time.monotonic()
-                _, batch, digest = next(batches)
+                with self.watch.data(lambda pending=pending: _is_busy(pending)):
+                    _, batch, digest = next(batches)
                 wait_s = time.monotonic() - asked
                 train_step = train_step or self._compile(state, batch)
                 step += 1
                 self.faults.strike(step)
                 if tracer.turns(step):
                     pending = self._read(pending)
-                    tracer.turn(state)
+                    with self.watch.section("profile"):
+                        tracer.turn(state)
                     self.rate.restart()
-                state, metrics = train_step(state, batch)
+                with self.times.waiting():
+                    state, metrics = train_step.take(step, state, batch, digest)
                 self._read(pending)
                 pending = (step, metrics, digest, wait_s)
                 stopped = stop.reached(step) and step < self.cfg.train.steps
+                self.times.step(step)
                 evaluates, saves = self._due(step, stopped)
-                if evaluates or saves:
+                compares = self.replicas.due(step, saves)
+                if evaluates or saves or compares:
                     # Everything up to this step is on record before the checkpoint is.
                     pending = self._read(pending)
+                    if compares:
+                        with self.watch.section("compare"):
+                            self.replicas.check(step, state)
                     if evaluates:
                         self._evaluate(state, step)
                     if saves:
                         last = stopped or step == self.cfg.train.steps
                         meta = describe(self.cfg, step, self.fingerprint)
-                        self.checkpoints.save(state, meta, wait=last)
+                        with self.watch.section("save"):
+                            self.checkpoints.save(state, meta, wait=last)
                     self.rate.restart()
+                    self.times.restart()
         if stopped:
+            self.watch.reason = "stopped"
             self.log.note(f"stopped by SIGTERM after step {step}; the same command continues")
         else:
             self._evaluate(state, step)
+        if jax.process_index() == 0:
+            self.log.note(read_ledger(Path(self.cfg.log.run_dir)).line())
         self.summary |= {"step": step, "stopped": stopped, "run_dir": self.cfg.log.run_dir}
+        self.summary["skipped"] = self.skips.total
         return {**self.summary, **self.rate.mean(), "hbm_gb": peak_memory_gb() or None}
+
+    def _batches(self, first_step: int) -> Generator:
+        return self.loader.device_batches(self.mesh, first_step, before=self.faults.load)
 
     def _due(self, step: int, stopped: bool) -> tuple[bool, bool]:
         """Whether to evaluate and to save after `step`; the evaluation after the last step comes later."""
@@ -169,49 +199,53 @@ class _Run:
         evaluates = every(self.cfg.train.eval_every) and not (last or stopped)
         return evaluates, every(self.cfg.checkpoint.every) or last or stopped
 
-    def _compile(self, state: TrainState, batch: dict) -> Callable:
+    def _compile(self, state: TrainState, batch: dict) -> Steps:
         begun = time.monotonic()
-        train_step = make_train_step(self.cfg).lower(state, batch).compile()
+        with self.watch.section("compile"):
+            train_step = make_train_step(self.cfg).lower(state, batch).compile()
         self.summary["compile_s"] = time.monotonic() - begun
         self.log.note(f"compiled the step in {self.summary['compile_s']:.1f} s")
         self.rate.restart()
-        return train_step
+        return Steps(train_step, self.cfg.watch.rerun, self.faults, self.events)
 
     def _read(self, pending: tuple | None) -> None:
         """Wait for a dispatched step and record its metrics; stop the run if it was one too many to skip."""
         if pending is None:
             return
         step, metrics, digest, wait_s = pending
-        values = jax.device_get(metrics)
+        with self.times.waiting():
+            values = jax.device_get(metrics)
+        self.watch.beat(step)
         row = {name: float(values[name]) for name in ("loss", "grad_norm", "lr")}
         row |= {"tokens": int(values["tokens"]), **self.rate.step(), "hbm_gb": peak_memory_gb()}
         row |= {name: v.tolist() for name, v in values.items() if name.startswith("moe_")}
         if "loss_scale" in values:
             row["loss_scale"] = float(values["loss_scale"])
+        if "spike" in values:
+            row["spike"] = bool(values["spike"])
         skipped = bool(values["skipped"])
         self.log.step(
-            {"step": step, **row, "skipped": skipped, "data_wait_s": wait_s, "batch_hash": digest}
+            {
+                "step": step,
+                **row,
+                "skipped": skipped,
+                "data_wait_s": wait_s,
+                "batch_hash": digest,
+                "save_failures": self.checkpoints.failures or None,
+                "time": time.time(),
+            }
         )
         if self.summary["first_step_s"] is None:
             self.summary["first_step_s"] = time.monotonic() - self.started
         if not skipped:
             self.summary["loss"] = row["loss"]
-            self.in_a_row, self.skipped_hashes = 0, []
-            return
-        self.summary["skipped"] += 1
-        if values.get("loss_scale", LEAST) > LEAST:
-            return
-        self.in_a_row += 1
-        self.skipped_hashes.append(digest)
-        if self.in_a_row >= self.cfg.train.max_skipped:
-            hashes = ", ".join(self.skipped_hashes)
-            raise Diverged(
-                f"loss or gradient norm was not finite in {self.in_a_row} steps in a row up to step {step} "
-                f"(train.max_skipped={self.cfg.train.max_skipped}); newest checkpoint: {self.checkpoints.latest}; "
-                f"hashes of the batches: {hashes}. Lower optim.lr, or raise optim.warmup_steps"
-            )
+        self.skips.read(step, values, digest, self.checkpoints.latest)
 
     def _evaluate(self, state: TrainState, step: int) -> None:
+        with self.watch.section("evaluate"):
+            self._held_out_loss(state, step)
+
+    def _held_out_loss(self, state: TrainState, step: int) -> None:
         """Mean loss over the same first batches of the held-out split every time."""
         size = self.cfg.train.global_batch
         # Rows beyond one epoch would count documents twice; a split smaller than one batch fills it by repeating.
@@ -235,17 +269,16 @@ def _start(
     cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, list[str]]:
     """The state to go on from, the step it stands at, and what to tell about it."""
-    step = checkpoints.latest
-    if step is None:
-        return init_state(cfg, mesh), 0, []
-    place = checkpoints.folder / str(step)
-    changes = check_same_run(checkpoints.meta(step), cfg, loader.fingerprint, place)
-    state = checkpoints.restore(step, abstract_state(cfg, mesh))
-    return (
-        state,
-        step,
-        [f"resumed from {place}", *(f"changed since: {change}" for change in changes)],
-    )
+
+    def accept(meta: dict, place: Path) -> list[str]:
+        return check_same_run(meta, cfg, loader.fingerprint, place)
+
+    return checkpoints.resume(abstract_state(cfg, mesh), accept) or (init_state(cfg, mesh), 0, [])
+
+
+def _is_busy(pending: tuple | None) -> bool:
+    """Whether the devices still compute what was sent to them last."""
+    return pending is not None and not pending[1]["loss"].is_ready()
 
 
 def _write_json(path: Path, value: object) -> None:

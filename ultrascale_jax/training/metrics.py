@@ -20,7 +20,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.reliability.events import to_json
 
 FILE_NAME = "metrics.jsonl"
 
@@ -31,24 +32,17 @@ def peak_memory_gb() -> float:
     return stats.get("peak_bytes_in_use", 0) / 1e9
 
 
-def to_json(row: Mapping[str, object]) -> str:
-    """`row` as one line of strict JSON; numbers that are not finite become null, and None leaves its key out."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-        if value is not None
-    }
-    return json.dumps(finite, allow_nan=False)
-
-
 def read_rows(path: Path) -> list[dict]:
     """Rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
     rows = []
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+            rows.append(row)
+        except (ValueError, RecursionError):
             if number < len(lines):
                 fix = "is not JSON; move the file away to start a new one"
                 raise UserError(f"{path}: line {number} {fix}") from None
@@ -62,7 +56,11 @@ def truncate_rows(path: Path, step: int, *, finished: bool = False) -> None:
     """
     if not path.exists():
         return
-    rows = [row for row in read_rows(path) if row["step"] <= step]
+    rows = read_rows(path)
+    for number, row in enumerate(rows, start=1):
+        fix = "holds no number of a step; move the file away to start a new one"
+        require(isinstance(row.get("step"), int), f"{path}: row {number}", row, fix)
+    rows = [row for row in rows if row["step"] <= step]
     again = [finished and row["step"] == step and "eval_loss" in row for row in rows]
     kept = [json.dumps(row) + "\n" for row, drop in zip(rows, again, strict=True) if not drop]
     partial = path.with_suffix(".tmp")
@@ -88,7 +86,9 @@ class RunLog:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         truncate_rows(run_dir / FILE_NAME, first_step, finished=first_step >= num_steps)
-        self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "a"))
+        # Without Python's buffer, which loses what it cannot write.
+        self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "ab", buffering=0))
+        self._waiting, self._full = b"", False
         self._events = _event_writer(run_dir / "tensorboard", first_step)
         if self._events is not None:
             self._stack.callback(self._events.close)
@@ -151,12 +151,20 @@ class RunLog:
             self._held_back = None
 
     def _record(self, row: Mapping[str, Any]) -> None:
-        self._file.write(to_json(row) + "\n")
-        self._file.flush()
+        self._waiting += (to_json(row) + "\n").encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._full = False
+        except OSError as error:
+            # A full disk stops no training: the rows wait until there is room.
+            if not self._full:
+                self._full = True
+                self.note(f"metrics wait to be written to {self._file.name}: {error.strerror}")
         if self._events is not None:
             for name, value in row.items():
                 number = isinstance(value, int | float) and math.isfinite(value)
-                if number and name != "step":
+                if number and name not in ("step", "time"):
                     self._events.add_scalar(name, value, row["step"])
 
 
@@ -181,7 +189,8 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     if row["skipped"]:
         scale = row.get("loss_scale")
         at = "" if scale is None else f" at loss scale {scale:g}"
-        parts.append(f"SKIPPED: loss or gradient not finite{at}")
+        fault = "a spike" if row.get("spike") else f"loss or gradient not finite{at}"
+        parts.append(f"SKIPPED: {fault}")
     return "  ".join(parts)
 
 

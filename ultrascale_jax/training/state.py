@@ -21,6 +21,7 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import LayerOrder, Transformer
 from ultrascale_jax.parallel import schedules
+from ultrascale_jax.reliability.spikes import Spikes
 from ultrascale_jax.sharding import stored
 from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.optim import optimizer
@@ -38,11 +39,13 @@ class TrainState:
     step: jax.Array
     """Steps taken, skipped ones included; int32."""
     skipped: jax.Array
-    """Steps whose loss or gradient norm was not finite; int32."""
+    """Steps whose loss or gradient norm was not finite, or a spike; int32."""
     skipped_in_a_row: jax.Array
     """Those since the last good step, in float16 only those that the loss scale cannot explain; int32."""
     loss_scale: LossScale | None
     """In float16 the factor of the loss."""
+    spikes: Spikes | None = None
+    """With `watch.spike_sigma` the last steps' losses and gradient norms."""
 
 
 type OrderOf = Callable[[str], LayerOrder]
@@ -67,7 +70,38 @@ def initial_state(cfg: Config) -> TrainState:
     params = map_params(rest, model)
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init
-    return TrainState(params, init(params), zero, zero, zero, LossScale.start(cfg.train))
+    return TrainState(params, init(params), zero, zero, zero, *carried(cfg))
+
+
+def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
+    """The last two parts of a fresh state, which depend on what the run computes in and looks for."""
+    return LossScale.start(cfg.train), Spikes.start(cfg.watch)
+
+
+def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
+    """`abstract` with the parts that a checkpoint of `saved` holds."""
+    return dataclasses.replace(
+        abstract,
+        loss_scale=LossScale.shapes(saved.train, abstract.step),
+        spikes=Spikes.shapes(saved.watch, abstract.step),
+    )
+
+
+def carry_on(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
+    """A checkpoint's state with the parts that `abstract`, of the run `cfg`, has: where it saved other ones, fresh."""
+
+    def part(saved, fresh, like):
+        form = [(s.shape, s.dtype) for s in jax.tree.leaves(like)]
+        if [(x.shape, x.dtype) for x in jax.tree.leaves(saved)] == form:
+            return saved
+        return jax.device_put(fresh, jax.tree.map(lambda s: s.sharding, like))
+
+    loss_scale, spikes = carried(cfg)
+    return dataclasses.replace(
+        state,
+        loss_scale=part(state.loss_scale, loss_scale, abstract.loss_scale),
+        spikes=part(state.spikes, spikes, abstract.spikes),
+    )
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:

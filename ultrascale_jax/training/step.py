@@ -44,10 +44,13 @@ def xla_options(cfg: Config) -> dict[str, int | bool]:
 
 
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
-    """The jitted step `(state, batch) -> (state, metrics)`; the state is donated. Call it inside the mesh."""
+    """The jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
+
+    The state is donated, unless `watch.rerun` may want to start from it again.
+    """
     return jax.jit(
         lambda state, batch: train_step(cfg, state, batch),
-        donate_argnums=0,
+        donate_argnums=() if cfg.watch.rerun else 0,
         compiler_options=xla_options(cfg) or None,
     )
 
@@ -89,7 +92,7 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
 
-    A step whose loss or gradient norm is not finite changes neither parameters nor optimizer state.
+    A step whose loss or gradient norm is not finite, or a spike, changes neither parameters nor optimizer state.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
     grads, routed = balance.apart(grads)
@@ -97,7 +100,12 @@ def apply_gradients(
     if scaling is not None:
         share /= scaling.scale
     loss, norm = share * loss, share * global_norm(grads)
-    ok = jnp.isfinite(loss) & jnp.isfinite(norm)
+    ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    spikes, told = state.spikes, {}
+    if spikes is not None:
+        told["spike"] = finite & spikes.leaps(loss, norm, cfg.watch.spike_sigma)
+        ok = finite & ~told["spike"]
+        spikes = spikes.after(ok, loss, norm)
     with jax.named_scope("optimizer"):
         if cfg.optim.clip_norm:
             share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
@@ -112,15 +120,14 @@ def apply_gradients(
             (state.params, state.opt_state),
         )
     bad = counted = (~ok).astype(jnp.int32)
-    scales = {}
     if scaling is not None:
-        scales, counted = {"loss_scale": scaling.scale}, bad * (scaling.scale <= LEAST)
-        scaling = scaling.after(ok, cfg.train.loss_scale_window)
-    in_a_row = (state.skipped_in_a_row + counted) * bad
-    new = TrainState(params, opt_state, state.step + 1, state.skipped + bad, in_a_row, scaling)
+        told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
+        scaling = scaling.after(finite, cfg.train.loss_scale_window)
+    in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
+    new = TrainState(params, opt_state, state.step + 1, skipped, in_a_row, scaling, spikes)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
-    return new, metrics | scales | balance.metrics(cfg, routed)
+    return new, metrics | told | balance.metrics(cfg, routed)
 
 
 def count(batch: Batch) -> jax.Array:

@@ -1,0 +1,41 @@
+"""One job in a run directory, on all processes or none."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.events import Events
+from ultrascale_jax.reliability.lock import RunLock
+from ultrascale_jax.training.verified import agree
+
+
+@contextlib.contextmanager
+def alone(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
+    """Hold the lock of `run_dir` inside the block, which gets a function that raises once it is lost.
+
+    Raises `UserError`, on all processes, where another job holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        lock, problem = None, None
+        if jax.process_index() == 0:
+            try:
+                lock = stack.enter_context(RunLock(run_dir))
+            except UserError as error:
+                problem = str(error)
+        problem = agree(problem)
+        if problem is not None:
+            raise UserError(problem)
+        if lock is not None and lock.note is not None:
+            print(lock.note, flush=True)
+            events.record("lock_taken_over", note=lock.note)
+
+        def check() -> None:
+            lost = None if lock is None or lock.held else f"{lock.path} is another job's now"
+            lost = agree(lost)
+            if lost is not None:
+                raise UserError(f"{lost}: this one did not beat for a while, and ends")
+
+        yield check

@@ -1,0 +1,158 @@
+"""What a run is: its config, data and library versions, and what of them a resumed run may change."""
+
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import platform
+import types
+import typing
+from pathlib import Path
+
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.models.hf_files import read_json
+
+SAME = (
+    *("model.", "data.", "optim.name", "optim.moment_dtype", "optim.stochastic_rounding"),
+    *("train.seed", "train.global_batch"),
+)
+"""Fields that a resumed run must share with its checkpoint: another value is another model or another data order.
+
+Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
+"""
+
+FREE = (
+    *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
+    *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
+)
+"""Fields that a resumed run may change without a word."""
+
+TOKENS = "data"
+"""What `checkpoint.allow_change` calls the tokens themselves."""
+
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def describe(cfg: Config, step: int, fingerprint: str) -> dict:
+    """What is saved beside the arrays after `step` optimizer steps on the data of `fingerprint`."""
+    return {
+        "config": json.loads(json.dumps(dataclasses.asdict(cfg))),
+        "data": {"step": step, "fingerprint": fingerprint, "seed": cfg.train.seed},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries whose change may change numbers."""
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), **libraries}
+
+
+def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> list[str]:
+    """Changes since the checkpoint at `place` that are allowed but worth a line.
+
+    Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
+    """
+    saved, now = fields(config_from_dict(meta["config"])), fields(cfg)
+    allowed = _allowed(cfg, {*saved, *now})
+    same_data = meta["data"]["fingerprint"] == fingerprint
+    refused, noted = [], []
+    for name in sorted({**saved, **now}):
+        change = f"{name}: saved {saved.get(name)!r}, now {now.get(name)!r}"
+        if saved.get(name) == now.get(name) or name.startswith(FREE):
+            continue
+        moved = same_data and name in ("data.source", "data.tokenizer")
+        must_not = name.startswith(SAME) and not moved and name not in allowed
+        (refused if must_not else noted).append(change)
+    if not same_data:
+        old = meta["data"]["fingerprint"]
+        change = f"{TOKENS}: saved fingerprint {old}, now {fingerprint} (other tokens)"
+        (noted if TOKENS in allowed else refused).append(change)
+    if refused:
+        names = " ".join(change.partition(":")[0] for change in refused)
+        raise UserError(
+            f"the checkpoint {place} is of another run:\n  "
+            + "\n  ".join(refused)
+            + "\nput these back, choose another log.run_dir, start anew with checkpoint.resume=never, "
+            + f"or go on regardless with --checkpoint.allow-change {names}"
+        )
+    before = meta["versions"]
+    return noted + [
+        f"{name}: saved by {before[name]}, now {version}"
+        for name, version in versions().items()
+        if before.get(name, version) != version
+    ]
+
+
+def config_from_dict(values: dict) -> Config:
+    """The `Config` whose fields are `values`; fields that an older checkpoint lacks take their defaults.
+
+    Raises `UserError` for a field that this version does not know, or a value that is none.
+    """
+    return _dataclass_from_dict(Config, values, "config")
+
+
+def saved_config(run_dir: Path) -> Config:
+    """The config that a run left behind. Raises `UserError` where it is missing or damaged."""
+    path = run_dir / "config.json"
+    fix = "holds no config.json; give the run directory of a training run"
+    require(path.is_file(), "run_dir", str(run_dir), fix)
+    return config_from_dict(read_json(path))
+
+
+def fields(cfg: Config) -> dict[str, object]:
+    """Dotted names of all fields and their values."""
+    flat: dict[str, object] = {}
+    for section, values in json.loads(json.dumps(dataclasses.asdict(cfg))).items():
+        flat |= {f"{section}.{name}": value for name, value in values.items()}
+    return flat
+
+
+def _allowed(cfg: Config, names: set[str]) -> set[str]:
+    """The fields that the user lets change; raises `UserError` for what is no field."""
+    allowed = set(cfg.checkpoint.allow_change)
+    for name in sorted(allowed - names - {TOKENS}):
+        near = difflib.get_close_matches(name, sorted(names), n=1)
+        hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
+        require(False, "checkpoint.allow_change", name, f"is no field; {hint}")
+    return allowed
+
+
+def _dataclass_from_dict(kind, values: dict, name: str):
+    require(isinstance(values, dict), name, values, "must be a group of fields")
+    hints = typing.get_type_hints(kind)
+    arguments = {}
+    for field, value in values.items():
+        fix = "is unknown to this version; use the version that saved it"
+        require(field in hints, f"{name}.{field}", value, fix)
+        kinds = (hints[field], *typing.get_args(hints[field]))
+        inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
+        if inner is not None and (isinstance(value, dict) or hints[field] is inner):
+            value = _dataclass_from_dict(inner, value, f"{name}.{field}")
+        value = tuple(value) if isinstance(value, list) else value
+        require(_fits(value, hints[field]), f"{name}.{field}", value, f"must be {hints[field]}")
+        arguments[field] = value
+    try:
+        return kind(**arguments)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{name}={values!r}: cannot be understood ({error})") from None
+
+
+def _fits(value: object, hint: typing.Any) -> bool:
+    """Whether a value of JSON, its lists made tuples, is of the type `hint`."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = parts[:1] * len(value) if parts[-1] is ... else parts
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if hint in (int, float):
+        number = int if hint is int else (int, float)
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, hint)

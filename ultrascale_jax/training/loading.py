@@ -1,0 +1,84 @@
+"""The model of a run's checkpoint, for those who do not train it."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.steps import steps
+from ultrascale_jax.training import verified
+from ultrascale_jax.training.groups import PARAMS, TRAIN, flatten, unflatten
+from ultrascale_jax.training.identity import config_from_dict, saved_config
+from ultrascale_jax.training.state import abstract_state, arranged, canonical_shapes
+
+
+def load_params(
+    run_dir: str | Path, mesh: Mesh, step: int | None = None
+) -> tuple[Config, Transformer]:
+    """Config and model of a run's checkpoint (default: the newest good one), on `mesh`, without the optimizer state.
+
+    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
+    the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged`.
+    """
+    folder = Path(run_dir).resolve()
+    folder /= saved_config(folder).checkpoint.dir
+    available = steps(folder)
+    wanted = max(available, default=0) if step is None else step
+    require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
+    older = [one for one in available if one < wanted] if step is None else []
+    while True:
+        place = folder / str(wanted)
+        try:
+            meta, note = verified.opened(place)
+            found = _params(folder, mesh, wanted, meta)
+        except Damaged as damage:
+            if not older:
+                raise Damaged(f"{place} is damaged: {damage}") from None
+            wanted = older.pop()
+            _warn(f"{place} is damaged: {damage}; using step {wanted}")
+        else:
+            _warn(note)
+            return found
+
+
+def _warn(note: str | None) -> None:
+    if note is not None and jax.process_index() == 0:
+        print(f"warning: {note}", flush=True)
+
+
+def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Transformer]:
+    cfg = config_from_dict(meta["config"])
+    cfg = dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, **ModelConfig().implementations),
+        mesh=MeshConfig(**dict(mesh.shape)),
+        pp=PipelineConfig(),
+    )
+    like = abstract_state(cfg, mesh).params
+    shapes = flatten(canonical_shapes(like, like.order_of))
+    with ocp.training.Checkpointer(str(folder)) as orbax:
+        groups = verified.load(orbax, step, meta, {PARAMS: shapes})
+    return cfg, arranged(unflatten(groups[PARAMS], like), like, like.order_of)
+
+
+def check_arrays(folder: Path, step: int, meta: dict) -> None:
+    """Compare the arrays of a checkpoint with their fingerprints, on one device, group by group. Raises `Damaged`."""
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    known = verified.entries(meta) or {}
+    with ocp.training.Checkpointer(str(folder)) as orbax:
+        for group in (PARAMS, TRAIN):
+            shapes: dict = {}
+            for name, (dtype, shape, _) in known.items():
+                *outer, last = name.split("/")
+                if outer[:1] == [group]:
+                    node = functools.reduce(
+                        lambda node, word: node.setdefault(word, {}), outer, shapes
+                    )
+                    node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            verified.load(orbax, step, meta, shapes)

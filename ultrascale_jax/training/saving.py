@@ -1,0 +1,154 @@
+"""Writing a checkpoint while training goes on, and what becomes of a disk that is full, gone or does not answer.
+
+Orbax writes and commits in its own threads; a thread here waits for them and then hashes what was written. Whatever
+goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
+"""
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ultrascale_jax.reliability import manifest
+from ultrascale_jax.reliability.events import Events
+from ultrascale_jax.reliability.exit_codes import CRASHED
+from ultrascale_jax.training.verified import first_line
+
+TOLD_S = 60.0
+"""How often a save that is being waited for is told."""
+
+STALL_S = 1200.0
+"""How long a save may take before training goes on without it; as long as Orbax waits for other processes."""
+
+PROBE_S = 30.0
+"""How long the folder may take to answer before a save begins."""
+
+LEAVE_S = 30.0
+"""How long a process whose disk does not answer may take to end."""
+
+STALLED = "is still being written"
+
+
+class Writing:
+    """One save under way: waits in a thread until it is complete and, on process 0, hashed."""
+
+    def __init__(self, place: Path, wait: Callable[[], Any], events: Events | None):
+        self.place, self.begun = place, time.monotonic()
+        self.problem: str | None = None
+        self._wait, self._events = wait, events
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is not over."""
+        return self._thread.is_alive()
+
+    def result(self, stall_s: float) -> str | None:
+        """What went wrong, or none; waits until the save is over, or `stall_s` seconds old."""
+        told = self.begun + TOLD_S
+        while self.alive:
+            now = time.monotonic()
+            if now - self.begun >= stall_s:
+                return f"{self.place} {STALLED} after {now - self.begun:.0f} s"
+            if now >= told:
+                told += TOLD_S
+                print(f"waiting for {self.place}: {now - self.begun:.0f} s so far", flush=True)
+            self._thread.join(timeout=min(self.begun + stall_s, told) - now)
+        return self.problem
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            write_s = time.monotonic() - self.begun
+            if jax.process_index() == 0:
+                size, hash_s = manifest.write(self.place)
+                if self._events is not None:
+                    step = int(self.place.name)
+                    self._events.record(
+                        "saved", step=step, bytes=size, write_s=write_s, hash_s=hash_s
+                    )
+        except Exception as error:  # Orbax raises whatever the file system does.
+            if jax.process_index() == 0:
+                # Free its room: the next one may need it.
+                for partial in self.place.parent.glob(f"{self.place.name}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(partial, ignore_errors=True)
+            self.problem = first_line(error) or type(error).__name__
+
+
+class Probe:
+    """Asks, before each save, whether a folder can be written."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._device: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def __call__(self) -> str | None:
+        """Why it cannot, or none, after `PROBE_S` seconds at most."""
+        if self._thread is None or not self._thread.is_alive():
+            self._answer: str | None = None
+            self._thread = threading.Thread(target=self._try, name="probe", daemon=True)
+            self._thread.start()
+            self._thread.join(timeout=PROBE_S)
+        return f"{self._folder} does not answer" if self._thread.is_alive() else self._answer
+
+    def _try(self) -> None:
+        path = self._folder / f".probe-{jax.process_index()}"
+        try:
+            device = os.stat(self._folder).st_dev
+            if self._device not in (None, device):
+                self._answer = f"{self._folder} is on another disk than it was: is it unmounted?"
+                return
+            self._device = device
+            path.unlink(missing_ok=True)
+            with open(path, "x") as file:
+                file.write("x")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path, path.with_suffix(".renamed"))
+            path.with_suffix(".renamed").unlink()
+        except OSError as error:
+            self._answer = f"cannot write in {self._folder} ({error.strerror})"
+
+
+def move_aside(folder: Path) -> None:
+    """Rename `folder` to the first free name of folder.1, folder.2, ..., unless it is empty."""
+    if not any(folder.iterdir()):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    os.replace(folder, aside)
+    print(f"checkpoint.resume=never: moved the earlier checkpoints to {aside}", flush=True)
+
+
+def leave_in_time() -> None:
+    """End this process in `LEAVE_S` seconds: Python would wait for ever for threads whose disk does not answer."""
+
+    def leave():
+        print(f"the disk does not answer; leaving after {LEAVE_S:g} s", flush=True)
+        os._exit(CRASHED)
+
+    timer = threading.Timer(LEAVE_S, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def quieten_orbax() -> None:
+    """Drop Orbax's own account of what went wrong, a thousand lines long: it raises the error as well."""
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    source = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in source

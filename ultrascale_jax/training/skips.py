@@ -1,0 +1,89 @@
+"""Steps that were skipped: what is kept of them, and the end of a run that does nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.reliability.events import Events, to_json
+from ultrascale_jax.reliability.exit_codes import STOPPED
+from ultrascale_jax.training.loss_scale import LEAST
+
+FILE_NAME = "skipped.json"
+"""Written when a run is stopped: the batches of its last skipped steps, by shard and token."""
+
+
+class Diverged(UserError):
+    """`train.max_skipped` steps in a row were skipped: not finite, or spikes."""
+
+    exit_code = STOPPED
+
+
+def suspicious(values: Mapping[str, np.ndarray]) -> bool:
+    """Whether a step with these metrics was skipped, and not because float16 is looking for its loss scale."""
+    searching = values.get("loss_scale", LEAST) > LEAST and not values.get("spike", False)
+    return bool(values["skipped"]) and not searching
+
+
+class Skips:
+    """The skipped steps of one run."""
+
+    def __init__(self, cfg: Config, loader: Loader, events: Events, in_a_row: int):
+        """`in_a_row`: how many there have been since the last good step."""
+        self._cfg, self._loader, self._events = cfg, loader, events
+        self.total, self._in_a_row = 0, in_a_row
+        self._last: list[dict] = []
+        """Those in a row that this process has seen."""
+
+    def read(
+        self, step: int, values: Mapping[str, np.ndarray], digest: str, newest: int | None
+    ) -> None:
+        """Take note of step `step`, on a batch with the hash `digest`, whose metrics are `values`.
+
+        Raises `Diverged`, with `newest`, the newest checkpoint, in its message, where it was one too many.
+        """
+        if not values["skipped"]:
+            self._in_a_row, self._last = 0, []
+            return
+        self.total += 1
+        if not suspicious(values):
+            return
+        size = self._cfg.train.global_batch
+        row = {
+            "step": step,
+            "reason": "spike" if values.get("spike", False) else "not finite",
+            "loss": float(values["loss"]),
+            "grad_norm": float(values["grad_norm"]),
+            "batch_hash": digest,
+            "rows": [(step - 1) * size, step * size],
+        }
+        if jax.process_index() == 0:
+            self._events.record("skipped", **row)
+        self._last.append(row)
+        self._in_a_row += 1
+        if self._in_a_row >= self._cfg.train.max_skipped:
+            raise Diverged(self._stop(step, newest))
+
+    def _stop(self, step: int, newest: int | None) -> str:
+        """Write the batches down, and say what happened."""
+        path = Path(self._cfg.log.run_dir) / FILE_NAME
+        if jax.process_index() == 0:
+            rows = [{**row, "places": self._loader.places(row["step"] - 1)} for row in self._last]
+            path.write_text("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n")
+        reasons = {row["reason"] for row in self._last}
+        fault = {
+            frozenset(["spike"]): "was a spike",
+            frozenset(["not finite"]): "was not finite",
+        }.get(frozenset(reasons), "was not finite or a spike")
+        fix = "Lower optim.lr, or raise optim.warmup_steps"
+        if "spike" in reasons:
+            fix += f"; or raise watch.spike_sigma={self._cfg.watch.spike_sigma:g}, if the loss has risen for good"
+        hashes = ", ".join(row["batch_hash"] for row in self._last)
+        return (
+            f"loss or gradient norm {fault} in {self._in_a_row} steps in a row up to step {step} "
+            f"(train.max_skipped={self._cfg.train.max_skipped}); newest checkpoint: {newest}; "
+            f"hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
+        )
