@@ -2,6 +2,7 @@
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,8 +30,19 @@ MAY_IMPORT = {
 } | {"data": {"config", "mesh", "sharding"}, "configs": {"config"}}
 MAY_IMPORT["scripts"] |= {"configs", "package"}
 
-UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "yaml.load", "torch.load"}
+# What runs, or can run, code that it reads.
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
+UNSAFE_CALLS = {
+    *("eval", "exec", "compile", "__import__", "runpy.run_path", "yaml.load", "yaml.unsafe_load"),
+    *("torch.load", "os.system", "os.popen", "np.load", "numpy.load"),
+}
+# Keywords with the only values that they may have.
+SAFE_KEYWORDS = {
+    "allow_pickle": "False",
+    "trust_remote_code": "False",
+    "shell": "False",
+    "weights_only": "True",
+}
 
 FILES = sorted(
     path
@@ -75,12 +87,6 @@ def imports(path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *filter(None, [node.module])))
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -146,10 +152,50 @@ def test_manual_regions_keep_the_check_of_varying_axes():
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_nothing_shipped_can_run_code_that_it_reads(path):
     assert not UNSAFE_MODULES & {part for dotted in imports(path) for part in dotted.split(".")[:1]}
-    for function, call in calls(path):
-        assert function not in UNSAFE_CALLS, f"line {call.lineno}: {function}"
-        allowed = {k.arg: ast.unparse(k.value) for k in call.keywords}.get("allow_pickle", "False")
-        assert allowed == "False", f"line {call.lineno}: allow_pickle={allowed}"
+    for line, what in unsafe_calls(tree(path)):
+        raise AssertionError(f"line {line}: {what}")
+
+
+def unsafe_calls(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of what may run code: calls, and keywords with a value that lets them."""
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        if (function := ast.unparse(node.func)) in UNSAFE_CALLS:
+            yield node.lineno, function
+        for keyword in node.keywords:
+            safe = SAFE_KEYWORDS.get(keyword.arg or "")
+            if safe is not None and ast.unparse(keyword.value) != safe:
+                yield node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(file)",
+        "torch.load(path)",
+        "np.load(path)",
+        "np.lib.format.read_array(file, allow_pickle=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "subprocess.run(words, shell=True)",
+        "subprocess.run(words, shell=flag)",
+        "os.system(words)",
+    ],
+)
+def test_the_ban_finds_what_it_bans(line):
+    assert [number for number, _ in unsafe_calls(ast.parse(f"x = 1\n{line}"))] == [2]
+
+
+@pytest.mark.parametrize("line", ["re.compile(text)", "model.eval()", "subprocess.run(words)"])
+def test_the_ban_leaves_the_rest_alone(line):
+    assert list(unsafe_calls(ast.parse(line))) == []
+
+
+def test_the_linter_bans_it_too():
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert {"S301", "S302", "S307", "S506", "S602", "S605"} <= set(lint["select"])
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)

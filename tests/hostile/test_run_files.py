@@ -1,0 +1,151 @@
+"""The files that a run leaves, and a schedule that a user brings, after somebody else had them."""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.demo import config as demo
+from scripts import convert_hf, generate
+from tests.faults.tiny import config as TINY
+from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
+from ultrascale_jax.config import UserError
+from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.parallel.schedule_csv import read_csv, write_csv
+from ultrascale_jax.parallel.schedules import build
+from ultrascale_jax.reliability.events import read_events
+from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.reliability.steps import METADATA, metadata
+from ultrascale_jax.training.identity import check_same_run, describe
+from ultrascale_jax.training.loop import train
+from ultrascale_jax.training.metrics import read_rows, truncate_rows
+
+ROWS = [
+    {"step": step, "loss": 4.0, "grad_norm": 1.0, "lr": 1e-3, "skipped": False}
+    for step in (1, 2, 3)
+]
+
+
+@BOUNDED
+@given(data=st.data())
+def test_metrics_that_were_bent_are_refused_or_cut_back(tmp_path, data):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(row).encode() for row in ROWS]
+    n = data.draw(st.integers(0, 2))
+    lines[n] = data.draw(bent_text(ROWS[n]))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with harmless(tmp_path):
+        truncate_rows(path, 2)
+        assert all(row["step"] <= 2 for row in read_rows(path))
+
+
+@BOUNDED
+@given(data=st.data())
+def test_events_that_were_bent_are_read_without_the_bad_ones(tmp_path, data):
+    row = {"time": 1.5, "kind": "start", "rank": 0, "host": "h", "pid": 1, "attempt": 0}
+    lines = [json.dumps(row).encode(), data.draw(bent_text(row)), json.dumps(row).encode()]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with harmless(tmp_path):
+        read = read_events(tmp_path)
+        assert row in read
+        assert all(isinstance(event["kind"], str) for event in read)
+
+
+@BOUNDED
+@given(data=st.data(), name=st.sampled_from(["events.jsonl", "metrics.jsonl"]))
+def test_a_ledger_is_kept_of_a_run_whose_records_were_bent(run_dir, tmp_path, data, name):
+    """What `scripts.goodput` and a restarting supervisor read."""
+    for other in ("events.jsonl", "metrics.jsonl"):
+        shutil.copyfile(run_dir / other, tmp_path / other)
+    lines = (run_dir / name).read_bytes().splitlines()
+    n = data.draw(st.integers(0, len(lines) - 1))
+    lines[n] = data.draw(bent_text(json.loads(lines[n])))
+    (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
+    with harmless(tmp_path):
+        assert "productive" in read_ledger(tmp_path).table()
+
+
+@BOUNDED
+@given(data=st.data(), name=st.sampled_from(["1f1b", "zb_v", "interleaved"]))
+def test_a_schedule_that_was_bent_is_refused_or_runs_every_operation(tmp_path, data, name):
+    path = tmp_path / "schedule.csv"
+    write_csv(build(name, 2, 4), path)
+    path.write_bytes(data.draw(bent_bytes(path.read_bytes())))
+    with harmless(tmp_path):
+        read_csv(path).check()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"999999F0",
+        b"0F999999",
+        b"0F0," * 100_000,
+        b"\n" * 100_000 + b"0F0",
+        b'"' + b"x" * 200_000,
+        b"\0",
+    ],
+)
+def test_a_schedule_that_asks_for_too_much_is_refused_at_once(tmp_path, content):
+    (tmp_path / "schedule.csv").write_bytes(content)
+    with harmless(tmp_path), pytest.raises(UserError, match=r"pp\.schedule="):
+        read_csv(tmp_path / "schedule.csv")
+
+
+@BOUNDED
+@given(data=st.data())
+def test_a_checkpoints_metadata_that_was_bent_is_refused_or_the_same_run(tmp_path, data):
+    """Row 22."""
+    place = tmp_path / "3"
+    place.mkdir(exist_ok=True)
+    meta = {"custom_metadata": describe(demo, 3, "fingerprint"), "item_handlers": {}}
+    (place / METADATA).write_bytes(data.draw(bent_text(meta)))
+    with harmless(tmp_path):
+        check_same_run(metadata(place), demo, "fingerprint", place)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    cfg = dataclasses.replace(
+        TINY,
+        train=dataclasses.replace(TINY.train, steps=2),
+        model=dataclasses.replace(TINY.model, num_layers=1, vocab_size=256),
+        mesh=dataclasses.replace(TINY.mesh, fsdp=1),
+        log=dataclasses.replace(TINY.log, run_dir=str(folder)),
+    )
+    train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    return folder
+
+
+@settings(BOUNDED, max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "25")))
+@given(data=st.data(), script=st.sampled_from(["generate", "export"]))
+def test_scripts_refuse_a_run_whose_config_was_bent_in_one_line(
+    run_dir, tmp_path, capsys, data, script
+):
+    """Rows 21 and 22, to the end of the script."""
+    folder = tmp_path / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    shutil.copytree(run_dir, folder)
+    config = json.loads((run_dir / "config.json").read_text())
+    (folder / "config.json").write_bytes(data.draw(bent_text(config)))
+    capsys.readouterr()
+    code = None
+    try:
+        with harmless(tmp_path):
+            if script == "generate":
+                generate.main([str(folder), "--prompt", "a", "--num-tokens", "1"])
+            else:
+                convert_hf.main(["export", str(folder), str(tmp_path / "out")])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code in (None, 2)
+    assert code is None or (said.startswith("error: ") and said.count("\n") == 1), said
