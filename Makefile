@@ -27,8 +27,11 @@ test-all: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) tests
 
 # Every row of the matrix of faults; `make test` has a part of them.
+FAULTS := tests/faults tests/hostile tests/reliability tests/data \
+	$(addprefix tests/training/test_,saving.py verified.py replicas.py spikes.py)
+
 test-faults: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) tests/faults tests/hostile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) $(FAULTS)
 
 soak: .venv/.installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.soak $(ARGS)

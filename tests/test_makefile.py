@@ -145,7 +145,9 @@ def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout
         ("test", "JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 debug --devices 8 tests"),
         (
             "test-faults",
-            'JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 -m "" debug --devices 8 tests/faults tests/hostile',
+            'JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 -m "" debug --devices 8 tests/faults tests/hostile '
+            "tests/reliability tests/data tests/training/test_saving.py tests/training/test_verified.py "
+            "tests/training/test_replicas.py tests/training/test_spikes.py",
         ),
         ("soak", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.soak debug --devices 8"),
         ("bench", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.bench debug --devices 8"),

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from scripts import command_line, launch, train
+from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.reliability.launch import detect
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,11 @@ def test_a_jobset_tells_its_pods_all_that_they_must_know():
     assert pods["completionMode"] == "Indexed"
     assert pods["backoffLimit"] == 0
     assert pods["completions"] == pods["parallelism"]
+    [final] = [rule["onExitCodes"] for rule in pods["podFailurePolicy"]["rules"]]
+    assert final["values"] == [REFUSED, STOPPED]
+    assert final["containerName"] == pods["template"]["spec"]["containers"][0]["name"]
+    [rule] = spec["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     pod = pods["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     assert "serviceAccountName" not in pod

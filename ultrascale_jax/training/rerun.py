@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from ultrascale_jax.reliability.events import Events
 from ultrascale_jax.reliability.faults import Plan
@@ -35,7 +36,7 @@ class Steps:
             new, metrics = injected.through_fault(self._compiled, kinds[0], state, batch)
         else:
             new, metrics = self._compiled(state, batch)
-        if self._rerun and suspicious(jax.device_get(metrics)):
+        if self._rerun and _anywhere(suspicious(jax.device_get(metrics))):
             new, metrics = self._again(step, state, batch, digest, metrics)
         if self._faults.due("flip", step):
             new = injected.flipped(new)
@@ -50,3 +51,10 @@ class Steps:
             verdict = "persistent" if same else "transient"
             self._events.record("rerun", step=step, verdict=verdict, batch_hash=digest, **seen)
         return new, second
+
+
+def _anywhere(found: bool) -> bool:
+    """Whether any process found it: the step communicates, so all run it again or none does."""
+    if jax.process_count() == 1:
+        return found
+    return bool(np.any(multihost_utils.process_allgather(np.array(found))))
