@@ -33,7 +33,8 @@ class Options:
 
 
 DESCRIPTION = """List the checkpoints of a run: step, size, age, versions and mesh of the run that saved it, and its \
-state. Without --verify only names and sizes of files are compared with the manifest. Exit code 1: one is damaged."""
+state. Without --verify only names and sizes of files are compared with the manifest. Exit code 1: one is damaged, or \
+there is none."""
 
 
 def state(place: Path, *, verify: bool) -> str:
@@ -88,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     print(printable(f"{'':8} {name:48} {dtype:10} {tuple(shape)!s:24} {mark}"))
         for name in quarantined(folder) if options.step is None else ():
             print(printable(f"{name:>8} was put aside as damaged"))
-    if damaged:
+        if not there:
+            print(printable(f"there is no complete checkpoint in {folder}"))
+    if damaged or not there:
         raise SystemExit(1)
 
 

@@ -101,6 +101,8 @@ def test_arrays_are_listed_with_their_fingerprints(run_dir, capsys):
 def test_what_was_put_aside_is_told(run_dir, capsys):
     os.rename(run_dir / "checkpoints/2", run_dir / "checkpoints/2.corrupt")
     assert shown(capsys, run_dir)[1].split()[0] == "2.corrupt"
+    os.rename(run_dir / "checkpoints/1", run_dir / "checkpoints/1.corrupt")
+    assert "there is no complete checkpoint in " in shown(capsys, run_dir, code=1)[-1]
 
 
 def test_a_checkpoint_that_says_nothing_is_damaged(run_dir, capsys):

@@ -69,12 +69,13 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
         change = f"{TOKENS}: saved fingerprint {old}, now {fingerprint} (other tokens)"
         (noted if TOKENS in allowed else refused).append(change)
     if refused:
-        names = " ".join(change.partition(":")[0] for change in refused)
+        names = [change.partition(":")[0] for change in refused]
+        needed = " ".join([*names, *cfg.checkpoint.allow_change])
         raise UserError(
             f"the checkpoint {place} is of another run:\n  "
             + "\n  ".join(refused)
             + "\nput these back, choose another log.run_dir, start anew with checkpoint.resume=never, "
-            + f"or go on regardless with --checkpoint.allow-change {names}"
+            + f"or go on regardless with --checkpoint.allow-change {needed}"
         )
     before = meta["versions"]
     return noted + [
