@@ -13,7 +13,7 @@ from scripts import command_line
 from scripts.generate import printable
 from ultrascale_jax.config import AXES, require
 from ultrascale_jax.reliability import manifest
-from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.manifest import Damaged, Unreadable
 from ultrascale_jax.reliability.steps import METADATA, metadata, quarantined, steps
 from ultrascale_jax.training.identity import saved_config
 
@@ -33,8 +33,8 @@ class Options:
 
 
 DESCRIPTION = """List the checkpoints of a run: step, size, age, versions and mesh of the run that saved it, and its \
-state. Without --verify only names and sizes of files are compared with the manifest. Exit code 1: one is damaged, or \
-there is none."""
+state. Without --verify only names and sizes of files are compared with the manifest. Exit code 1: one is damaged or \
+cannot be read, or there is none."""
 
 
 def state(place: Path, *, verify: bool) -> str:
@@ -54,7 +54,7 @@ def line(place: Path, words: str) -> str:
     """One row of the list: what the checkpoint says of itself, as far as it can be read, and its state."""
     try:
         size = f"{sum(manifest.files(place).values()) / 1e6:,.1f} MB"
-    except Damaged:
+    except (Damaged, OSError):
         size = "?"
     try:
         meta = metadata(place)
@@ -62,7 +62,7 @@ def line(place: Path, words: str) -> str:
         mesh = meta["config"].get("mesh", {})
         sizes = [f"{axis}={mesh[axis]}" for axis in AXES if mesh.get(axis, 1) != 1] or ["1 device"]
         age = f"{(time.time() - (place / METADATA).stat().st_mtime) / 3600:.1f} h ago"
-    except (Damaged, AttributeError, TypeError):
+    except (Damaged, OSError, AttributeError, TypeError):
         versions, sizes, age = "?", ["?"], "?"
     return f"{place.name:>8} {size:>14} {age:>12}  {versions:32} {','.join(sizes):20} {words}"
 
@@ -81,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             place, verify = folder / str(step), options.verify or options.step is not None
             try:
                 words = state(place, verify=verify)
-            except (Damaged, OSError) as error:
+            except Damaged as error:
                 damaged, words = True, f"DAMAGED: {error}"
+            except (Unreadable, OSError) as error:
+                damaged, words = True, f"CANNOT BE READ: {error}"
             print(printable(line(place, words)))
-            if options.arrays and "DAMAGED" not in words:
+            if options.arrays and not words.startswith(("DAMAGED", "CANNOT")):
                 for name, (dtype, shape, mark) in metadata(place).get("arrays", {}).items():
                     print(printable(f"{'':8} {name:48} {dtype:10} {tuple(shape)!s:24} {mark}"))
         for name in quarantined(folder) if options.step is None else ():

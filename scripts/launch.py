@@ -16,6 +16,7 @@ from typing import Annotated
 from scripts import command_line, train
 from ultrascale_jax.config import require
 from ultrascale_jax.reliability.children import follow_supervisor
+from ultrascale_jax.reliability.events import read_events
 from ultrascale_jax.reliability.launch import detect
 from ultrascale_jax.reliability.supervisor import Supervisor
 
@@ -73,23 +74,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         several = (options.processes or 1) > 1
         require(not several or chosen.devices is None, "devices", chosen.devices, fix)
         where = places(options, os.environ, chosen)
-    resume = cfg.checkpoint.resume
+    resume, run_dir = cfg.checkpoint.resume, Path(cfg.log.run_dir)
+    begun_before = begun_anew(run_dir)
 
     def command(restarts: int) -> list[str]:
-        # What began anew goes on from its own checkpoints.
-        again = ["--checkpoint.resume", "auto"] if restarts and resume == "never" else []
+        # What has begun anew goes on from its own checkpoints; until then those that are there are another run's.
+        anew = restarts and resume == "never" and begun_anew(run_dir) > begun_before
+        again = ["--checkpoint.resume", "auto"] if anew else []
         return [sys.executable, "-m", "scripts.train", *given, *again]
 
     supervisor = Supervisor(
         command,
         lambda: environments(options, os.environ, where),
         where.ranks,
-        Path(cfg.log.run_dir),
+        run_dir,
         max_restarts=options.max_restarts,
         hang_s=options.hang_s,
         fresh=resume == "never",
     )
     raise SystemExit(supervisor.run())
+
+
+def begun_anew(run_dir: Path) -> int:
+    """How often a run with `checkpoint.resume=never` has moved away what it found."""
+    return sum(event["kind"] == "anew" for event in read_events(run_dir))
 
 
 def places(options: Options, environ: Mapping[str, str], chosen: train.Options) -> Places:
@@ -133,7 +141,8 @@ def environments(
                 "JAX_PROCESS_ID": str(rank),
             }
         if options.devices_per_process is not None:
-            own |= _devices(environ, place, options.devices_per_process)
+            alone = where.processes == 1
+            own |= _devices(environ, place, options.devices_per_process, alone=alone)
         all_of_them.append(own)
     return all_of_them
 
@@ -145,11 +154,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _devices(environ: Mapping[str, str], place: int, number: int) -> dict[str, str]:
+def _devices(environ: Mapping[str, str], place: int, number: int, *, alone: bool) -> dict[str, str]:
     if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return {"JAX_NUM_CPU_DEVICES": str(number)}
-    gpus = range(place * number, (place + 1) * number)
-    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, gpus))}
+    gpus = [str(gpu) for gpu in range(place * number, (place + 1) * number)]
+    if alone:
+        # JAX reads its own variable only where processes join.
+        seen = environ.get("CUDA_VISIBLE_DEVICES")
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join((gpus if seen is None else seen.split(","))[:number])
+        }
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(gpus)}
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:

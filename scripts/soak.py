@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +43,7 @@ FULL_S = 8.0
 """How long it stays full."""
 
 FLIP = "flipped byte in the newest checkpoint"
+FULL = "full disk"
 
 INSIDE = ("exception", "killsave", "nan")
 """Faults that are planned by step."""
@@ -85,10 +86,13 @@ class Strike:
     """One fault from outside."""
 
     time: float
+    """Of its end."""
     kind: str
     step: int
     """Steps done before it."""
     detail: str
+    flipped: int | None = None
+    """The checkpoint that it damaged."""
 
 
 @dataclass
@@ -140,6 +144,7 @@ class Soak:
         self._events = Events(run_dir, rank=None)
         self._job: subprocess.Popen | None = None
         self._struck = Struck()
+        self._flipped: int | None = None
         self._kinds: dict[str, Callable[[], str]] = {
             "SIGKILL of one rank": self._kill_one,
             "SIGKILL of all ranks": self._kill_all,
@@ -150,7 +155,7 @@ class Soak:
             FLIP: self._flip,
         }
         if disk is not None:
-            self._kinds["full disk"] = self._fill
+            self._kinds[FULL] = self._fill
 
     def run(self) -> Struck:
         """Train and strike until the time is over, then stop the run as a scheduler would."""
@@ -188,8 +193,10 @@ class Soak:
 
     def _strike(self, kind: str, step: int) -> int:
         """Do it; the step from which the run must get on before the next one."""
+        self._flipped = None
         detail = self._kinds[kind]()
-        self._struck.strikes.append(Strike(time.time(), kind, step, detail))
+        strike = Strike(time.time(), kind, step, detail, self._flipped)
+        self._struck.strikes.append(strike)
         self._events.record("strike", fault=kind, detail=detail, step=step)
         print(f"soak: {kind} after step {step} {detail}", flush=True)
         return step
@@ -247,6 +254,7 @@ class Soak:
             data = bytearray(path.read_bytes())
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             path.write_bytes(data)
+            self._flipped = steps[-1]
             detail = f"({path.relative_to(self._run_dir)})"
         self._signal(self._rank(), signal.SIGKILL)
         return detail
@@ -351,13 +359,51 @@ def lines_of(path: Path) -> list[str]:
 def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
     """What each step was, to the last bit; a step that stands in the file twice has two entries."""
     rows = collections.defaultdict(list)
+    for row in steps_of(run_dir):
+        exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
+        rows[row["step"]].append(exact)
+    return rows
+
+
+def steps_of(run_dir: Path) -> Iterator[dict]:
+    """The rows of the steps in `metrics.jsonl`."""
     for line in lines_of(run_dir / "metrics.jsonl"):
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
             if "loss" in row:
-                exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
-                rows[row["step"]].append(exact)
-    return rows
+                yield row
+
+
+def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int], list[int]]:
+    """Flipped checkpoints that the next start did not put aside, and checkpoints put aside that nobody had flipped.
+
+    One is not asked for if a newer one was complete before the process was killed.
+    """
+    flips = [(strike.time, strike.flipped) for strike in strikes if strike.flipped is not None]
+    aside = [(event["time"], event["step"]) for event in events if event["kind"] == "quarantined"]
+    began = [
+        (event["time"], event.get("step", 0))
+        for event in events
+        if event["kind"] == "section"
+        and event.get("rank") == 0
+        and event.get("name") in ("step", "again")
+    ]
+    starts = [event["time"] for event in events if event["kind"] == "start"]
+    missed = []
+    for when, step in flips:
+        start = min((time for time in starts if time > when), default=None)
+        later = [at for time, at in began if start is not None and time > start]
+        found = any(at == step and time > when for time, at in aside)
+        if later and later[0] <= step and not found:
+            missed.append(step)
+    return missed, [step for _, step in aside if step not in dict(flips).values()]
+
+
+def saves_due(strikes: Sequence[Strike], rows: Iterable[dict], every: int) -> int:
+    """Saves that were due while the disk was full, of steps that were not done again."""
+    full = [(strike.time - FULL_S, strike.time - 2.0) for strike in strikes if strike.kind == FULL]
+    due = [row["time"] for row in rows if row["step"] % every == 0]
+    return sum(first < time < last for time in due for first, last in full)
 
 
 def verdict(
@@ -379,12 +425,19 @@ def verdict(
     # One that strikes all ranks has a line of each.
     for fault in {line.split()[0] for line in lines_of(faults)}:
         inside[fault.partition("@")[0]] += 1
+    missed, sound = unfound(struck.strikes, events)
+    due = saves_due(struck.strikes, steps_of(disturbed), options.save_every)
     checks = {
         f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
         f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
         f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
         "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
         "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
+        f"Every flipped checkpoint that was asked for was put aside (not {missed}), and none that was sound "
+        f"(but {sound})": not missed and not sound,
+        f"Of {due} saves that were due while the disk was full, one at least was told to have failed": (
+            not due or kinds["save_failed"] > 0
+        ),
     }
     first = min((strike.time for strike in struck.strikes), default=0.0)
     outside = collections.Counter(strike.kind for strike in struck.strikes)

@@ -13,6 +13,8 @@ import tyro
 from scripts import command_line, generate
 from ultrascale_jax.config import DistConfig, require
 from ultrascale_jax.reliability.children import follow_supervisor
+from ultrascale_jax.reliability.events import Events, say
+from ultrascale_jax.reliability.exit_codes import CRASHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from ultrascale_jax import distributed
     from ultrascale_jax.mesh import make_mesh
-    from ultrascale_jax.reliability.events import Events
     from ultrascale_jax.reliability.faults import Plan
     from ultrascale_jax.training.loop import train
 
@@ -87,13 +88,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         mesh = make_mesh(cfg.mesh)
         summary = train(cfg, mesh, profile=options.profile_steps, faults=faults)
     if jax.process_index() == 0:
-        print(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
+        say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
     wanted = options.sample > 0 and not summary["stopped"]
     if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
-        print("a sample:\n", flush=True)
+        say("a sample:\n")
         number = str(options.sample)
         generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        # Python itself would end with 1. In a job of many processes this does not return.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(CRASHED)

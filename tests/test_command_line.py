@@ -224,6 +224,7 @@ def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
         assert words in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -76,6 +76,7 @@ def test_attention_over_a_split_sequence_is_dense_attention():
         np.testing.assert_allclose(names[name], want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_the_layer_of_experts_has_the_gradients_of_a_dense_loop():
     names: dict = {}
     (source,) = examples(EXPERTS)

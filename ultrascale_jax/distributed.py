@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
 from ultrascale_jax.reliability import rollcall
+from ultrascale_jax.reliability.events import say
 from ultrascale_jax.reliability.failures import Failures
 from ultrascale_jax.reliability.launch import Launch, detect
 
@@ -78,9 +79,9 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
     if address is None or count is None or rank is None:
         fix = "in this pod neither it nor the package kubernetes (pip install jax[k8s]) tells of the others; set it"
         require(importlib.util.find_spec("kubernetes") is not None, "JAX_NUM_PROCESSES", None, fix)
-        print(f"waiting for all processes, as {launch.method} tells", flush=True)
+        say(f"waiting for all processes, as {launch.method} tells")
     else:
-        print(f"waiting for {count} processes at {address} ({launch.method})", flush=True)
+        say(f"waiting for {count} processes at {address} ({launch.method})")
         _avoid_proxies(address.rpartition(":")[0].strip("[]"))
         options["coordinator_bind_address"] = rollcall.call(
             address,
@@ -88,7 +89,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
             rank,
             dist,
             version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
-            tell=lambda text: print(text, flush=True),
+            tell=say,
             bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
         )
     jax.distributed.initialize(
@@ -167,7 +168,7 @@ def _avoid_proxies(host: str) -> None:
         kept = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
         os.environ["no_grpc_proxy"] = ",".join(filter(None, [kept, host]))
         jax.config.update("jax_check_proxy_envs", False)
-        print(f"note: the way to {host} does not go through {', '.join(sorted(names))}", flush=True)
+        say(f"note: the way to {host} does not go through {', '.join(sorted(names))}")
 
 
 def _watch_each_other(dist: DistConfig) -> None:

@@ -191,3 +191,26 @@ def test_two_jobs_of_two_processes_do_not_share_a_folder(job, tmp_path):
     first.signal(0, signal.SIGTERM)
     assert first.wait() == [0, 0], first.outputs
     assert not (folder / "lock").exists() and len(first.checkpoints()) > 0
+
+
+@pytest.mark.faults
+def test_one_host_that_is_at_fault_costs_no_checkpoint(job, tmp_path):
+    """Row 9: all processes load the same one or none, and nothing that is good is put aside."""
+    folder = tmp_path / "run"
+    first = job(folder, "--sample", "0")
+    assert first.wait() == [0, 0], first.outputs
+    good = folder / "checkpoints"
+
+    stale = job(folder, "--sample", "0", module="tests.faults.bad_host", BAD_HOST="stale")
+    assert stale.wait() == [0, 0], stale.outputs
+    assert f"resumed from {good / '12'}" in stale.outputs[0]
+
+    unread = job(folder, module="tests.faults.bad_host", BAD_HOST="unreadable")
+    assert unread.wait() == [70, 70], unread.outputs
+    assert "cannot be read" in unread.outputs[0] and "Input/output" in unread.outputs[0]
+
+    (good / "12" / manifest.NAME).unlink()
+    full = job(folder, module="tests.faults.bad_host", BAD_HOST="full")
+    assert full.wait() == [70, 70], full.outputs
+    assert "RESOURCE_EXHAUSTED" in full.outputs[0]
+    assert sorted(path.name for path in good.iterdir()) == ["12", "4", "8"]

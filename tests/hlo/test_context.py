@@ -96,7 +96,7 @@ def test_memory_depends_on_the_piece_and_not_on_the_sequence(compiled):
     assert used(32768, 8) == pytest.approx(used(16384, 4), rel=0.1)
 
 
-@pytest.fixture(scope="module", params=["128k", "1m"])
+@pytest.fixture(scope="module", params=[pytest.param("128k", marks=pytest.mark.wide), "1m"])
 def recipe(request, compile_once):
     """The recipe's config on 8 or 64 H100s, a sequence each micro-batch, its step and the simulated time of it."""
     recipe, num_gpus = {"128k": (llama3_8b_128k, 8), "1m": (llama3_8b_1m, 64)}[request.param]

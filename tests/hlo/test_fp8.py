@@ -36,7 +36,7 @@ def test_each_product_is_fp8_and_zero3_gathers_bytes(compiled):
     assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_rows_have_scales_of_their_own_and_cublaslt_multiplies(compiled):
     _, step = compiled(8, {"fsdp": 2, "sp": 4}, precision="fp8_rowwise", zero=1, remat="none")
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}

@@ -77,7 +77,7 @@ def test_memory_of_1f1b_is_flat_in_micro_batches(piped):
     assert abs(many - few) < MIB
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_memory_of_afab_grows_with_micro_batches(piped):
     cfg, few = piped(8, schedule="afab")
     # remat=full keeps the input of each layer, and the gradient of the last stage's output waits.

@@ -68,10 +68,8 @@ def test_a_description_that_xla_does_not_read_is_refused(tmp_path):
         target_devices(8, str(file))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpu", "gpus_per_host"), [pytest.param("a100", 2, marks=pytest.mark.wide), ("gb200", None)]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None)])
 def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_host):
     step = compile_step(
         load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, estimates=True, options=FAST

@@ -20,6 +20,7 @@ SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
 INDEX = np.arange(13, dtype=np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_reference_equals_dense_float64(qkv, window, packed):

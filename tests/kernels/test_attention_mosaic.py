@@ -171,6 +171,7 @@ def check(got, want, errors) -> None:
 EXACT, ROUNDED = (1e-6, 1e-5, 1e-6), (4e-3, 1e-3, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9])
 def test_the_reference_takes_ranges_and_blocks_join_to_the_whole(window):
     small = case((1, 64, 4, 2, 8), (25, 10, 29), window, jnp.float32)
@@ -194,6 +195,7 @@ def kernel():
         yield one_device(mosaic.forward), one_device(mosaic.backward)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(kernel):
     # One document is in all tiles, so that buffers are used again.
     tiny = case(ATTENTION["tiny"], (30, 340, 14))

@@ -79,6 +79,7 @@ def test_what_is_no_block_scaled_product_fails_loudly(h100s):
                 fp8_matmul(wrong, b, out_dtype=dtype, implementation="mosaic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "groups", "a_type", "b_scaling", "dtype", "programs"),
     [

@@ -150,6 +150,7 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", KERNEL_SHAPES, ids=str)
 def test_the_kernel_in_the_interpreter_equals_a_loop_and_has_no_races(shape):
     x, w, dy = arrays(*shape, jnp.bfloat16)

@@ -95,6 +95,7 @@ def test_a_split_vocabulary_and_split_tokens_give_the_same_loss_and_gradients():
         assert relative(got, want) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "start", "width"),
     [

@@ -175,6 +175,7 @@ def test_unknown_choices_fail_and_say_what_is_known(h100s):
 interpreter = plgpu.InterpretGPUParams(detect_races=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", list(SIZES))
 @pytest.mark.parametrize(
     ("dtype", "power_of_2"), [(E4M3, False), (E5M2, True)], ids=["e4m3", "e5m2 by powers of 2"]
@@ -192,6 +193,7 @@ def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(scaling, dtype, p
     same(alone, *quantized(x[:128], scaling, dtype, power_of_2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rms_norm", "swiglu"])
 @pytest.mark.parametrize(("scaling", "K"), [("row", 4096), ("block", 4096), ("block", 512)])
 def test_kernels_that_quantise_what_they_make_equal_the_reference(kind, scaling, K):
@@ -215,6 +217,7 @@ def test_kernels_that_quantise_what_they_make_equal_the_reference(kind, scaling,
     assert np.mean(np.asarray(values) == np.asarray(want.values)) > 0.99
 
 
+@pytest.mark.slow
 def test_h100s_run_one_kernel_that_keeps_all_in_registers(compiled, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     M, K = shape = QUANTIZE_FP8["llama3_8b"]

@@ -118,6 +118,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
 
 
 # Warpgroups have more rows than are loaded ahead, or none; the second D is cut into the narrowest chunks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "programs"), [(RMS_NORM["tiny"], 1), ((3, 384), 2)], ids=["long", "short"]
 )

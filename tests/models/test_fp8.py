@@ -49,6 +49,7 @@ def as_multiplied(x: jax.Array, along: str, dtype=fp8.E4M3) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [(), (3,)], ids=["one", "experts"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_products_are_those_of_the_quantised_operands(precision, groups):

@@ -53,6 +53,7 @@ def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> 
         return np.asarray(generate(model, prompts, 8, temperature=0, key=key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sizes", "virtual", "placement"),
     [

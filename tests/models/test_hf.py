@@ -271,6 +271,7 @@ def test_a_tied_head_may_be_there_only_if_it_is_the_embedding(tmp_path):
         load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [

@@ -92,6 +92,7 @@ def norms_by_name(grads, model):
     return {name: square**0.5 for name, square in squares.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradients_are_those_of_transformers(family, mesh):
@@ -112,6 +113,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family, mesh):
         np.testing.assert_allclose(norms[name], norm, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", REFERENCES)
 def test_four_adamw_steps_lose_what_they_lose_in_torch(family, mesh):

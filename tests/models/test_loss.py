@@ -52,6 +52,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", LOSSES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):

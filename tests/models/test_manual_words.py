@@ -100,6 +100,7 @@ def assert_same(found, expected):
         assert error < 1e-5, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
@@ -123,6 +124,7 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "mesh", [{"pp": 2, "sp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "sp": 2}], ids=str
@@ -251,6 +253,7 @@ def test_a_layer_communicates_as_the_explicit_one_does(mesh, train, model, more)
     assert +found == LAYER | more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "dots", "selective", "full", "save:q,attn_core"])
 @pytest.mark.parametrize("name", ["fsdp2_sp2_tp2", "sp4_tp2_kv2"])
 def test_a_layer_keeps_what_the_explicit_one_keeps(name, policy):

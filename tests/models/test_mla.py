@@ -89,6 +89,7 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
         return jax.tree.map(np.asarray, whole(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_pieces", [False, True])
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy"),

@@ -71,6 +71,7 @@ def test_of_equal_scores_the_first_is_chosen_and_none_twice(name):
     assert all(len(set(row)) == experts.per_token for row in ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gradients_go_through_the_weights_and_not_through_the_choice(name):
     """They are the slopes of the weights of the experts that are chosen; the bias has none."""
@@ -205,6 +206,7 @@ def assert_close(found, expected, tolerance=1e-5):
     assert np.abs(found - expected).max() / np.abs(expected).max() < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_its_routed_experts_and_the_shared_ones(name):
     experts, params, (x, dy, _) = MODELS[LAYERS[name][0]], run(name).params, inputs()

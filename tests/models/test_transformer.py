@@ -95,6 +95,7 @@ def test_only_upper_layers_use_the_window_when_told_so():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [{"fsdp": 1}, pytest.param({"fsdp": 2, "tp": 4}, marks=pytest.mark.slow)],

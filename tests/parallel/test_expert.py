@@ -158,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("moe", "ep"), CASES)
 def test_every_dispatch_is_the_dense_layer(moe, ep, kind):
@@ -254,6 +255,7 @@ def test_dropless_drops_nothing_whatever_is_chosen(case, seed, hot, share):
 FULL = MoEConfig(dispatch="capacity", bound=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("moe", "layout", "experts"),

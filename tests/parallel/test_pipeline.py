@@ -142,6 +142,7 @@ def expected(num_layers, count, rows):
     return jax.jit(reference)(*make_params(num_layers), microbatches(count, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_one_device(name, stash):
@@ -150,6 +151,7 @@ def test_every_schedule_equals_one_device(name, stash):
     assert_equal(got, expected(8, 8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "dualpipe_v"])
 def test_ranks_may_run_different_operations(name):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
@@ -157,11 +159,12 @@ def test_ranks_may_run_different_operations(name):
     assert_equal(got, expected(8, 8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "ranks"),
     [("1f1b", 5, 4), ("interleaved", 7, 2), ("zb_v", 5, 2), ("zb_uniform", 9, 8)],
 )
-@pytest.mark.parametrize("stash", ["residuals", "input"])
+@pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
 def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash):
     mesh = make_mesh(MeshConfig(pp=ranks, dp=8 // ranks, fsdp=1))
     got = run(build(name, ranks, 8), mesh, *make_params(layers), microbatches(8, 4), stash=stash)
@@ -177,6 +180,7 @@ def test_a_table_of_forward_operations_gives_the_loss(virtual, placement):
     assert 0 < metric < loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [1, 2, *(pytest.param(n, marks=pytest.mark.wide) for n in (3, 7))]
 )
@@ -187,6 +191,7 @@ def test_fewer_microbatches_than_ranks(name, count):
     assert_equal(got, expected(8, count, 4))
 
 
+@pytest.mark.slow
 def test_gradients_do_not_grow_with_the_number_of_microbatches():
     """The same rows cut into 2 or 8 micro-batches: twice the micro-batches, half the weight of each."""
     mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
@@ -197,6 +202,7 @@ def test_gradients_do_not_grow_with_the_number_of_microbatches():
     assert_equal(jax.tree.map(lambda a: a / 8, fine), jax.tree.map(lambda a: a / 2, coarse))
 
 
+@pytest.mark.slow
 def test_stages_may_permute_and_exchange():
     """Lock step: a `ppermute` and an `all_to_all` over another axis inside the stages are legal."""
 
@@ -217,6 +223,7 @@ def test_stages_may_permute_and_exchange():
         run(build("zb_h1", 4, 8), *inputs, stages=stages, divergent=True)
 
 
+@pytest.mark.slow
 def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
     """Idle ticks too few for a branch, too many for a scan each: the head runs in them, on zeros."""
     table = build("1f1b", 1, 64)
@@ -238,6 +245,7 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
     assert_equal(run(gaps, *inputs, stages=stages), want)
 
 
+@pytest.mark.slow
 def test_equal_lengths_may_leave_padding_on_every_stage():
     mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
     blocks, shared = make_params(6)

@@ -104,6 +104,7 @@ def test_afab_and_1f1b_idle_p_minus_1_over_m(name, p):
             assert schedule.bubble(*cost, runtime) == approx((p - 1) / m), (m, runtime, cost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_interleaving_divides_the_bubble_by_v_whatever_the_group(p, v):
@@ -114,6 +115,7 @@ def test_interleaving_divides_the_bubble_by_v_whatever_the_group(p, v):
             assert schedule.bubble(1, 1.2, 0.8, runtime) == approx((p - 1) / (v * m)), (m, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("v", [1, 2, pytest.param(3, marks=pytest.mark.wide), 4])
 def test_zb_uniform_idles_for_f_and_b_alone_in_lock_step(p, v):
@@ -125,6 +127,7 @@ def test_zb_uniform_idles_for_f_and_b_alone_in_lock_step(p, v):
     assert schedule.formula == approx(schedule.bubble())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_h1_idles_as_published(p):
     """(p - 1) (T_F + T_B - T_W), table 2 of arXiv 2401.10241."""
@@ -135,6 +138,7 @@ def test_zb_h1_idles_as_published(p):
     assert schedule.formula == approx(schedule.bubble(runtime="dependencies"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_v_never_idles_once_a_rank_has_begun(p):
     """Zero bubble at equal costs (arXiv 2401.10241, section 6), so the step waits for the last rank's start alone."""
@@ -211,6 +215,7 @@ def test_a_schedule_of_another_name_has_no_formula():
     assert dataclasses.replace(build("1f1b", 2, 2), name="1f1b.csv").formula is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", RANKS)
 def test_peaks_in_flight_are_those_of_theory(p):
     for m in (1, p - 1, p, 2 * p + 1, 8 * p):

@@ -61,6 +61,7 @@ def test_tables_for_any_costs_are_legal_and_keep_to_the_memory(
     assert schedule.name == "from_costs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 11), (8, 16)])

@@ -54,6 +54,7 @@ TABLE = {
 FAST = {"fsdp2_sp2_tp2"}
 WIDE = dict.fromkeys(
     (
+        "pp2_fsdp2",
         "rowwise_sp2_tp2",
         "fsdp4_accumulated_zero2",
     ),

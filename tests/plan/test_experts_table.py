@@ -77,7 +77,7 @@ def test_the_ways_are_shown_as_a_table():
     assert any(line.startswith("| 64 | dropless, 8 nodes, overlap | ") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
     row = experts_table.measure(ROWS[-9])
     assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[-9]["xla_bytes"]), rel=0.02)

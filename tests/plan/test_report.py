@@ -224,6 +224,7 @@ def parsed(text: str) -> Loads:
     return found
 
 
+@pytest.mark.slow
 def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
     points = [Point(x=1, y=2.5, note="a<b"), Point(x=2, y=3.5, solid=False)]
     text = {"title": "Title: of <a>", "caption": 'says "so"'}

@@ -41,6 +41,7 @@ def compiled(search, evaluate, most):
     return [candidate.run.label for candidate in search.compile(evaluate, most)]
 
 
+@pytest.mark.slow
 def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs():
     search = searched(llama3_8b, 8)
     cluster = find_cluster(None, "h100", 8)
@@ -135,6 +136,7 @@ def test_what_is_compiled_replaces_the_formula():
     assert all(c.compiled is None for c in search.ranking[3:])
 
 
+@pytest.mark.slow
 def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
     search = searched(llama3_70b, 64)
     ours = [c for c in search.ranking if not c.refusal]
@@ -178,6 +180,7 @@ def test_two_that_are_compiled_are_compared_by_what_the_compiler_says():
     assert verdicts[slow] == "50.0% slower: exposed +45.0%"
 
 
+@pytest.mark.slow
 def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
     search = searched(llama3_70b, 64)
     before = {c.run: search.step_s(c) for c in search.ranking}

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ultrascale_jax.reliability.events import ATTEMPT, FILE_NAME, Events, read_events, to_json
+import pytest
+
+from ultrascale_jax.reliability.events import ATTEMPT, FILE_NAME, Events, read_events, say, to_json
 
 
 def test_an_event_says_who_when_and_what(tmp_path, monkeypatch):
@@ -50,6 +52,24 @@ def test_a_disk_that_takes_no_event_stops_nothing(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     Events(tmp_path / "file", rank=0).record("saved")
     assert "event saved was not written" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_holds_no_events(tmp_path, capsys):
+    # Links that lead to each other: an OSError for everybody, root too.
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / FILE_NAME)
+    assert read_events(tmp_path) == []
+    (tmp_path / "run" / FILE_NAME).mkdir(parents=True)
+    assert read_events(tmp_path / "run") == []
+    assert "cannot be read: " in capsys.readouterr().err
+
+
+def test_what_cannot_be_said_stops_nothing():
+    with open("/dev/full", "w") as full:
+        say("anything", full)
+        with pytest.raises(OSError, match="No space left"):
+            print("anything", file=full, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
 def test_numbers_that_are_not_finite_are_null_at_any_depth():

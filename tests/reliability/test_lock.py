@@ -1,5 +1,6 @@
 """The lock of a run directory: one living holder, and none that the dead can keep."""
 
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import pytest
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability import lock as lock_module
 from ultrascale_jax.reliability.lock import RunLock
 
 HOLD = """
@@ -124,9 +126,26 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_of_many_that_start_together_one_gets_it(tmp_path):
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_many_that_start_together_one_gets_it(tmp_path, monkeypatch, stale):
+    """Those that find a stale lock all look twice, and see it, before the first of them writes."""
+    real, looks = lock_module._read, threading.local()
+
+    def read(path):
+        found = real(path)
+        looks.count = getattr(looks, "count", 0) + 1
+        if stale and looks.count == 2:
+            together.wait(timeout=60)
+        return found
+
+    if stale:
+        with RunLock(tmp_path) as dead:
+            change(dead.path, birth=1)
+            text = dead.path.read_text()
+        dead.path.write_text(text)
     results, together = [], threading.Barrier(8)
     locks = [RunLock(tmp_path) for _ in range(8)]
+    monkeypatch.setattr(lock_module, "_read", read)
 
     def start(lock):
         together.wait()
@@ -141,8 +160,35 @@ def test_of_many_that_start_together_one_gets_it(tmp_path):
     for thread in threads:
         thread.join()
     winners = [lock for lock in results if lock is not None]
-    assert len(winners) == 1
+    assert len(winners) == 1 and winners[0].held
     winners[0].__exit__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_read_now_is_not_taken_for_lost(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with RunLock(tmp_path) as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(lock_module, "_read", fail)
+            assert lock.held
+        lock.path.write_text("another's")
+        assert not lock.held
+
+
+@pytest.mark.parametrize(("supervised", "code"), [(True, 70), (False, 2)])
+def test_a_predecessor_that_is_still_ending_is_waited_for_by_a_supervisor(
+    tmp_path, holder, monkeypatch, supervised, code
+):
+    if supervised:
+        monkeypatch.setenv("US_ATTEMPT", "1")
+    with pytest.raises(UserError, match="in use by pid") as refused:
+        RunLock(tmp_path).__enter__()
+    assert refused.value.exit_code == code
+    with pytest.raises(UserError, match="cannot write") as refused:
+        RunLock(tmp_path / "lock/run").__enter__()
+    assert refused.value.exit_code == 2
 
 
 def test_a_run_directory_that_cannot_be_written_is_told(tmp_path):

@@ -39,6 +39,12 @@ def test_what_was_written_is_as_it_was(folder):
     ]
 
 
+def test_each_file_that_is_hashed_is_told(folder):
+    told = []
+    write(folder, lambda: told.append(1))
+    assert len(told) == len(CONTENTS)
+
+
 def test_without_a_manifest_nothing_is_claimed(folder):
     (folder / manifest.NAME).rename(folder / manifest.PARTIAL)  # a kill before the rename
     assert not check(folder)

@@ -12,6 +12,7 @@ import pytest
 
 from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.reliability import rollcall
+from ultrascale_jax.reliability.events import ATTEMPT
 from ultrascale_jax.reliability.sockets import NotJoined
 
 LONG = DistConfig(timeout_s=60)
@@ -140,6 +141,7 @@ def _hello(port: int) -> socket.socket:
 
 
 def test_a_port_in_use_is_told(monkeypatch):
+    monkeypatch.delenv(ATTEMPT, raising=False)
     monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -147,6 +149,17 @@ def test_a_port_in_use_is_told(monkeypatch):
         results, _ = meet({}, address=f"127.0.0.1:{other.getsockname()[1]}")
     assert "cannot listen there: Address already in use" in str(results[0])
     assert results[0].exit_code == 2
+
+
+def test_a_port_in_use_may_be_free_at_the_next_attempt_of_a_supervisor(monkeypatch):
+    monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
+    monkeypatch.setenv(ATTEMPT, "0")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        results, _ = meet({}, address=f"127.0.0.1:{other.getsockname()[1]}")
+    assert "cannot listen there: Address already in use" in str(results[0])
+    assert results[0].exit_code == 70
 
 
 def test_process_0_on_the_wrong_host_is_told_and_hears_on_all_interfaces():

@@ -66,6 +66,12 @@ def test_metadata_that_is_none_is_told(tmp_path, text, words):
         metadata(tmp_path / "5")
 
 
+def test_metadata_that_is_missing_is_damage(tmp_path):
+    (tmp_path / "5").mkdir()
+    with pytest.raises(Damaged, match="is missing"):
+        metadata(tmp_path / "5")
+
+
 def test_metadata_through_a_link_is_not_read(tmp_path):
     (tmp_path / "5").mkdir()
     (tmp_path / "real").write_text(json.dumps({"custom_metadata": META}))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.reliability import supervisor
-from ultrascale_jax.reliability.events import read_events
+from ultrascale_jax.reliability.events import Events, read_events
 from ultrascale_jax.reliability.supervisor import Supervisor
 from ultrascale_jax.reliability.watchdog import read_beat
 
@@ -22,7 +22,7 @@ import os, signal, sys, time
 from pathlib import Path
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import Events
-from ultrascale_jax.reliability.watchdog import Watch
+from ultrascale_jax.reliability.watchdog import Watch, read_beat
 
 follow_supervisor(os.environ)
 run_dir, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["US_ATTEMPT"])
@@ -31,6 +31,9 @@ def train(first, last, pause=0.02):
     for step in range(first + 1, last + 1):
         time.sleep(pause)
         watch.beat(step)
+    # A thread writes it.
+    while last > first and read_beat(run_dir, rank).step < last:
+        time.sleep(0.01)
 
 """
 """A program goes on from here, in a `Watch`."""
@@ -165,12 +168,82 @@ def test_the_first_failure_is_told_last(tmp_path, capfd):
     assert capfd.readouterr().out.splitlines()[-1] == "rank 1: ValueError: the cause"
 
 
+def test_there_is_no_restart_when_another_supervisor_of_the_job_has_ended(tmp_path, capfd):
+    other = Events(tmp_path, rank=None)
+    # What is from before this one began says nothing of its job.
+    other.record("gave_up", ranks=[2, 3], reason="told to stop")
+    body = """
+    train(0, attempt + 1)
+    if attempt == 2:
+        Events(run_dir, None).record("gave_up", ranks=[2, 3], reason="no step")
+    os._exit(70)
+    """
+    assert supervise(tmp_path, body, ranks=(0,)).run() == 70
+    own = [event for event in told(tmp_path, "spawn") if event["ranks"] == [0]]
+    assert len(own) == 2
+    assert "the supervisor of ranks [2, 3] on " in capfd.readouterr().out
+
+
+def test_a_supervisor_that_came_back_is_waited_for(tmp_path):
+    body = """
+    train(0, attempt + 1)
+    if attempt == 0:
+        Events(run_dir, None).record("exit", ranks=[2, 3], codes={"2": 0, "3": 0})
+        Events(run_dir, None).record("spawn", ranks=[2, 3])
+    os._exit(70 if attempt == 0 else 0)
+    """
+    assert supervise(tmp_path, body, ranks=(0,)).run() == 0
+
+
+NO_ANSWER = """
+import os
+if attempt == 0:
+    train(0, 3)
+    # Nobody writes to what was the heartbeat, so who opens it to read waits for ever.
+    beat = run_dir / "heartbeats" / str(rank)
+    beat.unlink()
+    os.mkfifo(beat)
+    (run_dir / "silent").touch()
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(5))
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_disk_that_does_not_answer_keeps_no_signal_from_the_processes(tmp_path):
+    run = run_apart(tmp_path, NO_ANSWER, ranks=(0,))
+    try:
+        wait_for(lambda: (tmp_path / "silent").exists())
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=120) == 5
+    finally:
+        run.kill()
+
+
+def test_a_console_that_is_full_stops_neither_the_supervisor_nor_its_processes(tmp_path):
+    body = """
+    train(0, attempt + 1)
+    for _ in range(10_000 if rank == 1 else 0):
+        print("so much that a pipe is full", flush=True)
+    os._exit(70 if attempt == 0 and rank == 1 else 0)
+    """
+    with open("/dev/full", "w") as full:
+        run = run_apart(tmp_path, body, stdout=full)
+    try:
+        assert run.wait(timeout=120) == 0
+    finally:
+        run.kill()
+    assert len(told(tmp_path, "spawn")) == 2
+
+
 RUNNER = """
 import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.reliability.test_supervisor import supervise
-sys.exit(supervise(Path({run_dir!r}), {body!r}).run())
+import os
+code = supervise(Path({run_dir!r}), {body!r}, {ranks}).run()
+os._exit(code)
 """
 
 PATIENT = """
@@ -186,9 +259,10 @@ time.sleep(0.5)
 """
 
 
-def run_apart(tmp_path, body):
-    text = RUNNER.format(root=str(ROOT), run_dir=str(tmp_path), body=body)
-    return subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, start_new_session=True)
+def run_apart(tmp_path, body, ranks=(0, 1), **where):
+    text = RUNNER.format(root=str(ROOT), run_dir=str(tmp_path), body=body, ranks=ranks)
+    command = [sys.executable, "-c", text]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **where)
 
 
 def wait_for(condition):

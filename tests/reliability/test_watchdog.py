@@ -10,6 +10,7 @@ import pytest
 from ultrascale_jax.reliability.events import Events, read_events
 from ultrascale_jax.reliability.exit_codes import HUNG
 from ultrascale_jax.reliability.watchdog import (
+    DATA_FLOOR_S,
     DUMP_SIGNAL,
     FIRST_S,
     FLOOR_S,
@@ -48,7 +49,8 @@ def test_a_heartbeat_says_where_the_process_is_and_until_when_that_is_right(tmp_
         assert (beat.section, beat.furthest, beat.pid) == ("step", 5, os.getpid())
         assert beat.bound_s == FLOOR_S
         with watch.data(lambda: False):
-            wait_for(lambda: read_beat(tmp_path, 0).section == "data")
+            beat = wait_for(lambda: (b := read_beat(tmp_path, 0)).section == "data" and b)
+            assert beat.bound_s == DATA_FLOOR_S
     assert read_beat(tmp_path, 0).section == "end"
     assert read_beat(tmp_path, 0).data_wait_s > 0
 
@@ -113,7 +115,11 @@ def start(tmp_path, body):
         f"with Watch(Events(Path({str(tmp_path)!r}), 3), hang_s=0.5) as watch:\n{body}"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -139,6 +145,32 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path):
     assert "the_other_thread" in stacks and "Watch" not in stacks.splitlines()[0]
 
 
+NO_ANSWER = """
+    import os, threading
+    from ultrascale_jax.reliability import watchdog
+    watchdog.LAST_S = 0.5
+    if {heartbeat}:
+        watch._write = threading.Event().wait
+    watch.begin(7)
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("silent", ["heartbeat", "events"])
+def test_a_disk_that_does_not_answer_holds_up_neither_the_loop_nor_the_end(tmp_path, silent):
+    if silent == "events":
+        # Nobody reads it, so who opens it to write waits for ever.
+        os.mkfifo(tmp_path / "events.jsonl")
+    run = start(tmp_path, NO_ANSWER.format(heartbeat=silent == "heartbeat"))
+    try:
+        output, error = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, output) == (HUNG, "begun\n")
+    assert "rank 3 made no progress for" in error
+
+
 def test_a_process_that_is_asked_writes_its_stacks_and_goes_on(tmp_path):
     program = """
     watch.begin(0)
@@ -153,7 +185,7 @@ def test_a_process_that_is_asked_writes_its_stacks_and_goes_on(tmp_path):
         (path,) = wait_for(lambda: [p for p in (tmp_path / "stacks").iterdir() if p.stat().st_size])
         step = read_beat(tmp_path, 3).step
         wait_for(lambda: read_beat(tmp_path, 3).step > step)
-        assert "Current thread" in path.read_text()
+        wait_for(lambda: "Current thread" in path.read_text())
     finally:
         run.send_signal(signal.SIGKILL)
         run.communicate(timeout=60)

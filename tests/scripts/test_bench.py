@@ -34,6 +34,7 @@ def command(path, *options):
     return [sys.executable, "-m", "scripts.bench", "--tiny", "--out", str(path), *options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled):
     cfg = PARTS[0].cfg.check(1)
@@ -136,6 +137,7 @@ def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
     assert report.goals == []
 
 
+@pytest.mark.slow
 def test_attentions_programs_compute_what_their_names_say():
     spec = bench.attention_part(64, tiny=True).spec
     with jax.set_mesh(attention.one_rank()):
@@ -218,6 +220,7 @@ def measured(tmp_path, *parts):
     return report
 
 
+@pytest.mark.slow
 def test_a_kernels_programs_have_rates_beside_the_roofline_and_errors(tmp_path):
     M, D = bench.KERNEL_SHAPES["rms_norm"]["tiny"]
     report = measured(
@@ -262,6 +265,7 @@ def test_without_a_gpu_a_kernel_is_skipped_with_the_reason(tmp_path):
     assert (row["status"], row["reason"]) == ("skipped", "JAX sees no GPU, only cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", bench.KERNEL_MODELS)
 @pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))
 def test_on_an_h100_our_kernels_take_the_shapes_that_are_timed(kernel, model):

@@ -13,6 +13,7 @@ from ultrascale_jax.parallel.schedules import KINDS, build
 from ultrascale_jax.plan.pipeline import lock_step_bubble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
     [("1f1b", 4, 6), ("interleaved", 2, 4), ("zb_uniform", 4, 4), ("zb_h1", 4, 8)],

@@ -61,6 +61,7 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
     return cfg, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -89,6 +90,7 @@ def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision):
     cfg, mesh = imported(FIXTURES / "qwen3", tmp_path / "run", precision, fsdp=2)
@@ -104,6 +106,7 @@ def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision
     np.testing.assert_array_equal(np.asarray(params.embed[...]), embed)
 
 
+@pytest.mark.slow
 def test_tokenizer_files_travel_along_in_both_directions(tmp_path):
     folder, run_dir, out = tmp_path / "hf", tmp_path / "run", tmp_path / "out"
     shutil.copytree(FIXTURES / "qwen3", folder)
@@ -134,6 +137,7 @@ def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
         imported(FIXTURES / "llama3", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_printed_command_names_every_field_that_the_recipe_lacks():
     for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
         cfg = with_model(demo, FIXTURES / family)

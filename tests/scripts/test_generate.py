@@ -50,6 +50,7 @@ def text(capsys, run_dir, *options):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     first = text(capsys, run_dir)
     assert first.startswith("def f") and len(first) > len("def f\n")

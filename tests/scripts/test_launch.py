@@ -4,6 +4,7 @@ import pytest
 
 from scripts import launch, train
 from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.reliability.events import Events
 
 CPU = {"JAX_PLATFORMS": "cpu", "HOME": "/home/me"}
 
@@ -26,6 +27,15 @@ def test_several_processes_of_one_host_find_each_other_at_a_free_port():
 def test_processes_take_the_gpus_of_the_host_in_their_order():
     made = environments(launch.Options(processes=2, devices_per_process=4), {})
     assert [e["JAX_LOCAL_DEVICE_IDS"] for e in made] == ["0,1,2,3", "4,5,6,7"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "given"), [(None, "0,1"), ("4,5,6,7", "4,5"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")]
+)
+def test_a_process_on_its_own_sees_no_more_gpus_than_it_is_given(seen, given):
+    environ = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    (made,) = environments(launch.Options(devices_per_process=2), environ)
+    assert made == {"CUDA_VISIBLE_DEVICES": given}
 
 
 def test_one_process_on_its_own_gets_the_environment_as_it_is():
@@ -78,6 +88,35 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(words, message, 
         launch.main(words)
     assert stop.value.code == 2
     assert re.search(message, capfd.readouterr().err)
+
+
+def commands(tmp_path, monkeypatch, *, moved):
+    """What is run first, and after a restart, when a run is to begin anew where another one was."""
+    made = []
+    Events(tmp_path, 0).record("anew")
+
+    class Started(Exception):
+        pass
+
+    def start(command, *_, **__):
+        made.append(command(0))
+        if moved:
+            Events(tmp_path, 0).record("anew")
+        made.append(command(1))
+        raise Started
+
+    monkeypatch.setattr(launch, "Supervisor", start)
+    monkeypatch.setattr(launch, "follow_supervisor", lambda environ: None)
+    with pytest.raises(Started):
+        words = ["--run-dir", str(tmp_path), "--checkpoint.resume", "never"]
+        launch.main(["--", "tests.faults.tiny", *words])
+    return made
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_is_to_begin_anew_never_goes_on_from_the_run_before(tmp_path, monkeypatch, moved):
+    first, again = commands(tmp_path, monkeypatch, moved=moved)
+    assert again == first + (["--checkpoint.resume", "auto"] if moved else [])
 
 
 def test_the_words_before_the_dashes_are_the_supervisors():

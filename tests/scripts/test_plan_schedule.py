@@ -73,6 +73,7 @@ def test_a_table_is_written_and_read_again(tmp_path, capsys):
     assert own["virtual"] == 2
 
 
+@pytest.mark.slow
 def test_a_figure_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for runtime in ("lockstep", "dependencies"):

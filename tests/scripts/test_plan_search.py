@@ -33,6 +33,7 @@ def trained(command):
     return command_line.parse(arguments[2:], prog="train")[0]
 
 
+@pytest.mark.slow
 def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1M", "--seq-len", "4096")
     assert (result["verb"], result["gpus"], result["gpu"]) == ("search", 8, "h100")
@@ -66,6 +67,7 @@ def test_the_table_names_the_reasons(capsys):
     assert "python -m scripts.train llama3_8b --mesh" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_one_line_says_what_lacks(capsys):
     with pytest.raises(SystemExit) as stop:
         plan.main(["search", "llama3_405b", "--gpus", "8"])

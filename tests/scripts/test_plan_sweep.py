@@ -105,7 +105,7 @@ def test_an_interrupt_keeps_the_rows(tmp_path, capsys):
     assert rows(path) == before
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_real_runs_are_measured_once_and_failures_recorded(tmp_path, capsys):
     path = tmp_path / "runs.csv"
     grid = ["--devices", "2", "--grid", "fsdp=2 pp=1,2 remat=none"]

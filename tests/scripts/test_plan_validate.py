@@ -41,6 +41,7 @@ def test_json_has_cells_and_totals(capsys):
     assert set(found["constants"]) == set(FITTED)
 
 
+@pytest.mark.slow
 def test_the_halves_are_all(capsys):
     counts = {}
     for half in ("test", "train", "all"):

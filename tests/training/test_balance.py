@@ -112,6 +112,7 @@ def test_metrics_of_two_choices_count_tokens_once_for_the_entropy():
 STEPS = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "lr"),
     [(MoEConfig(bias_rate=0.002), 1e-3), (MoEConfig(bias_rate=0, aux_loss=1.0), 1e-2)],

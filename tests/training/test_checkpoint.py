@@ -124,6 +124,7 @@ def on_pipeline(cfg, name):
     return dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}), pp=pp, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optim", "saved", "restored"),
     [
@@ -170,7 +171,7 @@ RANKS_OF_EXPERTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
     """From one device through meshes and pipelines, which have room for both kinds of layer, back to one."""
     cfg = in_folder(MIXED, tmp_path)
@@ -299,10 +300,12 @@ def test_never_resume_moves_earlier_checkpoints_aside(state, tmp_path):
     save(in_folder(BASE, tmp_path), state, 4)
     never = in_folder(change(BASE, "checkpoint.resume", "never"), tmp_path)
     for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
         with Checkpoints(never) as checkpoints:
             assert checkpoints.latest is None
             checkpoints.save(state, describe(never, 4, "data-1"), wait=True)
         assert (tmp_path / f"checkpoints.{number}/4/params").is_dir()
+        assert (tmp_path / f"metrics.jsonl.{number}").read_text() == f"{number}\n"
 
 
 @pytest.mark.parametrize(

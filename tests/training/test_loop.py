@@ -116,6 +116,7 @@ def cut(straight, folder):
     (folder / "metrics.jsonl").write_text("".join(lines[:last]) + lines[last][:20])
 
 
+@pytest.mark.slow
 def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
     folder, _ = straight
     rows = step_rows(folder)
@@ -184,6 +185,7 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):
     cut(straight, tmp_path / "run")
     # The tokens of a row are in another order there.
@@ -342,7 +344,7 @@ def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
     assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, step + 3))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_processes_train_as_one_and_a_sigterm_to_one_saves_one_step_of_both(straight, tmp_path):
     two = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=2))
     two = change(

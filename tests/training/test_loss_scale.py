@@ -104,6 +104,7 @@ def alone():
     return run(BASE, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),
     [

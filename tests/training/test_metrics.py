@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 
 import pytest
 from rich.console import Console
@@ -97,6 +98,16 @@ def test_a_skipped_step_is_always_shown(tmp_path):
         log.step(row(2, skipped=True, loss=math.nan))
         log.step(row(3))
     assert "step 2/9  loss nan" in text.getvalue() and "SKIPPED" in text.getvalue()
+
+
+def test_a_console_that_is_full_stops_no_training(tmp_path):
+    with open("/dev/full", "w") as full:
+        log, _ = run_log(tmp_path, console=Console(file=full, force_terminal=False))
+        with log:
+            log.note("a note")
+            log.step(row(1))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_path):

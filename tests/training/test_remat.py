@@ -53,6 +53,7 @@ def temporaries(mesh):
     }
 
 
+@pytest.mark.slow
 def test_policies_order_by_what_they_keep(temporaries):
     assert (
         temporaries["none"] > temporaries["selective"] > temporaries["dots"] > temporaries["full"]
@@ -64,6 +65,7 @@ def test_selective_keeps_no_attention_scores(temporaries):
     assert temporaries["none"] - temporaries["selective"] >= scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_policy_changes_no_gradient(policy, mesh):
     rng = np.random.default_rng(0)

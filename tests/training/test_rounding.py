@@ -128,6 +128,7 @@ def alone():
     return bits_of(CFG)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_the_bits_depend_on_the_layer_and_not_on_the_mesh_and_nothing_travels(alone, name):
     bits, text = bits_of(MESHES[name])
@@ -162,6 +163,7 @@ def trained():
         return cfg, step, state, batches[2]
 
 
+@pytest.mark.slow
 def test_both_moments_are_bfloat16_and_a_resumed_run_continues_bit_for_bit(trained, tmp_path):
     cfg, step, state, batch = trained
     cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))

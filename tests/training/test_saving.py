@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability import manifest
 from ultrascale_jax.reliability.events import Events, read_events
+from ultrascale_jax.training import saving
 from ultrascale_jax.training.checkpoint import Checkpoints, SaveFailed
 from ultrascale_jax.training.identity import describe
 from ultrascale_jax.training.metrics import RunLog, read_rows
@@ -251,6 +253,64 @@ def test_a_disk_that_is_read_only_is_refused_at_once(tmp_path, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=30)
     with pytest.raises(UserError, match=r"cannot write in .*Read-only file system"):
         Checkpoints(in_folder(tmp_path / "run"))
+
+
+def test_what_a_kill_left_of_a_probe_is_removed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in (".probe-0", ".probe-3", ".probe-1.renamed"):
+        (tmp_path / "checkpoints" / name).touch()
+    with Checkpoints(in_folder(tmp_path)):
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_save_that_comes_on_is_not_taken_for_stuck(tmp_path):
+    """However long it has taken so far: hashing a large one takes longer than writing it."""
+    go = threading.Event()
+    writing = saving.Writing(tmp_path / "5", lambda: go.wait(60), None)
+    writing.begun -= 1000
+    threading.Timer(0.2, go.set).start()
+    problem = writing.result(stall_s=60)
+    assert not writing.alive and problem is not None and saving.STALLED not in problem
+
+
+def test_a_question_that_is_not_answered_is_not_waited_for_twice():
+    go = threading.Event()
+    answers = iter(["first", "second"])
+
+    def ask():
+        assert go.wait(60)
+        return next(answers)
+
+    question = saving.Question(ask, "no answer")
+    assert question(0.05) == "no answer" and question(1e6) == "no answer"
+    go.set()
+    question._thread.join(timeout=60)
+    assert question() == "second"
+
+
+def test_what_time_does_not_mend_is_not_tried_again(tmp_path, monkeypatch):
+    """Row 12: a file in the folder's place, under a supervisor."""
+    monkeypatch.setenv("US_ATTEMPT", "1")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError, match="cannot write in") as refused:
+        Checkpoints(in_folder(tmp_path))
+    assert refused.value.exit_code == 2
+
+
+@needs_root
+@pytest.mark.parametrize(("supervised", "code"), [(True, 70), (False, 2)])
+def test_a_disk_that_is_full_at_a_restart_is_tried_again(
+    tmp_path, monkeypatch, small_disk, supervised, code
+):
+    """Row 11: a supervisor gives up for ever after exit code 2."""
+    if supervised:
+        monkeypatch.setenv("US_ATTEMPT", "1")
+    with pytest.raises(OSError, match="No space"), open(small_disk / "b", "wb", 0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
+    with pytest.raises(UserError, match="No space left") as refused:
+        Checkpoints(in_folder(tmp_path / "run"))
+    assert refused.value.exit_code == code
 
 
 def test_what_a_save_cost_is_on_record(state, tmp_path):

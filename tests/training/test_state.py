@@ -59,6 +59,7 @@ def mesh_of(cfg: Config):
     return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(name):
     cfg, order = on(name), ORDERS[name]
@@ -86,6 +87,7 @@ MIXED = dataclasses.replace(
 """Two layers with one feed-forward layer, three with experts."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dense", "experts"),
     [
@@ -110,6 +112,7 @@ def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position(name, den
                 np.testing.assert_array_equal(row, 0 if layer is None else expected[layer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim):
     def trained(cfg):

@@ -79,6 +79,7 @@ def test_a_finite_step_changes_every_parameter_and_resets_the_row():
     assert not any(m["skipped"] for m in metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_step_keeps_types_and_shardings(zero):
     cfg = variant(train={"zero": zero, "microbatches": 2})
@@ -97,6 +98,7 @@ def test_zero_shards_what_rests_on_a_device(zero, parts):
     assert w_up.sharding.shard_shape(w_up.shape) == (2, 32 // parts, 64)
 
 
+@pytest.mark.slow
 def test_moments_can_be_bfloat16_and_training_still_learns():
     cfg = variant(optim={"moment_dtype": "bfloat16"})
     _, after, metrics = run(cfg, steps=8)
@@ -104,6 +106,7 @@ def test_moments_can_be_bfloat16_and_training_still_learns():
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@pytest.mark.slow
 def test_without_zero_the_width_need_not_divide():
     cfg = variant(train={"zero": 0}, model={"d_model": 33}, mesh={"fsdp": 4, "sp": 1})
     _, after, metrics = run(cfg)
@@ -134,6 +137,7 @@ def test_muon_is_the_same_on_one_device_and_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_evaluation_sums_what_training_averages(microbatches):
     _, state, metrics = run(variant(optim={"lr": 1e-30}))
@@ -147,6 +151,7 @@ def test_evaluation_sums_what_training_averages(microbatches):
     assert int(count) == int((loader.batch(0)["targets"] >= 0).sum()) == int(metrics[0]["tokens"])
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_to_the_norm():
     _, free, m_free = run(variant(optim={"clip_norm": 0.0}))
     _, clipped, m_clipped = run(variant(optim={"clip_norm": 1e-3}))

@@ -1,11 +1,13 @@
 """Checkpoints that were damaged: never loaded in silence, put aside, and the one before them used."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import (
     Config,
@@ -27,7 +30,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability import manifest
 from ultrascale_jax.reliability.events import Events, read_events
-from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.manifest import Damaged, Unreadable
 from ultrascale_jax.reliability.steps import METADATA
 from ultrascale_jax.training import verified
 from ultrascale_jax.training.checkpoint import Checkpoints, NothingLeft
@@ -107,6 +110,10 @@ def flip(path, where, bit=4):
     path.write_bytes(data)
 
 
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def edit(place, change):
     """Change the metadata of a checkpoint, which then has no manifest."""
     text = json.loads((place / METADATA).read_text())
@@ -137,6 +144,7 @@ def test_a_checkpoint_has_its_files_and_arrays_on_record(run):
     ("do", "words"),
     [
         (lambda place: flip(array_files(place)[0], 1000), "d/.* has other bytes than were saved"),
+        (lambda place: zero(array_files(place)[0]), "d/.* has other bytes than were saved"),
         (lambda place: os.truncate(array_files(place)[0], 1000), "is 1000 bytes long, and was"),
         (lambda place: array_files(place)[0].unlink(), "d/.* is missing"),
         (lambda place: (place / METADATA).unlink(), f"{METADATA} is missing"),
@@ -223,6 +231,91 @@ def test_flipped_bytes_without_a_manifest_never_load_in_silence(run):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 10
+
+
+def nothing_renamed(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "4", "6"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize("name", ["_digest", "files", "_read"])
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_damage(run, monkeypatch, name, code):
+    folder, expected = run
+
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code), "d/1f")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, name, fail)
+        with pytest.raises(Unreadable, match=f"d/1f: .*{os.strerror(code)}") as refused:
+            resume(folder)
+    assert refused.value.exit_code == 70 and nothing_renamed(folder)
+    state, step, _ = resume(folder)
+    assert step == 6 and bits(state) == expected[6]
+
+
+def test_a_file_that_was_read_wrongly_once_is_read_again(run, monkeypatch):
+    folder, expected = run
+    real = manifest._digest
+
+    def once(path, *, anew=False):
+        return real(path) if anew else "0" * 64
+
+    monkeypatch.setattr(manifest, "_digest", once)
+    state, step, _ = resume(folder)
+    assert step == 6 and bits(state) == expected[6]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"),
+        ValueError('RESOURCE_EXHAUSTED: Error opening "zarr3" driver'),
+        MemoryError(),
+        TimeoutError("a barrier"),
+        OSError(errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_host_or_device_that_fails_while_it_loads_is_not_taken_for_damage(
+    run, monkeypatch, error, sealed
+):
+    folder, expected = run
+    if not sealed:
+        (step_folder(folder, 6) / manifest.NAME).unlink()
+
+    def fail(*_, **__):
+        raise KeyError("what Orbax makes of it") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.training.Checkpointer, "load_checkpointables", fail)
+        with pytest.raises(Unreadable, match=type(error).__name__) as refused:
+            resume(folder)
+    assert refused.value.exit_code == 70 and nothing_renamed(folder)
+    state, step, _ = resume(folder)
+    assert step == 6 and bits(state) == expected[6]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_array_that_differs_although_its_files_do_not_is_loaded_again(run, monkeypatch, times):
+    """It is the memory of a device or a host, and no checkpoint is at fault."""
+    folder, expected = run
+    left, real = [times], verified.fingerprints
+
+    def wrong(arrays):
+        marks = real(arrays)
+        left[0] -= 1
+        return marks | {"params/embed": "0" * 16} if left[0] >= 0 else marks
+
+    monkeypatch.setattr(verified, "fingerprints", wrong)
+    if times == 1:
+        state, step, _ = resume(folder)
+        assert step == 6 and bits(state) == expected[6]
+    else:
+        with pytest.raises(Unreadable, match="array params/embed is not what was") as refused:
+            resume(folder)
+        assert socket.gethostname() in str(refused.value) and refused.value.exit_code == 70
+    assert nothing_renamed(folder)
 
 
 def test_an_array_that_is_another_is_named(run):

@@ -77,11 +77,13 @@ def in_a_pipeline(name: str) -> Config:
     return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train).check(NUM_DEVICES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_step_of_each_recipe_returns_the_state_that_it_takes(name):
     assert_the_step_returns_the_state_that_it_takes(on_4096(RECIPES[name]), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_step_of_a_pipeline_returns_the_state_that_it_takes(name):
     assert_the_step_returns_the_state_that_it_takes(in_a_pipeline(name), name)

@@ -6,12 +6,14 @@ Each is the leader of its own process group, so Ctrl-C reaches the supervisor al
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from ultrascale_jax.reliability.watchdog import DUMP_SIGNAL, Beat, read_beat
@@ -21,6 +23,9 @@ SUPERVISOR = "US_SUPERVISOR"
 
 DUMP_S = 3.0
 """Seconds that a process has to write its stacks."""
+
+ANSWER_S = 5.0
+"""Seconds that a disk has to answer."""
 
 NOISE = b"[Gloo] Rank "
 """How lines begin that gloo writes for every set of devices that talk to each other."""
@@ -88,9 +93,43 @@ class Child:
         with self.process.stdout as lines:
             for line in lines:
                 if not line.startswith(NOISE):
-                    # One write a line, so that lines of several processes do not mix.
-                    sys.stdout.buffer.write(prefix + line)
-                    sys.stdout.buffer.flush()
+                    # One write a line, so that lines of several processes do not mix. A process whose lines nobody
+                    # takes would wait for ever, so they are taken though they cannot be passed on.
+                    with contextlib.suppress(OSError):
+                        sys.stdout.buffer.write(prefix + line)
+                        sys.stdout.buffer.flush()
+
+
+class Disk:
+    """Does in a thread, in order, all that the supervisor does with a disk, which may not answer for hours."""
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
+        self._unanswered: Future | None = None
+        threading.Thread(target=self._run, name="disk", daemon=True).start()
+
+    def ask[T](self, call: Callable[[], T], timeout_s: float | None = None) -> T | None:
+        """What `call()` returns; none if the disk fails.
+
+        Or if it does not answer within `timeout_s`, or `ANSWER_S`: then the call is done later.
+        """
+        answer: Future[T] = Future()
+        self._calls.put((call, answer))
+        if self._unanswered is not None and not self._unanswered.done():
+            timeout_s = 0.0
+        # One of these is a `TimeoutError`.
+        with contextlib.suppress(OSError):
+            return answer.result(ANSWER_S if timeout_s is None else timeout_s)
+        self._unanswered = self._unanswered if timeout_s == 0.0 else answer
+        return None
+
+    def _run(self) -> None:
+        while True:
+            call, answer = self._calls.get()
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
 
 
 def kill(children: Sequence[Child]) -> None:

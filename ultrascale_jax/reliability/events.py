@@ -1,10 +1,13 @@
 """What happened to a run: `events.jsonl`, which all its processes and their supervisor append to.
 
 An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
-mix on a local disk. Nothing here ever stops a run: an event that cannot be written is told on stderr, and a line that
-a full disk cut short is left out by readers. The times are of the writer's clock.
+mix on a local disk. NFS knows no appending between hosts: of two that write in the same moment one may overwrite the
+other's line, which is then lost, and what is left of it is skipped. Nothing here ever stops a run: an event that cannot
+be written is told on stderr, and a line that a full disk cut short is left out by readers. The times are of the
+writer's clock.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -13,11 +16,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 FILE_NAME = "events.jsonl"
 
 ATTEMPT = "US_ATTEMPT"
 """Environment variable by which a supervisor tells its processes how often they have been started before."""
+
+
+def is_supervised(environ: Mapping[str, str]) -> bool:
+    """Whether a supervisor started this process, and would start it again."""
+    return ATTEMPT in environ
 
 
 class Events:
@@ -48,16 +57,28 @@ class Events:
             finally:
                 os.close(file)
         except OSError as error:
-            print(f"event {kind} was not written to {self.path}: {error}", file=sys.stderr)
+            say(f"event {kind} was not written to {self.path}: {error}", sys.stderr)
+
+
+def say(text: str, file: IO[str] | None = None) -> None:
+    """Print one line to `file`, or stdout, at once; where nothing can be written, it is left out and stops nothing."""
+    with contextlib.suppress(OSError):
+        print(text, file=file, flush=True)
 
 
 def read_events(path: Path) -> list[dict]:
-    """Events of a file, or of a run directory, by time; lines that are no events are left out."""
-    path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-    if not path.exists():
+    """Events of a file, or of a run directory, by time; lines that are no events are left out.
+
+    There are none where the file cannot be read, which is told on stderr.
+    """
+    path, rows = Path(path), []
+    try:
+        path = path / FILE_NAME if path.is_dir() else path
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        say(f"{path} cannot be read: {error}", sys.stderr)
         return []
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in lines:
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError):

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.events import say
 from ultrascale_jax.reliability.exit_codes import CRASHED, REFUSED
 
 KEY = "ultrascale/failure"
@@ -106,11 +107,11 @@ class Failures:
             own = self._describe(error)
             first, told = self._publish(own)
             if first is not own and first["summary"] != own["summary"]:
-                print(f"rank {self._rank} failed too: {own['summary']}", file=sys.stderr)
+                say(f"rank {self._rank} failed too: {own['summary']}", sys.stderr)
             elif first is own and not own["quiet"]:
-                print(own["text"], file=sys.stderr, flush=True)
+                say(own["text"], sys.stderr)
             elif not told and self._rank != 0:
-                print(f"error: {own['summary']}", file=sys.stderr)
+                say(f"error: {own['summary']}", sys.stderr)
             # Last, as the disk may be what failed.
             self._note(own, first=first is own)
             self._end(first, own)
@@ -147,7 +148,7 @@ class Failures:
         quiet, words = first["quiet"], ""
         if self._rank == 0:
             if not quiet and first is not own:
-                print(first["text"], file=sys.stderr, flush=True)
+                say(first["text"], sys.stderr)
             # The others need a moment to read the key; and the last words are the last.
             time.sleep(LINGER_S)
             same = own is not None and own["summary"] == first["summary"]
@@ -159,7 +160,7 @@ class Failures:
             words = f"rank {self._rank} ends, because {who} failed first: {first['summary']}"
         _flush()
         if words:
-            print(words, file=sys.stderr, flush=True)
+            say(words, sys.stderr)
         os._exit(first["code"])
 
     def _describe(self, error: BaseException) -> dict:

@@ -7,9 +7,13 @@ is watched is alive, one that does not for `STALE_S` seconds is gone. Watching c
 itself, so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
 file asks anew), and than a busy host keeps a thread waiting, and short beside what a lost node costs anyway.
 
+Of several that take a dead holder's lock at once the last to write has it; all look again a moment later.
+
 A holder that was stopped for longer finds the lock in other hands when it wakes: `held` is false, and it must end.
 """
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -18,20 +22,51 @@ import time
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.events import ATTEMPT, say
+from ultrascale_jax.reliability.exit_codes import CRASHED
 
 NAME = "lock"
 BEAT_S = 5.0
 STALE_S = 60.0
+SETTLE_S = 1.0
+"""How long after a take-over the lock is looked at again: longer than another takes from its last look to its write."""
+
+LEAVE_S = 10.0
+"""How long the end of a job waits for a disk that does not answer, to remove its lock."""
+
+LASTING = {
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
+}
+"""What is wrong with a folder until somebody mends it."""
+
+
+class NotNow(UserError):
+    """A run directory cannot be used at the moment: its disk is full, or the last job is still ending."""
+
+    exit_code = CRASHED
+
+
+def refusal(text: str, *, lasting: bool = False) -> UserError:
+    """For a run directory that cannot be used: `NotNow`, if time may mend it and there is a supervisor to try again."""
+    return NotNow(text) if ATTEMPT in os.environ and not lasting else UserError(text)
 
 
 class RunLock:
     """The lock of one run directory, taken by entering it; used by process 0 alone."""
 
-    def __init__(self, run_dir: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S):
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        beat_s: float = BEAT_S,
+        stale_s: float = STALE_S,
+        settle_s: float = SETTLE_S,
+    ):
         self.path = Path(run_dir) / NAME
         self.note: str | None = None
         """What there is to tell: whose lock was taken over."""
-        self._beat_s, self._stale_s = beat_s, stale_s
+        self._beat_s, self._stale_s, self._settle_s = beat_s, stale_s, settle_s
         self._own = json.dumps(_identity())
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
@@ -42,20 +77,22 @@ class RunLock:
             self._take()
         except OSError as error:
             fix = "make the run directory writable, or choose another with log.run_dir"
-            raise UserError(f"cannot write {self.path} ({error}): {fix}") from None
+            words = f"cannot write {self.path} ({error}): {fix}"
+            raise refusal(words, lasting=error.errno in LASTING) from None
         self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._done.set()
-        self._thread.join(timeout=self._beat_s)
-        if self.held:
-            self.path.unlink(missing_ok=True)
+        self._thread.join(timeout=LEAVE_S)
 
     @property
     def held(self) -> bool:
-        """Whether the lock is still this process's."""
-        return _read(self.path) == self._own
+        """Whether the lock is still this process's, as far as can be read now."""
+        try:
+            return _read(self.path) == self._own
+        except OSError:
+            return True
 
     def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,40 +109,46 @@ class RunLock:
             why = "" if found is None else self._gone(found)
             if found is None or _read(self.path) != found:
                 continue
-            mine = self.path.with_name(f"{NAME}.{os.getpid()}")
+            mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
             mine.write_text(self._own)
             os.replace(mine, self.path)
+            time.sleep(self._settle_s)
+            if _read(self.path) != self._own:
+                continue  # another took it over as well
             self.note = f"took over the lock of {_who(found)}: {why}"
             return
 
     def _gone(self, found: str) -> str:
         """Why the holder is taken for dead. Raises `UserError` if it is alive."""
-        refusal = UserError(
+        alive = refusal(
             f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
         )
         holder, own = _parsed(found), _identity()
         if holder is not None and holder["machine"] == own["machine"] is not None:
             # The same number at another time is another process.
             if holder["birth"] is not None and _birth(holder["pid"]) == holder["birth"]:
-                raise refusal
+                raise alive
             return "its process is gone"
-        print(f"waiting up to {self._stale_s:g} s to see if {_who(found)} is alive", flush=True)
+        say(f"waiting up to {self._stale_s:g} s to see if {_who(found)} is alive")
         before, until = _beat_of(self.path), time.monotonic() + self._stale_s
         while time.monotonic() < until:
             time.sleep(min(1.0, self._beat_s / 2, self._stale_s / 4))
             if _read(self.path) != found:
                 return "it was released"
             if _beat_of(self.path) != before:
-                raise refusal
+                raise alive
         return f"no sign of life for {self._stale_s:g} s"
 
     def _beat(self) -> None:
+        """The thread: all that this process does with the lock once it has it, as the disk may not answer."""
         while not self._done.wait(self._beat_s):
-            try:
-                if self.held:
+            # A disk that fails now may not do so next time.
+            with contextlib.suppress(OSError):
+                if _read(self.path) == self._own:
                     os.utime(self.path)
-            except OSError:
-                continue  # a disk that does not answer now may do so next time
+        with contextlib.suppress(OSError):
+            if _read(self.path) == self._own:
+                self.path.unlink(missing_ok=True)
 
 
 def _identity() -> dict:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.reliability.events import is_supervised
 from ultrascale_jax.reliability.sockets import (
     NotJoined,
     Place,
@@ -65,7 +66,8 @@ def call(
 
     Raises:
         NotJoined: not all came within `dist.timeout_s`.
-        UserError: two processes have the same number, or they do not agree on what the job is, or the port is taken.
+        UserError: two processes have the same number, or they do not agree on what the job is, or the port is taken;
+            under a supervisor that last is a `NotJoined`.
         SystemExit: on the other processes, when process 0 raises one of these.
     """
     deadline = time.monotonic() + dist.timeout_s
@@ -174,7 +176,10 @@ class _Roll:
                 elif error.errno == errno.EADDRINUSE and not late:
                     time.sleep(0.2)
                 else:
-                    raise UserError(
+                    # Under a supervisor the next attempt may find it free.
+                    passes = error.errno == errno.EADDRINUSE and is_supervised(os.environ)
+                    refused = NotJoined if passes else UserError
+                    raise refused(
                         f"dist.address={place.text!r}: process 0 ({self._me['host']}) cannot listen there: "
                         f"{error.strerror}. If another job, or a second process 0, has the port, give another one"
                     ) from None

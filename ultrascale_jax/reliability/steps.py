@@ -47,7 +47,7 @@ def quarantine(place: Path) -> Path:
 def metadata(place: Path) -> dict:
     """What the checkpoint at `place` says of itself: `config`, `data`, `versions`, and `arrays` unless it is old.
 
-    Raises `Damaged` where that cannot be read, or is of another step.
+    Raises `Damaged` where that is missing, is no such text or is of another step, and `OSError` where the disk fails.
     """
     path = place / METADATA
     if path.is_symlink():
@@ -57,7 +57,9 @@ def metadata(place: Path) -> dict:
         whole = all(isinstance(meta[name], dict) for name in ("config", "data", "versions"))
         whole = whole and isinstance(meta.get("arrays", {}), dict)
         step = meta["data"]["step"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
     if not whole or not isinstance(meta["data"].get("fingerprint"), str):
         raise Damaged(f"{METADATA} is not of this program")

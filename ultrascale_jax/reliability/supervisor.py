@@ -5,7 +5,11 @@ again, from the newest checkpoint. One that makes no progress (see `watchdog`) h
 There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
 a row brought no new step. On several hosts each has its own supervisor, and none knows of the others: the death of one
 host's processes ends the others' too, by their heartbeats, and each supervisor restarts its own; the first that are
-back wait for the rest. The number of the attempt may therefore differ between hosts.
+back wait for the rest. The number of the attempt may therefore differ between hosts. Where `events.jsonl` says that
+another supervisor has ended, there is no restart.
+
+The disk of the run directory may not answer: it is asked in a thread, and while it does not answer nobody is taken for
+stuck; signals are passed on, and processes that died are noticed.
 """
 
 import signal
@@ -14,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ultrascale_jax.reliability.children import Child, dump, kill
-from ultrascale_jax.reliability.events import ATTEMPT, Events, read_events
+from ultrascale_jax.reliability.children import ANSWER_S, DUMP_S, Child, Disk, dump, kill
+from ultrascale_jax.reliability.events import ATTEMPT, Events, read_events, say
 from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.reliability.goodput import read_ledger
-from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, last_sign, stacks_path
+from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, Beat, last_sign, stacks_path
 
 TRIES = 3
 """Restarts without a new step after which the run is given up."""
@@ -29,6 +33,9 @@ has them beyond its bound, for its own watchdog."""
 
 SHORT_GRACE_S = 2.0
 """The same where one was killed: none of the others knows why."""
+
+READ_S = 60.0
+"""Seconds to read all events of a long run."""
 
 BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 60.0
@@ -61,7 +68,9 @@ class Supervisor:
         self._command, self._environments, self._ranks = command, environments, tuple(ranks)
         self._run_dir, self._max_restarts, self._hang_s = run_dir, max_restarts, hang_s
         self._events = Events(run_dir, rank=None)
-        attempts = [event.get("attempt") for event in read_events(run_dir)]
+        self._disk, before = Disk(), read_events(run_dir)
+        self._found = {_mark(event) for event in before}
+        attempts = [event.get("attempt") for event in before]
         self._first_attempt = 1 + max((n for n in attempts if isinstance(n, int)), default=-1)
         self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
         self._children: list[Child] = []
@@ -90,16 +99,15 @@ class Supervisor:
                 child.heard()
             code = 0 if first is None else first.exit_code
             codes = {str(child.rank): child.code for child in self._children}
-            before = last_sign(self._run_dir, self._ranks[0])
-            self._events.record("exit", ranks=self._ranks, codes=codes, before=before)
+            self._record("exit", ranks=self._ranks, codes=codes, before=self._last_sign())
             if first is None:
-                self._say(read_ledger(self._run_dir).line())
+                self._say_ledger()
                 return 0
             cause = self._cause(first)
             # The first attempt is no restart.
             in_vain = 0 if self._progressed() or not restarts else in_vain + 1
             why_not = self._no_restart(code, restarts, in_vain)
-            self._say(read_ledger(self._run_dir).line())
+            self._say_ledger()
             if why_not is None:
                 restarts += 1
                 pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**in_vain)
@@ -107,11 +115,12 @@ class Supervisor:
                 until = time.monotonic() + pause
                 while time.monotonic() < until and not self._signals:
                     time.sleep(0.1)
-                why_not = "told to stop" if self._signals else None
+                why_not = "told to stop" if self._signals else self._disk.ask(self._ended_elsewhere)
             if why_not is not None:
-                self._events.record("gave_up", reason=why_not, cause=cause, code=code)
+                details = {"ranks": self._ranks, "reason": why_not, "cause": cause, "code": code}
+                self._record("gave_up", **details)
                 self._say(f"no restart: {why_not}")
-                print(cause, flush=True)
+                say(cause)
                 return code
 
     def _no_restart(self, code: int, restarts: int, in_vain: int) -> str | None:
@@ -126,17 +135,31 @@ class Supervisor:
             return f"there were {restarts}, and --max-restarts is {self._max_restarts}"
         return None
 
+    def _ended_elsewhere(self) -> str | None:
+        """Which other supervisor of the job has ended since this one began, if one has and is not back."""
+        last: dict[str, dict] = {}
+        for event in read_events(self._run_dir):
+            own = event.get("ranks") == list(self._ranks)
+            if event["kind"] in ("spawn", "exit", "gave_up") and not own:
+                last[str(event.get("ranks"))] = event
+        for ranks, event in last.items():
+            codes = event.get("codes")
+            done = event["kind"] == "exit" and isinstance(codes, dict) and not any(codes.values())
+            if (done or event["kind"] == "gave_up") and _mark(event) not in self._found:
+                why = "it is done" if done else event.get("reason")
+                return f"the supervisor of ranks {ranks} on {event.get('host')} has ended: {why}"
+        return None
+
     def _progressed(self) -> bool:
         """Whether the attempt did a step that none before it had done."""
-        beats = [child.beat(self._run_dir) for child in self._children]
+        beats = (self._beats(self._children) or {}).values()
         reached = max((beat.furthest for beat in beats if beat is not None), default=0)
         progressed = reached > self._furthest
         self._furthest = max(self._furthest, reached)
         return progressed
 
     def _start(self, restarts: int) -> None:
-        before = last_sign(self._run_dir, self._ranks[0])
-        self._events.record("spawn", ranks=self._ranks, before=before)
+        self._record("spawn", ranks=self._ranks, before=self._last_sign())
         own = {
             ATTEMPT: str(self._events.attempt),
             "PYTHONFAULTHANDLER": "1",
@@ -160,7 +183,10 @@ class Supervisor:
                 self._end(living)
             elif time.monotonic() > looked + 1.0:
                 looked = time.monotonic()
-                self._end([child for child in living if self._is_stuck(child, GRACE_S)])
+                beats = self._beats(living) or {}
+                late = [child for child in beats if self._is_stuck(child, beats[child], GRACE_S)]
+                if late:
+                    self._end(late)
             time.sleep(0.1)
         return first or self._failed()
 
@@ -170,14 +196,25 @@ class Supervisor:
         if not dead:
             return None
         first = min(dead, key=lambda child: (child.code or 0, child.rank))
-        self._events.record("died", of=first.rank, code=first.code)
+        self._record("died", of=first.rank, code=first.code)
         return first
 
     def _living(self) -> list[Child]:
         return [child for child in self._children if child.code is None]
 
-    def _is_stuck(self, child: Child, grace_s: float) -> bool:
-        beat = child.beat(self._run_dir)
+    def _beats(self, children: Sequence[Child]) -> dict[Child, Beat | None] | None:
+        """Their newest heartbeats; none if the disk does not answer."""
+        return self._disk.ask(lambda: {child: child.beat(self._run_dir) for child in children})
+
+    def _last_sign(self) -> dict[str, float] | None:
+        return self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
+
+    def _record(self, kind: str, **details: object) -> None:
+        """Write an event, later if the disk does not answer now."""
+        row = {"time": time.time(), "attempt": self._events.attempt, **details}
+        self._disk.ask(lambda: self._events.record(kind, **row))
+
+    def _is_stuck(self, child: Child, beat: Beat | None, grace_s: float) -> bool:
         if beat is None:
             return time.monotonic() > child.started + FIRST_S["start"] + grace_s
         own = self._hang_s is not None and beat.section not in ONCE
@@ -186,12 +223,18 @@ class Supervisor:
 
     def _end(self, children: list[Child]) -> None:
         """Have processes that are stuck, or do not end with the others, write their stacks, and kill them."""
-        beats = {child: child.beat(self._run_dir) for child in children}
+        beats = self._beats(children) or dict.fromkeys(children)
         states = {child: child.state for child in children}
-        stuck = {child for child in children if states[child] == "T" or self._is_stuck(child, 0.0)}
+        stuck = {
+            child
+            for child, beat in beats.items()
+            if states[child] == "T" or self._is_stuck(child, beat, 0.0)
+        }
         attempt = self._events.attempt
         files = {child: stacks_path(self._run_dir, child.rank, attempt) for child in children}
-        dumps = dump({child: files[child] for child in children if beats[child] is not None})
+        asked = {child: files[child] for child in children if beats[child] is not None}
+        dumps = self._disk.ask(lambda: dump(asked), DUMP_S + ANSWER_S) or {}
+        kill(children)
         for child, beat in beats.items():
             details: dict[str, object] = {"of": child.rank, "state": states[child]}
             if beat is not None:
@@ -199,10 +242,9 @@ class Supervisor:
                 details |= {"section": beat.section, "step": beat.step, "waited_s": waited}
             if child in dumps:
                 details["stacks"] = str(dumps[child])
-            self._events.record("stuck" if child in stuck else "left", **details)
+            self._record("stuck" if child in stuck else "left", **details)
             said = _stuck(details) if child in stuck else f"is left over {_where(details)}"
             self._say(f"rank {child.rank} {said}: it is killed")
-        kill(children)
 
     def _told(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -211,7 +253,7 @@ class Supervisor:
         """Tell all to save and stop, once; a second Ctrl-C kills them."""
         if self._signals and not self._forwarded:
             self._forwarded = True
-            self._events.record("told", signal=signal.Signals(self._signals[0]).name)
+            self._record("told", signal=signal.Signals(self._signals[0]).name)
             for child in self._children:
                 child.signal(signal.SIGTERM)
         if self._signals.count(signal.SIGINT) > 1:
@@ -221,7 +263,7 @@ class Supervisor:
         """What ended the attempt, as well as it is known, in one line."""
         if _was_killed(first) and not first.killed:
             return f"rank {first.rank} was killed by {signal.Signals(-(first.code or 0)).name}"
-        events = read_events(self._run_dir)
+        events = self._disk.ask(lambda: read_events(self._run_dir), READ_S) or []
         events = [event for event in events if event.get("attempt") == self._events.attempt]
         failures = [event for event in events if event["kind"] == "failure"]
         for event in sorted(failures, key=lambda event: event.get("first") is not True):
@@ -230,10 +272,21 @@ class Supervisor:
         # Who was stopped held up the others.
         for event in sorted(hung, key=lambda event: event.get("state") != "T"):
             return f"rank {event.get('of', event.get('rank'))} {_stuck(event)}"
-        return f"rank {first.rank} ended with exit code {first.exit_code}"
+        why = "; its error stands above" if first.exit_code in (REFUSED, STOPPED) else ""
+        return f"rank {first.rank} ended with exit code {first.exit_code}{why}"
+
+    def _say_ledger(self) -> None:
+        ledger = self._disk.ask(lambda: read_ledger(self._run_dir), READ_S)
+        if ledger is not None:
+            self._say(ledger.line())
 
     def _say(self, text: str) -> None:
-        print(f"supervisor: {text}", flush=True)
+        say(f"supervisor: {text}")
+
+
+def _mark(event: Mapping[str, object]) -> str:
+    """What tells an event from all others."""
+    return f"{event['time']} {event.get('host')} {event.get('pid')}"
 
 
 def _was_killed(child: Child) -> bool:

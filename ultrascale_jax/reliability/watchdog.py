@@ -5,7 +5,8 @@ file `heartbeats/RANK` in the run directory, by which a supervisor sees a proces
 `goodput` explains where the time went; and a thread that ends the process when a section takes too long. How long is
 too long is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
 `FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so a process that holds it, or that is
-stopped, is the supervisor's to kill, which reads the bound from the file.
+stopped, is the supervisor's to kill, which reads the bound from the file. Another thread writes the file, so a disk
+that does not answer holds up neither the loop nor the thread that knows the bound.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.reliability.events import Events, read_last
+from ultrascale_jax.reliability.events import Events, read_last, say
 from ultrascale_jax.reliability.exit_codes import HUNG
 
 HEARTBEATS = "heartbeats"
@@ -31,6 +32,9 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 FACTOR = 10.0
 FLOOR_S = 60.0
+DATA_FLOOR_S = 300.0
+"""In a wait for data: storage that answers late is no fault of the process."""
+
 SAVE_FLOOR_S = 1800.0
 """A save may be short a hundred times and then wait for a slow disk; `training/saving.py` gives up long before this."""
 
@@ -49,6 +53,9 @@ FIRST_S = {
 
 ONCE = ("start", "restore", "compile", "end")
 """Sections before the first step and after the last; `watch.hang_s` is for the others."""
+
+LAST_S = 5.0
+"""How long a process that ends for want of progress may take to tell."""
 
 SIZE = 512
 """Bytes of a heartbeat file: it is written in place, which a full disk allows."""
@@ -130,9 +137,10 @@ class Watch:
         self._furthest = 0 if fresh else int(self._before.get("furthest", 0))
         self._data_wait_s, self._in_data = 0.0, False
         self._mark = time.monotonic()
-        self._writing, self._written = threading.Lock(), (0.0, False)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._guard, name="watchdog", daemon=True)
+        self._host = socket.gethostname()
+        self._changed, self._done = threading.Event(), threading.Event()
+        self._guarding = threading.Thread(target=self._guard, name="watchdog", daemon=True)
+        self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Watch":
         path = self._run_dir / HEARTBEATS / str(self._rank)
@@ -144,20 +152,23 @@ class Watch:
         self._stacks_file = open(self.stacks, "ab", buffering=0)
         faulthandler.register(DUMP_SIGNAL, self._stacks_file, all_threads=True)
         self._write()
-        self._thread.start()
+        self._guarding.start()
+        self._writing.start()
         if self._rank == 0:
             details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
             self._events.record("start", **details)
         return self
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        self._done.set()
-        self._thread.join(timeout=10.0)
         self._section, self._mark = "end", time.monotonic()
-        self._write()
+        self._done.set()
+        self._changed.set()
+        self._guarding.join(timeout=10.0)
+        self._writing.join(timeout=10.0)
         faulthandler.unregister(DUMP_SIGNAL)
         self._stacks_file.close()
-        os.close(self._file)
+        if not self._writing.is_alive():
+            os.close(self._file)
         if self.stacks.stat().st_size == 0:
             self.stacks.unlink()
         if self._rank == 0:
@@ -177,7 +188,7 @@ class Watch:
         if again and step >= self._furthest:
             self._enter("step")
         self._furthest = max(self._furthest, step)
-        self._write()
+        self._changed.set()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -192,7 +203,7 @@ class Watch:
 
     @contextlib.contextmanager
     def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
-        """The wait for a batch, with the bound of the section that it is in.
+        """The wait for a batch, with the bound of the section that it is in, or `DATA_FLOOR_S` if that is more.
 
         It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
         """
@@ -206,7 +217,7 @@ class Watch:
 
     def _enter(self, name: str) -> None:
         self._section, self._mark = name, time.monotonic()
-        self._write()
+        self._changed.set()
         if self._rank == 0:
             again = name == "step" and self._step < self._furthest
             told = "again" if again else name
@@ -224,6 +235,7 @@ class Watch:
             return self._hang_s
         longest = self._longest.get(section)
         floor_s = SAVE_FLOOR_S if section == "save" else FLOOR_S
+        floor_s = max(floor_s, DATA_FLOOR_S) if self._in_data else floor_s
         return FIRST_S[section] if longest is None else max(floor_s, FACTOR * longest)
 
     def _beat(self) -> Beat:
@@ -240,20 +252,24 @@ class Watch:
         )
 
     def _write(self) -> None:
-        """Bring the heartbeat file up to date; where the other thread is at it, it will see to it."""
-        if not self._writing.acquire(blocking=False):
-            return
-        self._written = (self._mark, self._in_data)
-        beat = {"rank": self._rank, "host": socket.gethostname(), **vars(self._beat())}
+        beat = {"rank": self._rank, "host": self._host, **vars(self._beat())}
         with contextlib.suppress(OSError):
             os.pwrite(self._file, json.dumps(beat).ljust(SIZE - 1).encode() + b"\n", 0)
-        self._writing.release()
+
+    def _keep(self) -> None:
+        """The thread that keeps the heartbeat file up to date."""
+        written, over = None, False
+        while not over:
+            self._changed.wait(timeout=0.25)
+            self._changed.clear()
+            over = self._done.is_set()
+            if (now := (self._mark, self._in_data)) != written:
+                written = now
+                self._write()
 
     def _guard(self) -> None:
-        """The thread: write the heartbeat, and end the process when it is late."""
+        """The thread that ends the process when it is late."""
         while not self._done.wait(timeout=0.25):
-            if (self._mark, self._in_data) != self._written:
-                self._write()
             beat = self._beat()
             waited = time.monotonic() - beat.monotonic
             if waited > beat.bound_s:
@@ -261,7 +277,14 @@ class Watch:
 
     def _expire(self, beat: Beat, waited: float) -> None:
         where = f"in section {beat.section} after step {beat.step}"
-        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
+        last = threading.Timer(LAST_S, os._exit, (HUNG,))
+        last.daemon = True
+        last.start()
+        say(
+            f"rank {self._rank} made no progress for {waited:.0f} s {where}; stacks: {self.stacks}",
+            sys.stderr,
+        )
+        # Before the stacks, which are written with Python's lock held: the timer could not end that.
         self._events.record(
             "hang",
             section=beat.section,
@@ -270,11 +293,7 @@ class Watch:
             bound_s=beat.bound_s,
             stacks=str(self.stacks),
         )
-        print(
-            f"rank {self._rank} made no progress for {waited:.0f} s {where}; stacks: {self.stacks}",
-            file=sys.stderr,
-            flush=True,
-        )
+        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
         os._exit(HUNG)
 
 

@@ -20,14 +20,16 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.reliability.events import Events
+from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
 from ultrascale_jax.reliability.faults import Plan
+from ultrascale_jax.reliability.lock import LASTING, refusal
 from ultrascale_jax.reliability.manifest import Damaged
 from ultrascale_jax.reliability.steps import metadata, quarantine, quarantined, steps
 from ultrascale_jax.training import saving, verified
 from ultrascale_jax.training.groups import join, split
 from ultrascale_jax.training.identity import config_from_dict
+from ultrascale_jax.training.metrics import FILE_NAME as METRICS
 from ultrascale_jax.training.state import (
     TrainState,
     arranged,
@@ -36,7 +38,7 @@ from ultrascale_jax.training.state import (
     carry_on,
     saved_shapes,
 )
-from ultrascale_jax.training.verified import agree
+from ultrascale_jax.training.verified import agree, of_first
 
 
 class SaveFailed(UserError):
@@ -88,22 +90,41 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        empty = self.latest is None and not quarantined(self.folder)
+        empty = self._listed() == ([], [])
         require(cfg.checkpoint.resume != "must" or not empty, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
-        problem = None
+        problem, lasting = None, False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
                 saving.move_aside(self.folder)
+                saving.move_aside(Path(self._cfg.log.run_dir) / METRICS)
                 self.folder.mkdir(exist_ok=True)
+                if self._events is not None:
+                    self._events.record("anew")
+            if jax.process_index() == 0:
+                saving.sweep(self.folder)
         except OSError as error:
             problem = f"cannot write in {self.folder} ({error.strerror})"
-        problem = agree(problem) or agree(self._probe())
-        fix = "mount it, make room or make it writable; or choose another log.run_dir"
-        require(problem is None, "checkpoint.dir", self._cfg.checkpoint.dir, f"{problem}; {fix}")
-        steps(self.folder)
+            lasting = error.errno in LASTING
+        problem = agree(problem)
+        if problem is None:
+            problem = self._probe()
+            lasting, problem = problem is not None and self._probe.lasting, agree(problem)
+        lasting = agree("lasting" if lasting else None) is not None
+        if problem is not None:
+            fix = "mount it, make room or make it writable; or choose another log.run_dir"
+            raise refusal(
+                f"checkpoint.dir={self._cfg.checkpoint.dir!r}: {problem}; {fix}",
+                lasting=lasting,
+            )
+        self._listed()
+
+    def _listed(self) -> tuple[list[int], list[str]]:
+        """Steps, and names put aside, as process 0 sees them: on NFS another host's listing may be a minute old."""
+        found, aside = of_first(lambda: (steps(self.folder), quarantined(self.folder)))
+        return found, aside
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -137,7 +158,7 @@ class Checkpoints:
             if wait:
                 self._count(step, f"the one before it {saving.STALLED}", must=True)
             return
-        if self.latest == step:
+        if of_first(lambda: self.latest == step):
             return
         problem = agree(self._probe())
         if problem is not None:
@@ -209,7 +230,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             most = self._cfg.checkpoint.max_failures
             where = f"({self._in_a_row} of {most} in a row)"
-            print(f"checkpoint of step {step} failed {where}: {problem}", flush=True)
+            say(f"checkpoint of step {step} failed {where}: {problem}")
 
     def resume(
         self, abstract: TrainState, accept: Callable[[dict, Path], list[str]]
@@ -217,9 +238,10 @@ class Checkpoints:
         """The newest state that is what was saved, its step, and what to tell of it; none if nothing was ever saved.
 
         Damaged checkpoints are put aside. `accept(metadata, place)` raises `UserError` for another run's checkpoint,
-        and returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged.
+        and returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged, and
+        `Unreadable` if it cannot tell.
         """
-        for step in reversed(steps(self.folder)):
+        for step in reversed(self._listed()[0]):
             place = self.folder / str(step)
             try:
                 meta, note = verified.opened(place)
@@ -230,7 +252,7 @@ class Checkpoints:
                 self._put_aside(step, str(damage))
                 continue
             return state, step, [f"resumed from {place}", *notes]
-        aside = quarantined(self.folder)
+        aside = self._listed()[1]
         if aside:
             raise NothingLeft(
                 f"all checkpoints in {self.folder} are damaged ({', '.join(aside)}): put a good one back under its "
@@ -262,10 +284,9 @@ class Checkpoints:
         aside = self.folder / f"{step}.corrupt"
         if jax.process_index() == 0:
             aside = quarantine(self.folder / str(step))
-            print(
+            say(
                 f"DAMAGED CHECKPOINT: {why}, in {self.folder / str(step)}; put aside as {aside.name}, "
-                "and the one before it is used",
-                flush=True,
+                "and the one before it is used"
             )
             if self._events is not None:
                 self._events.record("quarantined", step=step, why=why, name=aside.name)

@@ -24,11 +24,11 @@ def load_params(
     """Config and model of a run's checkpoint (default: the newest good one), on `mesh`, without the optimizer state.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
-    the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged`.
+    the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
     folder = Path(run_dir).resolve()
     folder /= saved_config(folder).checkpoint.dir
-    available = steps(folder)
+    available = verified.of_first(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
     older = [one for one in available if one < wanted] if step is None else []

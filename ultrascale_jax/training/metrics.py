@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.reliability.events import to_json
+from ultrascale_jax.reliability.events import say, to_json
 
 FILE_NAME = "metrics.jsonl"
 
@@ -142,13 +142,20 @@ class RunLog:
         """Print one line, after that of the newest step."""
         if self._active:
             self._release()
-            self._console.print(text, markup=False)
+            self._print(text)
 
     def _release(self) -> None:
         """Print the newest step's line if it was held back."""
         if self._held_back is not None:
-            self._console.print(self._held_back, markup=False)
+            self._print(self._held_back)
             self._held_back = None
+
+    def _print(self, text: str) -> None:
+        if self._console.is_terminal:
+            # Above the progress bar.
+            self._console.print(text, markup=False)
+        else:
+            say(text, self._console.file)
 
     def _record(self, row: Mapping[str, Any]) -> None:
         self._waiting += (to_json(row) + "\n").encode()

@@ -5,7 +5,14 @@ anywhere between the devices that saved it and those that have it now, on whatev
 where the manifest is missing. All processes come to one verdict, because each would wait for ever for the others.
 """
 
-from collections.abc import Mapping
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -17,9 +24,20 @@ from orbax.checkpoint import v1 as ocp
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability import manifest
 from ultrascale_jax.reliability.fingerprint import fingerprints
-from ultrascale_jax.reliability.manifest import Damaged
-from ultrascale_jax.reliability.steps import metadata
+from ultrascale_jax.reliability.manifest import Damaged, Unreadable
+from ultrascale_jax.reliability.steps import METADATA, metadata
 from ultrascale_jax.training.groups import Groups, name, named
+
+LOOK_S = 60.0
+"""How long a process looks for a checkpoint that process 0 sees: as long as NFS keeps what it knows of a folder."""
+
+DAMAGE = re.compile("DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|Error (opening|reading)|do not match")
+"""What TensorStore and Orbax say of files that are not what they wrote."""
+
+TROUBLE = re.compile(
+    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE|ABORTED|CANCELLED|INTERNAL|PERMISSION_DENIED|OS error (?!2:)"
+)
+"""What they say of a host, a device or a disk that fails, which proves no damage."""
 
 LONGEST = 500
 """Bytes of a process's complaint that the others learn of."""
@@ -32,11 +50,56 @@ def agree(problem: str | None) -> str | None:
     """The first process's problem of all that have one; every process calls it."""
     if jax.process_count() == 1:
         return problem
+    return next((words for words in _said(problem or "") if words), None)
+
+
+def _said(words: str) -> list[str]:
+    """What every process says here, in their order."""
     text = np.zeros(LONGEST, np.uint8)
-    words = np.frombuffer((problem or "").encode()[:LONGEST], np.uint8)
-    text[: len(words)] = words
-    said = [bytes(row).rstrip(b"\0") for row in multihost_utils.process_allgather(text)]
-    return next((words.decode(errors="ignore") for words in said if words), None)
+    own = np.frombuffer(words.encode()[:LONGEST], np.uint8)
+    text[: len(own)] = own
+    rows = np.atleast_2d(multihost_utils.process_allgather(text))
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def of_first[Value](find: Callable[[], Value]) -> Value:
+    """What `find` finds on process 0, as JSON carries it, on all; the others do not look, as they may see less.
+
+    Raises on all processes what `find` raises: `Damaged` or another `UserError`, and `Unreadable` for an `OSError`.
+    """
+    found, error = None, None
+    if jax.process_index() == 0:
+        found, error = _tried(find)
+    raise_alike(error)
+    if jax.process_count() == 1:
+        return found  # pyrefly: ignore
+    text = np.frombuffer(json.dumps(found).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    own = text if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(own), np.uint8)))
+
+
+def raise_alike(error: UserError | None) -> None:
+    """Raise, on all processes, what one of them has found: what is damaged is damaged for all."""
+    for kind in (Damaged, Unreadable, UserError):
+        mine = error is not None and type(error) is kind
+        problem = agree(str(error) if mine else None)
+        if problem is not None:
+            raise kind(problem) from error
+
+
+def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | None]:
+    """What `do` returns, or the `UserError` that it means."""
+    try:
+        return do(), None
+    except (Damaged, Unreadable) as error:
+        return None, error
+    except UserError as error:
+        return None, UserError(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        what = f"{where}cannot be read on {socket.gethostname()} ({error.strerror or error})"
+        return None, Unreadable(f"{what}; nothing was renamed, and a restart tries again")
 
 
 def record(groups: Groups) -> dict[str, list]:
@@ -49,17 +112,26 @@ def record(groups: Groups) -> dict[str, list]:
 def opened(place: Path) -> tuple[dict, str | None]:
     """Metadata of the checkpoint at `place`, whose files are as they were saved, and what is to be told of it.
 
-    Its processes share the reading. Raises `Damaged`, on all of them.
+    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them.
     """
-    problem, sealed, meta = None, False, {}
-    try:
-        sealed = manifest.check(place, jax.process_index(), jax.process_count())
-        meta = metadata(place)
-    except (Damaged, OSError) as error:
-        problem = str(error)
-    problem = agree(problem)
-    if problem is not None:
-        raise Damaged(problem)
+
+    def look() -> tuple[bool, dict]:
+        return manifest.check(place, contents=False), metadata(place)
+
+    def look_twice() -> tuple[bool, dict]:
+        with contextlib.suppress(Damaged):
+            return look()
+        return look()
+
+    sealed, meta = of_first(look_twice)
+
+    def read() -> None:
+        _await(place / METADATA)
+        if sealed:
+            _await(place / manifest.NAME)
+            manifest.check_contents(place, jax.process_index(), jax.process_count())
+
+    raise_alike(_tried(read)[1])
     if "arrays" not in meta:
         return meta, f"{place} {UNVERIFIED}"
     return meta, None if sealed else f"{place} {UNPROVEN}"
@@ -71,6 +143,7 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
     Raises:
         UserError: the arrays of `shapes` are not those that it holds.
         Damaged: an array is not what was saved.
+        Unreadable: something else than its files was in the way: a disk, a device or the memory of a host.
     """
     known = entries(meta)
     if known is not None:
@@ -81,23 +154,78 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
             ),
             shapes,
         )
-    problem: str | None = None
-    loaded: Groups = {}
-    try:
-        for group, inner in shapes.items():
-            # One by one: of two, Orbax forgets the second when the first cannot be read.
-            loaded |= orbax.load_checkpointables(step, {group: inner})
-    except Exception as error:
-        place = Path(str(orbax.directory)) / str(step)
-        if (place / manifest.NAME).exists():
-            raise  # the files are those that were saved, so it is something else
-        problem = f"cannot be read ({type(error).__name__}: {first_line(error)})"
-    problem = agree(problem)
-    if problem is not None:
-        raise Damaged(problem)
-    if known is not None:
-        _compare(known, loaded)
+    place = Path(str(orbax.directory)) / str(step)
+    sealed = of_first(lambda: os.path.exists(place / manifest.NAME))
+    orbax.reload()
+    loaded = _loaded(orbax, step, shapes, sealed)
+    wrong = None if known is None else _different(known, loaded)
+    if known is not None and wrong is not None and sealed:
+        # The files are those that were saved, so it is what became of them on the way.
+        loaded = _loaded(orbax, step, shapes, sealed)
+        wrong = _different(known, loaded)
+        if wrong is not None:
+            raise Unreadable(
+                f"{place}: {wrong}, twice, although its files are (manifest): the memory of a device or of a host, one "
+                f"of {_hosts()}, changes it. Nothing was renamed; if other hosts say the same it was written so, and "
+                "is to be renamed by hand"
+            )
+    if wrong is not None:
+        raise Damaged(wrong)
     return loaded
+
+
+def _loaded(orbax: ocp.training.Checkpointer, step: int, shapes: Groups, sealed: bool) -> Groups:
+    loaded: Groups = {}
+    # One by one: of two, Orbax forgets the second when the first cannot be read.
+    for group, inner in shapes.items():
+        failed: UserError | None = None
+        try:
+            loaded |= orbax.load_checkpointables(step, {group: inner})
+        except Exception as error:
+            root = _root(error)
+            what = f"cannot be read ({type(root).__name__}: {first_line(root)})"
+            failed = Unreadable(f"{orbax.directory}/{step} {what} on {socket.gethostname()}")
+            if not sealed and _means_damage(root):
+                failed = Damaged(what)
+            failed.__cause__ = error
+        raise_alike(failed)
+    return loaded
+
+
+def _means_damage(error: BaseException) -> bool:
+    """Whether the files of a checkpoint without manifest are not what was saved, by what Orbax raised, or its cause."""
+    if isinstance(error, FileNotFoundError | KeyError | AttributeError):
+        return True
+    if not isinstance(error, ValueError) or TROUBLE.search(str(error)):
+        return False
+    unparsable = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+    return unparsable or DAMAGE.search(str(error)) is not None
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first cause of an exception: Orbax wraps it, and says something else."""
+    while True:
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is None:
+            return error
+        error = cause
+
+
+def _hosts() -> str:
+    own = socket.gethostname()
+    return ", ".join(sorted({own} if jax.process_count() == 1 else set(_said(own))))
+
+
+def _await(path: Path) -> None:
+    """Return when this process sees `path`, which process 0 has seen. Raises `FileNotFoundError` after `LOOK_S`."""
+    until = time.monotonic() + LOOK_S
+    while True:
+        # A listing asks an NFS server anew where a name that was not there is remembered.
+        if path.name in os.listdir(path.parent) if path.parent.is_dir() else False:
+            return
+        if time.monotonic() >= until:
+            raise FileNotFoundError(errno.ENOENT, "process 0 sees it, this one does not", str(path))
+        time.sleep(1.0)
 
 
 def cast[Tree](tree: Tree, like: Tree) -> Tree:
@@ -140,9 +268,9 @@ def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
         )
 
 
-def _compare(known: Mapping[str, tuple], loaded: Groups) -> None:
+def _different(known: Mapping[str, tuple], loaded: Groups) -> str | None:
+    """Which arrays are not what was saved, in words; none if all are."""
     marks = fingerprints(named(loaded))
     wrong = [name for name, mark in marks.items() if mark != known[name][2]]
-    if wrong:
-        more = f", nor are {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise Damaged(f"array {wrong[0]} is not what was saved (fingerprint){more}")
+    more = f", nor are {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return agree(f"array {wrong[0]} is not what was saved (fingerprint){more}" if wrong else None)

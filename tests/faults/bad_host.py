@@ -1,0 +1,46 @@
+"""`scripts.train` on hosts of which that of rank 1 is at fault, as BAD_HOST says: stale, unreadable or full."""
+
+import errno
+import os
+import sys
+
+from orbax.checkpoint import v1 as ocp
+
+from scripts.train import main
+from ultrascale_jax.reliability import manifest
+from ultrascale_jax.training import checkpoint
+
+
+def stale():
+    """The listing of the checkpoints is that of one save ago, as NFS keeps it."""
+    real = checkpoint.steps
+    checkpoint.steps = lambda folder: real(folder)[:-1]
+
+
+def unreadable():
+    """The first file that is read gives an error."""
+    real, first = manifest._digest, [True]
+
+    def digest(path, **words):
+        if first.pop() if first else False:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, **words)
+
+    manifest._digest = digest
+
+
+def full():
+    """There is no memory for what is loaded first."""
+    real = ocp.training.Checkpointer.load_checkpointables
+
+    def load(*words):
+        real(*words)
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    ocp.training.Checkpointer.load_checkpointables = load
+
+
+if __name__ == "__main__":
+    if os.environ.get("JAX_PROCESS_ID") == "1":
+        {"stale": stale, "unreadable": unreadable, "full": full}[os.environ["BAD_HOST"]]()
+    main(sys.argv[1:])
