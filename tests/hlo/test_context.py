@@ -85,7 +85,7 @@ def test_attention_moves_what_its_strategy_says(compiled, context, moved):
     assert sent == model.num_layers * max(0, (3 * hops - 1) * keys + hops * 2 * keys)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_memory_depends_on_the_piece_and_not_on_the_sequence(compiled):
     """Twice the length over twice the ranks: the activations of a GPU stay, so they fall as 1/cp."""
 

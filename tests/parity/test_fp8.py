@@ -54,6 +54,7 @@ TABLE = {
 FAST = {"fsdp2_sp2_tp2"}
 WIDE = dict.fromkeys(
     (
+        "ep2_fsdp2",
         "pp2_fsdp2",
         "rowwise_sp2_tp2",
         "fsdp4_accumulated_zero2",

@@ -122,9 +122,9 @@ TABLE = {
 FAST = {"fsdp2_sp2_tp2_qwen3", "dp2_cp2_sp2_zero1"}
 WIDE = dict.fromkeys(
     (
+        "ep2_cp2_sp2_deepseek",
         "fsdp2_ep2_cp2",
         "dp2_fsdp2_sp2_zero1",
-        "ep2_fsdp2_tp2_deepseek_zero2",
         "fsdp2_cp2_sp2_ring",
         "dp2_fsdp2_tp2_zero2",
         "fsdp8_one_micro_batch",

@@ -77,13 +77,14 @@ TABLE = {
 FAST = {"1f1b_fsdp_cp_zigzag", "zb_uniform_fsdp_sp"}
 WIDE = dict.fromkeys(
     (
+        "zb_h1_ep_sp_experts",
+        "interleaved_cp_v2",
         "zb_uniform_cp4_ring",
         "1f1b_ep_tp",
         "1f1b_fsdp_sp",
         "1f1b_ep_cp_mixed_input",
         "1f1b_fsdp_full_zero2",
         "1f1b_sp_tp_more_than_kv_heads",
-        "interleaved_fsdp_tp_v4",
         "1f1b_cp4_ulysses",
     ),
     pytest.mark.wide,

@@ -147,7 +147,7 @@ def test_an_interrupted_search_ends_with_130(capsys):
     assert not result["complete"] and result["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_best_are_compiled(capsys):
     arguments = ["search", "debug", "--gpus", "2", "--compile", "1", "--fixed", "pp=1"]
     result = answer(capsys, *arguments)
