@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.launch import free_port
 from ultrascale_jax.training.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -20,12 +20,6 @@ LIMIT_S = 150
 """No job of this folder may take longer; one that does is killed, and its test fails."""
 
 JOBS = ("SLURM", "OMPI", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR", "US_")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass

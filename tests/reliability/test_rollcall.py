@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from scripts.launch import free_port
 from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.reliability import rollcall
 from ultrascale_jax.reliability.events import ATTEMPT
 from ultrascale_jax.reliability.sockets import NotJoined
 
 LONG = DistConfig(timeout_s=60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def outcome(call: Callable[[], object]) -> object:

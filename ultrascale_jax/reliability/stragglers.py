@@ -7,7 +7,6 @@ for that one. A device that is slow itself is not seen here: every process waits
 """
 
 import contextlib
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ultrascale_jax.reliability.agreement import hosts
 from ultrascale_jax.reliability.events import Events
 
 OUTLIER = 2.0
@@ -24,7 +24,6 @@ OUTLIER = 2.0
 SHARE = 0.1
 """... and this share of the step."""
 
-HOST_BYTES = 64
 LISTED = 16
 """Processes of which an event tells the times, the slowest first."""
 
@@ -70,15 +69,13 @@ class StepTimes:
         self.restart()
 
     def _compare(self, step: int) -> None:
-        host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-        mine = {"times": summary(self.steps, self.own), "host": np.frombuffer(host, np.uint8)}
-        everyone = multihost_utils.process_allgather(mine)
+        everyone = multihost_utils.process_allgather(summary(self.steps, self.own))
+        names = hosts()
         if jax.process_index() != 0:
             return
-        times = np.asarray(everyone["times"], np.float64)
-        hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in everyone["host"]]
+        times = np.asarray(everyone, np.float64)
         rows = [
-            {"of": rank, "of_host": hosts[rank], **dict(zip(NAMES, row, strict=True))}
+            {"of": rank, "of_host": names[rank], **dict(zip(NAMES, row, strict=True))}
             for rank, row in enumerate(times.tolist())
         ]
         rows.sort(key=lambda row: row["own_mean_s"], reverse=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.reliability.agreement import agree
 from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.lock import NotNow, RunLock
 from ultrascale_jax.training.saving import Question
-from ultrascale_jax.training.verified import agree
 
 
 @contextlib.contextmanager

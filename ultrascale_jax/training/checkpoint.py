@@ -20,6 +20,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.reliability.agreement import agree
 from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
 from ultrascale_jax.reliability.faults import Plan
@@ -38,7 +39,7 @@ from ultrascale_jax.training.state import (
     carry_on,
     saved_shapes,
 )
-from ultrascale_jax.training.verified import agree, of_first
+from ultrascale_jax.training.verified import of_first
 
 
 class SaveFailed(UserError):

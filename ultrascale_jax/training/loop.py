@@ -88,7 +88,9 @@ def train(
         stop = stack.enter_context(StopRequest())
         # Innermost: to close a checkpoint may take processes that wait for this one.
         stack.enter_context(guarded(events.record, refusals=False))
-        run = _Run(cfg, mesh, loader, checkpoints, log, watch, faults or Plan.none(), started)
+        run = _Run(
+            cfg, mesh, loader, checkpoints, log, watch, events, faults or Plan.none(), started
+        )
         return run.run(state, first_step, stop, tracer)
 
 
@@ -117,15 +119,15 @@ class _Run:
         checkpoints: Checkpoints,
         log: RunLog,
         watch: Watch,
+        events: Events,
         faults: Plan,
         started: float,
     ):
         self.cfg, self.mesh, self.loader = cfg, mesh, loader
         self.checkpoints, self.log, self.watch = checkpoints, log, watch
-        self.faults, self.started = faults, started
+        self.events, self.faults, self.started = events, faults, started
         self.fingerprint, self.held_out = loader.fingerprint, loader.held_out()
         self.eval_step: Callable = make_eval_step(cfg)
-        self.events = Events(Path(cfg.log.run_dir), jax.process_index())
         self.rate = Rate(cfg, mesh)
         self.times = StepTimes(cfg.watch.straggler_every, self.events, log.note)
         self.summary: dict = dict.fromkeys(SUMMARY)

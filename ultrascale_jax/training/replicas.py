@@ -8,26 +8,22 @@ no copies, and is not covered.
 Nothing is gathered but 8 bytes of each array from each device.
 """
 
-import socket
 from collections import Counter, defaultdict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import AXES, UserError
 from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.reliability.agreement import hosts
 from ultrascale_jax.reliability.events import Events
 from ultrascale_jax.reliability.exit_codes import CRASHED
 from ultrascale_jax.reliability.fingerprint import sums
 from ultrascale_jax.sharding import specs, vary
 from ultrascale_jax.training.state import TrainState
-
-HOST_BYTES = 64
-"""Bytes of a host's name that travel."""
 
 
 class ReplicasDiffer(UserError):
@@ -101,15 +97,15 @@ class Replicas:
         return dict(wrong), certain
 
     def _report(self, step: int, wrong: dict[int, list[str]], certain: bool) -> None:
-        hosts = _hosts()
+        names = hosts()
         rows = [
             {
                 "device": self._devices[number].id,
                 "process": self._devices[number].process_index,
-                "host": hosts[self._devices[number].process_index],
-                "arrays": names,
+                "host": names[self._devices[number].process_index],
+                "arrays": arrays,
             }
-            for number, names in wrong.items()
+            for number, arrays in wrong.items()
         ]
         if jax.process_index() == 0:
             self._events.record("replicas", step=step, certain=certain, devices=rows)
@@ -143,12 +139,3 @@ def _fingerprints(state: TrainState) -> jax.Array:
 
 def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-
-
-def _hosts() -> list[str]:
-    """The host of each process; every process calls it."""
-
-    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-    names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
-    rows = np.asarray(names).reshape(-1, HOST_BYTES)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from ultrascale_jax.reliability.agreement import agree
 from ultrascale_jax.reliability.events import Events
 from ultrascale_jax.reliability.faults import Plan
 from ultrascale_jax.training import injected
@@ -36,7 +36,8 @@ class Steps:
             new, metrics = injected.through_fault(self._compiled, kinds[0], state, batch)
         else:
             new, metrics = self._compiled(state, batch)
-        if self._rerun and _anywhere(suspicious(jax.device_get(metrics))):
+        # The step communicates, so all processes run it again or none does.
+        if self._rerun and agree("again" if suspicious(jax.device_get(metrics)) else None):
             new, metrics = self._again(step, state, batch, digest, metrics)
         if self._faults.due("flip", step):
             new = injected.flipped(new)
@@ -51,10 +52,3 @@ class Steps:
             verdict = "persistent" if same else "transient"
             self._events.record("rerun", step=step, verdict=verdict, batch_hash=digest, **seen)
         return new, second
-
-
-def _anywhere(found: bool) -> bool:
-    """Whether any process found it: the step communicates, so all run it again or none does."""
-    if jax.process_count() == 1:
-        return found
-    return bool(np.any(multihost_utils.process_allgather(np.array(found))))

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability import manifest
+from ultrascale_jax.reliability.agreement import LONGEST, agree, hosts
 from ultrascale_jax.reliability.fingerprint import fingerprints
 from ultrascale_jax.reliability.manifest import Damaged, Unreadable
 from ultrascale_jax.reliability.steps import METADATA, metadata
@@ -39,27 +40,8 @@ TROUBLE = re.compile(
 )
 """What they say of a host, a device or a disk that fails, which proves no damage."""
 
-LONGEST = 500
-"""Bytes of a process's complaint that the others learn of."""
-
 UNPROVEN = "has no manifest (its writer was ended in between); its arrays have their fingerprints"
 UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
-
-
-def agree(problem: str | None) -> str | None:
-    """The first process's problem of all that have one; every process calls it."""
-    if jax.process_count() == 1:
-        return problem
-    return next((words for words in _said(problem or "") if words), None)
-
-
-def _said(words: str) -> list[str]:
-    """What every process says here, in their order."""
-    text = np.zeros(LONGEST, np.uint8)
-    own = np.frombuffer(words.encode()[:LONGEST], np.uint8)
-    text[: len(own)] = own
-    rows = np.atleast_2d(multihost_utils.process_allgather(text))
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 def of_first[Value](find: Callable[[], Value]) -> Value:
@@ -166,8 +148,8 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
         if wrong is not None:
             raise Unreadable(
                 f"{place}: {wrong}, twice, although its files are (manifest): the memory of a device or of a host, one "
-                f"of {_hosts()}, changes it. Nothing was renamed; if other hosts say the same it was written so, and "
-                "is to be renamed by hand"
+                f"of {', '.join(sorted(set(hosts())))}, changes it. Nothing was renamed; if other hosts say the same, "
+                "it was written so, and is to be renamed by hand"
             )
     if wrong is not None:
         raise Damaged(wrong)
@@ -209,11 +191,6 @@ def _root(error: BaseException) -> BaseException:
         if cause is None:
             return error
         error = cause
-
-
-def _hosts() -> str:
-    own = socket.gethostname()
-    return ", ".join(sorted({own} if jax.process_count() == 1 else set(_said(own))))
 
 
 def _await(path: Path) -> None:
