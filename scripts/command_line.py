@@ -28,6 +28,7 @@ import configs
 from ultrascale_jax.config import (
     AXES,
     Config,
+    DistConfig,
     Experts,
     LatentAttention,
     MeshConfig,
@@ -36,7 +37,7 @@ from ultrascale_jax.config import (
     parse_mesh,
     require,
 )
-from ultrascale_jax.reliability.launch import detect
+from ultrascale_jax.reliability.launch import Launch, detect
 
 DEFAULT_RECIPE = "demo"
 
@@ -65,6 +66,28 @@ class Options:
         require(
             self.devices is None or self.devices >= 1, "devices", self.devices, "must be at least 1"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(Options):
+    """Options of a script that may be one process of many."""
+
+    dist: DistConfig = dataclasses.field(default_factory=DistConfig)
+    """How this process joins the others."""
+
+    def join(self) -> Launch | None:
+        """Take the fake devices asked for, or join the other processes; call it before JAX's first array.
+
+        Returns how this process was started, none for one on its own.
+        """
+        if self.devices is not None:
+            use_fake_devices(self.devices)
+            return None
+        from ultrascale_jax import distributed
+
+        distributed.set_environment(os.environ)
+        with user_errors():
+            return distributed.initialize(self.dist)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,24 +8,15 @@ axes of the mesh and trains three steps of a tiny model. One line a check; exit 
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts import command_line
 from scripts.doctor_checks import flags
-from ultrascale_jax.config import DistConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(command_line.Options):
-    """How the processes are joined."""
-
-    dist: DistConfig = field(default_factory=DistConfig)
-    """How this process joins the others."""
-
 
 DESCRIPTION = """Check versions, environment, devices, hosts, links, clocks and the run directory, and train three \
 steps of a tiny model on the mesh. RECIPE and options are those of the run."""
+
+NOT_TRIED = "not tried, because of the FAIL above"
 
 LINKS_S, PREFLIGHT_S = 60.0, 60.0
 """How long the measurements and the preflight may take on GPUs; a CPU gets four times as long."""
@@ -34,7 +25,10 @@ LINKS_S, PREFLIGHT_S = 60.0, 60.0
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     cfg, options = command_line.parse(
-        arguments, prog="python -m scripts.doctor", options=Options, description=DESCRIPTION
+        arguments,
+        prog="python -m scripts.doctor",
+        options=command_line.JobOptions,
+        description=DESCRIPTION,
     )
     if (wrong := flags.problem(os.environ)) is not None:
         print(f"FAIL  XLA_FLAGS: {wrong}", flush=True)
@@ -49,13 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ultrascale_jax.mesh import make_mesh
 
     own = dict(os.environ)
-    launch = None
-    if options.devices is not None:
-        command_line.use_fake_devices(options.devices)
-    else:
-        distributed.set_environment(os.environ)
-        with command_line.user_errors():
-            launch = distributed.initialize(options.dist)
+    launch = options.join()
     worst: set[str] = set()
 
     def tell(findings: list[Finding]) -> None:
@@ -78,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             checked = cfg.check(jax.device_count())
         except UserError as error:
             tell([Finding("FAIL", "recipe", str(error))])
+            tell([Finding("NOTE", "run directory, links, preflight", NOT_TRIED)])
         else:
             mesh = make_mesh(checked.mesh)
             with disk.as_before(Path(cfg.log.run_dir)):
@@ -88,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if "FAIL" not in worst:
                     with bounded("preflight", slack * PREFLIGHT_S):
                         tell(of_all(preflight.checks(checked)))
+                else:
+                    tell([Finding("NOTE", "preflight", NOT_TRIED)])
     if "FAIL" in worst:
         raise SystemExit(1)
 

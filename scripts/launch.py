@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from scripts import command_line, train
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import read_events
 from ultrascale_jax.reliability.launch import detect
@@ -65,7 +65,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     own, given = split(arguments)
     prog = "python -m scripts.launch"
     with command_line.user_errors():
-        options = command_line.read(Options, own, prog=prog, description=DESCRIPTION)
+        try:
+            options = command_line.read(Options, own, prog=prog, description=DESCRIPTION)
+        except UserError as error:
+            hint = (
+                ""
+                if "--" in arguments
+                else f"; what is the run's stands after --: {prog} -- RECIPE"
+            )
+            raise UserError(f"{error}{hint}") from None
     cfg, chosen = command_line.parse(
         given, prog=f"{prog} --", options=train.Options, description=train.DESCRIPTION
     )

@@ -4,21 +4,21 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from scripts import command_line, generate
-from ultrascale_jax.config import DistConfig, require
+from ultrascale_jax.config import require
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.exit_codes import CRASHED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(command_line.Options):
+class Options(command_line.JobOptions):
     """What a run is told beside its configuration."""
 
     profile: Annotated[
@@ -30,8 +30,6 @@ class Options(command_line.Options):
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
     faults: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Let the environment variable US_FAULT make things go wrong on purpose."""
-    dist: DistConfig = field(default_factory=DistConfig)
-    """How this process joins the others."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,13 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ultrascale_jax.reliability.faults import Plan
     from ultrascale_jax.training.loop import train
 
-    launch = None
-    if options.devices is not None:
-        command_line.use_fake_devices(options.devices)
-    else:
-        distributed.set_environment(os.environ)
-        with command_line.user_errors():
-            launch = distributed.initialize(options.dist)
+    launch = options.join()
     rank = 0 if launch is None else launch.process_id
     record = Events(Path(cfg.log.run_dir), rank).record
     with command_line.user_errors(), distributed.guarded(record):
@@ -99,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
+        sys.exit(130)
     except Exception as error:
         # Python itself would end with 1. In a job of many processes this does not return.
         sys.excepthook(type(error), error, error.__traceback__)

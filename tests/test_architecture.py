@@ -27,7 +27,7 @@ MAY_IMPORT = {
     layer: set().union(*LAYERS[:rank]) | ({"data"} if layer in ABOVE_DATA else set())
     for rank, layers in enumerate(LAYERS)
     for layer in layers
-} | {"data": {"config", "mesh", "sharding"}, "configs": {"config"}}
+} | {"data": {"config", "reliability", "mesh", "sharding"}, "configs": {"config"}}
 MAY_IMPORT["scripts"] |= {"configs", "package"}
 
 # What runs, or can run, code that it reads.

@@ -10,8 +10,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from scripts.doctor_checks.findings import Finding, gather
+from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import Config
+from ultrascale_jax.reliability.agreement import gather
 from ultrascale_jax.training.state import abstract_state
 
 PROBE_BYTES = 16 * 2**20

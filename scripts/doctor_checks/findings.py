@@ -1,7 +1,6 @@
 """What a check finds: one line with a verdict and, where something is wrong, the fix."""
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -9,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from ultrascale_jax.reliability.agreement import gather
 
 VERDICTS = ("OK", "NOTE", "WARN", "FAIL")
 """From best to worst; a NOTE judges nothing."""
@@ -30,18 +29,6 @@ class Finding:
     def line(self) -> str:
         """The finding for people."""
         return f"{self.verdict:4}  {self.name}: {self.text}{self.fix and f'. {self.fix}'}"
-
-
-def gather(value: object) -> list:
-    """`value` of every process, in their order; it must survive JSON."""
-    if jax.process_count() == 1:
-        return [value]
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([data.size], np.int32)).ravel()
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: data.size] = data
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def of_all(own: Sequence[Finding]) -> list[Finding]:

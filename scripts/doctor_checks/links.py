@@ -11,12 +11,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scripts.doctor_checks.findings import Finding, gather
+from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import AXES
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.plan.costs import collective_seconds
 from ultrascale_jax.plan.hardware import GPUS, Cluster
 from ultrascale_jax.plan.workload import Group
+from ultrascale_jax.reliability.agreement import gather
 
 SIZE = {"gpu": 64 * 2**20, "cpu": 2**18}
 """Bytes of one collective on each device."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from scripts.doctor_checks.findings import Finding, gather
+from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.reliability.agreement import gather
 from ultrascale_jax.training.loop import train
 
 STEPS = 3

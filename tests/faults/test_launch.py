@@ -1,6 +1,7 @@
 """Processes start together, stop together and fail together, with the cause named: rows 3, 5, 6 and 24 to 26."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -8,9 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.faults.conftest import Job, free_port
+from ultrascale_jax.data.shards import Index, write_shard
 from ultrascale_jax.reliability.events import read_events
 
 SECRETS = {"WANDB_API_KEY": "wandb-0123456789abcdef", "HF_TOKEN": "hf_0123456789abcdef"}
@@ -195,3 +198,33 @@ def test_processes_with_certificates_train_and_a_stranger_is_refused(job, tmp_pa
 
 def _file(folder: Path, name: str) -> tuple[str, str]:
     return f"--dist.mtls-{name}", str(folder / f"{name}.pem")
+
+
+@pytest.mark.slow
+def test_processes_share_the_check_of_the_token_shards_that_they_all_see(job, tmp_path):
+    """Row 15: nothing is left unchecked, where all see one disk and where each host has its own copy."""
+    folder, copy = tmp_path / "tokens", tmp_path / "copy"
+    folder.mkdir()
+    one, names = np.array([1]), [f"shard_{number}" for number in range(4)]
+    shards = tuple(
+        write_shard(folder, name, [np.full(n, 7, np.uint8)], n * one, one.astype(np.uint64))
+        for n, name in enumerate(names, start=1)
+    )
+    Index(dtype="uint8", tokenizer="bytes", vocab_size=256, shards=shards, complete=True).save(
+        folder
+    )
+    shutil.copytree(folder, copy)
+
+    def read(*folders: Path) -> list[list[str]]:
+        places = tuple(map(str, folders))
+        run = job(tmp_path / "run", module="tests.faults.shard_reader", before=places)
+        assert run.wait() == [0, 0], run.outputs
+        return [output.rpartition("checked ")[2].split() for output in run.outputs]
+
+    assert read(folder, folder) == [names[::2], names[1::2]]
+    assert read(folder, copy) == [names, names]
+
+    (folder / "shard_2.tokens").write_bytes(b"\7\7\10")
+    run = job(tmp_path / "run", module="tests.faults.shard_reader", before=(str(folder),) * 2)
+    assert run.wait() == [2, 2], run.outputs
+    assert "shard_2.tokens was altered" in run.outputs[0]

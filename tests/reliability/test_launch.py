@@ -56,11 +56,25 @@ def test_a_plain_environment_names_address_count_and_number():
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h0"}, "MASTER_PORT"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
     ],
 )
 def test_an_incomplete_environment_is_refused_by_the_missing_name(environ, name):
     with pytest.raises(UserError, match=f"^{name}="):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("dist", "name"),
+    [
+        (DistConfig(address="h0:1"), "dist.address"),
+        (DistConfig(address="h0", num_processes=2, process_id=0), "dist.address"),
+        (DistConfig(address="h0:1", num_processes=2), "JAX_PROCESS_ID"),
+    ],
+)
+def test_what_the_command_line_says_is_named_as_it_stands_there(dist, name):
+    with pytest.raises(UserError, match=f"^{name}="):
+        detect({}, dist)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ultrascale_jax.reliability.events import Events, read_events
-from ultrascale_jax.reliability.stragglers import NAMES, StepTimes, stragglers, summary
+from ultrascale_jax.reliability.stragglers import StepTimes, stragglers, summary
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_straggler_has_much_more_time_of_its_own_than_the_others(own, found):
 
 def test_of_a_time_mean_and_percentiles_are_told():
     steps = [1.0] * 9 + [2.0]
-    values = dict(zip(NAMES, summary(steps, [0.0] * 10).tolist(), strict=True))
+    values = summary(steps, [0.0] * 10)
     assert values["step_mean_s"] == pytest.approx(1.1) and values["step_p50_s"] == 1.0
     assert values["step_p99_s"] == pytest.approx(np.percentile(steps, 99))
     assert values["own_mean_s"] == 0.0

@@ -85,12 +85,12 @@ def test_steps_that_an_earlier_try_has_done_are_done_again(tmp_path):
         for step in (3, 4, 5):
             watch.beat(step)
     assert sections(tmp_path) == [
-        *[("step", 0), ("restore", 0), ("start", 0)],
-        *[("again", 2), ("step", 4)],
+        *[("warm-up", 0), ("step", 0), ("restore", 0), ("start", 0)],
+        *[("warm-up", 2), ("again", 2), ("step", 4)],
     ]
     with Watch(Events(tmp_path, 0), fresh=True) as watch:
         watch.begin(0)
-    assert sections(tmp_path)[-1] == ("step", 0)
+    assert sections(tmp_path)[-1] == ("warm-up", 0)
 
 
 def test_only_rank_0_writes_events_and_no_empty_file_of_stacks_stays(tmp_path):
@@ -138,9 +138,9 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path):
     finally:
         run.kill()
     assert run.returncode == HUNG
-    assert "rank 3 made no progress for" in error and "in section step after step 7" in error
+    assert "rank 3 made no progress for" in error and "in section warm-up after step 7" in error
     (hang,) = read_events(tmp_path)
-    assert (hang["kind"], hang["rank"], hang["section"]) == ("hang", 3, "step")
+    assert (hang["kind"], hang["rank"], hang["section"]) == ("hang", 3, "warm-up")
     stacks = Path(hang["stacks"]).read_text()
     assert "the_other_thread" in stacks and "Watch" not in stacks.splitlines()[0]
 

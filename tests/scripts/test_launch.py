@@ -79,6 +79,7 @@ def test_a_place_that_is_not_known_is_refused():
         (["--hang-s", "0"], r"hang_s=0.0: must be above 0"),
         (["--max-restarts", "-1"], "max_restarts=-1: must not be negative"),
         (["--process", "2"], "Unrecognized"),
+        (["--processes", "2", "debug"], r"debug; what is the run's stands after --: .* -- RECIPE"),
         (["--", "nothing"], "recipe='nothing'"),
         (["--processes", "2", "--", "--devices", "4"], "devices=4: devices are given by"),
     ],

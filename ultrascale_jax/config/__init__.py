@@ -6,6 +6,7 @@ anything is allocated.
 """
 
 import dataclasses
+import difflib
 import math
 import re
 import warnings
@@ -31,6 +32,9 @@ from ultrascale_jax.config.watch import WatchConfig as WatchConfig
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
+
+DATA = "data"
+"""What `checkpoint.allow_change` calls the tokens themselves."""
 
 GPUS_PER_NODE = 8
 
@@ -292,7 +296,9 @@ class CheckpointConfig:
     max_failures: int = 3
     """Stop when so many saves in a row have failed."""
     allow_change: tuple[str, ...] = ()
-    """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them."""
+    """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
+
+    `data` stands for the tokens themselves."""
 
     def __post_init__(self):
         path = PurePath(self.dir)
@@ -335,6 +341,7 @@ class Config:
 
     def check(self, num_devices: int) -> "Config":
         """This run on `num_devices` devices: mesh resolved, and what cannot work refused."""
+        self._check_names()
         mesh = self.mesh.resolve(num_devices)
         model, data, train = self.model, self.data, self.train
         if mesh.pp > 1:
@@ -377,6 +384,20 @@ class Config:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
+
+    def _check_names(self) -> None:
+        sections = {
+            section.name: getattr(self, section.name) for section in dataclasses.fields(self)
+        }
+        known = [
+            f"{name}.{part.name}" for name, s in sections.items() for part in dataclasses.fields(s)
+        ]
+        for name in self.checkpoint.allow_change:
+            near = difflib.get_close_matches(name, known, n=1)
+            fix = (
+                f"is no field; {f'did you mean {near[0]}?' if near else 'write it as data.seq_len'}"
+            )
+            require(name in (*known, DATA), "checkpoint.allow_change", name, fix)
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train, pp = self.model, self.train, self.pp

@@ -54,6 +54,7 @@ class Loader:
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
         order: int [T] order of the tokens of a row, as of `sequence_order`; none is the natural one.
+        together: every process of the job makes this loader now, so they share the checking: see `open_shards`.
 
     Raises:
         ValueError: a source is missing, damaged or outside the vocabulary, or has no whole row to
@@ -70,6 +71,7 @@ class Loader:
         split: str = "train",
         sources: Sources | None = None,
         order: np.ndarray | None = None,
+        together: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
         self.data, self.vocab_size, self.global_batch = data, vocab_size, global_batch
@@ -79,7 +81,7 @@ class Loader:
             once = np.array_equal(np.sort(order), np.arange(data.seq_len))
             require(once, "order", order, fix)
         self._order = order
-        self.sources = open_sources(data, vocab_size) if sources is None else sources
+        self.sources = sources or open_sources(data, vocab_size, together=together)
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
         self.num_sequences: int = sum(len(part) for _, _, part in samples)

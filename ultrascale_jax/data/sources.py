@@ -54,7 +54,7 @@ class Sources:
     tokenizer: Tokenizer
 
 
-def open_sources(data: DataConfig, vocab_size: int) -> Sources:
+def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -> Sources:
     """Open and check every source, so that nothing is wrong with the tokens once training starts.
 
     Raises:
@@ -62,7 +62,7 @@ def open_sources(data: DataConfig, vocab_size: int) -> Sources:
     """
     tokenizer = load_tokenizer(data.tokenizer)
     mixture = parse_mixture(data.source)
-    corpora = tuple(_open(name, tokenizer, vocab_size) for name, _ in mixture)
+    corpora = tuple(_open(name, tokenizer, vocab_size, together) for name, _ in mixture)
     total = sum(weight for _, weight in mixture)
     return Sources(
         names=tuple(name for name, _ in mixture),
@@ -92,13 +92,13 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
     return mixture
 
 
-def _open(name: str, tokenizer: Tokenizer, vocab_size: int) -> Corpus | Synthetic:
+def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> Corpus | Synthetic:
     kind, _, argument = name.partition(":")
     if kind == "synthetic":
         return Synthetic(vocab_size)
     if kind == "tokens":
         try:
-            return open_shards(Path(argument), vocab_size, tokenizer.fingerprint)
+            return open_shards(Path(argument), vocab_size, tokenizer.fingerprint, together=together)
         except (ValueError, OSError) as error:
             fix = "name a folder that scripts/prepare_data.py wrote, or write it anew"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error

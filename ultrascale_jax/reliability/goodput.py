@@ -19,7 +19,7 @@ CLASSES = {
     "productive": "steps done for the first time",
     "again": "steps done again, that a restart had lost",
     "start-up": "processes start, join, read the data and the checkpoint; and end",
-    "compile": "the step is compiled",
+    "compile": "the step is compiled, and run for the first time",
     "checkpoint": "waits for checkpoints",
     "data": "waits for batches",
     "evaluation": "held-out loss, comparisons of replicas, profiles",
@@ -32,6 +32,7 @@ OF_SECTION = {
     "start": "start-up",
     "restore": "start-up",
     "compile": "compile",
+    "warm-up": "compile",
     "step": "productive",
     "again": "again",
     "save": "checkpoint",
@@ -157,7 +158,7 @@ class _Book:
         """Steps done, and waits for batches since the last event: the waits are taken out of the steps."""
         waited = _number(sign.get("data_wait_s"), self._waited_s)
         new, self._waited_s = max(0.0, waited - self._waited_s), waited
-        if self._now is not None and self._class in STEPS:
+        if self._now is not None and self._class in (*STEPS, "compile"):
             new = min(new, max(0.0, sign["time"] - self._now))
             self.ledger.seconds["data"] += new
             self._now += new

@@ -44,7 +44,7 @@ def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch
         launch = (
             _torchrun(environ, given) or _slurm(environ) or _ompi(environ) or _kubernetes(environ)
         )
-        if launch is not None and given["address"]:
+        if launch is not None and given["address"].value:
             launch = replace(launch, address=_address(environ, given))
         elif launch is None:
             _refuse_leftovers(environ, given)
@@ -56,32 +56,41 @@ def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch
     return launch
 
 
-def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, str | None]:
-    """What was said in so many words, and `source`, where the count was."""
+@dataclass(frozen=True)
+class Said:
+    """What was said in so many words of one thing."""
+
+    value: str | None
+    by: str
+    """The option or variable that said it, or would have."""
+
+
+def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, Said]:
     explicit = {
         "address": (dist.address, "JAX_COORDINATOR_ADDRESS"),
         "num_processes": (dist.num_processes, "JAX_NUM_PROCESSES"),
         "process_id": (dist.process_id, "JAX_PROCESS_ID"),
     }
-    found = {
-        name: environ.get(variable) if value is None else str(value)
+    return {
+        name: Said(environ.get(variable), variable)
+        if value is None
+        else Said(str(value), f"dist.{name}")
         for name, (value, variable) in explicit.items()
     }
-    source = "environment" if dist.num_processes is None else "command line"
-    return found | {"source": source}
 
 
-def _plain(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Launch | None:
+def _plain(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
     """A number of processes, an address, and this process's number (or the index in a Kubernetes job)."""
-    if given["num_processes"] is None:
+    count, number = given["num_processes"], given["process_id"]
+    if count.value is None:
         return None
-    source = given["source"] or ""
-    num_processes = _number({"JAX_NUM_PROCESSES": given["num_processes"]}, "JAX_NUM_PROCESSES", 1)
+    source = "command line" if count.by.startswith("dist.") else "environment"
+    num_processes = _number({count.by: count.value}, count.by, 1)
     if num_processes == 1:
         return Launch(method=source, num_processes=1)
-    text = given["process_id"] or environ.get("JOB_COMPLETION_INDEX", "")
+    text = number.value or environ.get("JOB_COMPLETION_INDEX", "")
     fix = f"set it to this process's number, from 0 to {num_processes - 1}, or --dist.process-id"
-    require(text.isdecimal() and int(text) < num_processes, "JAX_PROCESS_ID", text, fix)
+    require(text.isdecimal() and int(text) < num_processes, number.by, text, fix)
     return Launch(
         method=source,
         address=_address(environ, given),
@@ -90,33 +99,33 @@ def _plain(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Launc
     )
 
 
-def _address(environ: Mapping[str, str], given: Mapping[str, str | None]) -> str:
-    text = given["address"] or ""
+def _address(environ: Mapping[str, str], given: Mapping[str, Said]) -> str:
+    text = given["address"].value or ""
     port = environ.get("JAX_COORDINATOR_PORT", "")
     if text and port and re.fullmatch(r"[^:]+|\[.*\]", text):
         text = f"{text}:{port}"
     fix = "set it to host:port of process 0, or --dist.address"
     match = re.fullmatch(r"(?:[^:\s]+|\[[^\]\s]+\]):(\d+)", text)
     usable = match is not None and 0 < int(match[1]) < 65536
-    require(usable, "JAX_COORDINATOR_ADDRESS", text, fix)
+    require(usable, given["address"].by, text, fix)
     return text
 
 
-def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, str | None]) -> None:
+def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, Said]) -> None:
     """A process that was told part of a launch, or stands beside `srun`, is no process on its own."""
-    for name, variable in (
-        ("address", "JAX_COORDINATOR_ADDRESS"),
-        ("process_id", "JAX_PROCESS_ID"),
-    ):
+    for said in (given["address"], given["process_id"]):
         fix = "there is no JAX_NUM_PROCESSES (--dist.num-processes); give it too, or neither"
-        require(given[name] is None, variable, given[name], fix)
+        require(said.value is None, said.by, said.value, fix)
+    size = environ.get("WORLD_SIZE", "1")
+    fix = "there is no RANK; set it too, or JAX_NUM_PROCESSES=1 to train alone"
+    require(size == "1" or "RANK" in environ, "WORLD_SIZE", size, fix)
     tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_JOB_NUM_NODES", "1"))
     beside = "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
     fix = "start it with srun, which makes the tasks of the job; to train alone, set JAX_NUM_PROCESSES=1"
     require(not beside or tasks == "1", "SLURM_NTASKS", tasks, fix)
 
 
-def _torchrun(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Launch | None:
+def _torchrun(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
     """torchrun, and launchers that set what it sets (PyTorchJob, Ray, many a script)."""
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
@@ -127,7 +136,7 @@ def _torchrun(environ: Mapping[str, str], given: Mapping[str, str | None]) -> La
     fix = f"must be below WORLD_SIZE={num_processes}"
     require(process_id < num_processes, "RANK", process_id, fix)
     address = None
-    if not given["address"]:
+    if not given["address"].value:
         host = environ.get("MASTER_ADDR", "")
         require(bool(host), "MASTER_ADDR", host, "set it to the host of rank 0")
         # torchrun itself listens at MASTER_PORT; the port behind it is free as a rule.

@@ -7,15 +7,15 @@ for that one. A device that is slow itself is not seen here: every process waits
 """
 
 import contextlib
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from ultrascale_jax.reliability.agreement import hosts
+from ultrascale_jax.reliability.agreement import gather
 from ultrascale_jax.reliability.events import Events
 
 OUTLIER = 2.0
@@ -69,33 +69,22 @@ class StepTimes:
         self.restart()
 
     def _compare(self, step: int) -> None:
-        everyone = multihost_utils.process_allgather(summary(self.steps, self.own))
-        names = hosts()
+        mine = {"of": jax.process_index(), "of_host": socket.gethostname()}
+        rows = gather(mine | summary(self.steps, self.own))
         if jax.process_index() != 0:
             return
-        times = np.asarray(everyone, np.float64)
-        rows = [
-            {"of": rank, "of_host": names[rank], **dict(zip(NAMES, row, strict=True))}
-            for rank, row in enumerate(times.tolist())
-        ]
+        slow = stragglers([row["step_mean_s"] for row in rows], [row["own_mean_s"] for row in rows])
+        late = [rows[rank] for rank in slow]
         rows.sort(key=lambda row: row["own_mean_s"], reverse=True)
         if self._events is not None:
             self._events.record("step_times", step=step, slowest=rows[:LISTED])
-        for rank in stragglers(times[:, 0].tolist(), times[:, 3].tolist()):
-            row = next(row for row in rows if row["of"] == rank)
+        for row in late:
             if self._events is not None:
                 self._events.record("straggler", step=step, **row)
             self._note(
-                f"straggler: rank {rank} on {row['of_host']} spends {row['own_mean_s']:.3f} s of a step of "
+                f"straggler: rank {row['of']} on {row['of_host']} spends {row['own_mean_s']:.3f} s of a step of "
                 f"{row['step_mean_s']:.3f} s on its own (p50 {row['own_p50_s']:.3f} s, p99 {row['own_p99_s']:.3f} s)"
             )
-
-
-NAMES = (
-    *("step_mean_s", "step_p50_s", "step_p99_s"),
-    *("own_mean_s", "own_p50_s", "own_p99_s"),
-)
-"""What processes tell each other."""
 
 
 def stragglers(steps: list[float], own: list[float]) -> list[int]:
@@ -108,7 +97,13 @@ def stragglers(steps: list[float], own: list[float]) -> list[int]:
     return found
 
 
-def summary(steps: list[float], own: list[float]) -> np.ndarray:
-    """float32 [6], in the order of `NAMES`."""
-    parts = [(np.mean(times), *np.percentile(times, (50, 99))) for times in (steps, own)]
-    return np.asarray(parts, np.float32).reshape(-1)
+def summary(steps: list[float], own: list[float]) -> dict[str, float]:
+    """Mean, p50 and p99 of both, in seconds, as `step_mean_s` and so on."""
+    return {
+        f"{name}_{kind}_s": float(value)
+        for name, times in (("step", steps), ("own", own))
+        for kind, value in (
+            ("mean", np.mean(times)),
+            *zip(("p50", "p99"), np.percentile(times, (50, 99)), strict=True),
+        )
+    }

@@ -42,6 +42,7 @@ FIRST_S = {
     "start": 1800.0,
     "restore": 3600.0,
     "compile": 3600.0,
+    "warm-up": 1800.0,
     "step": 1800.0,
     "evaluate": 1800.0,
     "save": 3600.0,
@@ -176,13 +177,15 @@ class Watch:
             self._events.record("end", step=self._step, reason=reason, **self._waited())
 
     def begin(self, step: int) -> None:
-        """The steps after `step` begin."""
+        """The steps after `step` begin; the first of them, in which NCCL connects and memory is taken, is `warm-up`."""
         self._step = step
-        self._enter("step")
+        self._enter("warm-up")
 
     def beat(self, step: int) -> None:
         """Step `step` is done."""
         self._learn("step")
+        if self._section == "warm-up":
+            self._enter("step")
         again = self._step < self._furthest
         self._step, self._mark = step, time.monotonic()
         if again and step >= self._furthest:

@@ -219,9 +219,11 @@ class Checkpoints:
         most = self._cfg.checkpoint.max_failures
         if must or self._in_a_row >= most:
             why = "the last of this run" if must else f"checkpoint.max_failures={most} in a row"
-            fix = f"mend {self.folder}; the same command continues from the newest checkpoint"
+            newest = self.latest
+            begin = "begins anew, as there is no checkpoint yet"
+            goes_on = begin if newest is None else f"goes on from the newest, of step {newest}"
             raise SaveFailed(
-                f"checkpoint of step {step} failed ({why}): {problem}; newest: {self.latest}. {fix}"
+                f"checkpoint of step {step} failed ({why}): {problem}. Mend {self.folder}; the same command {goes_on}"
             )
 
     def _tell(self, step: int | None, problem: str) -> None:
@@ -286,8 +288,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             aside = quarantine(self.folder / str(step))
             say(
-                f"DAMAGED CHECKPOINT: {why}, in {self.folder / str(step)}; put aside as {aside.name}, "
-                "and the one before it is used"
+                f"DAMAGED CHECKPOINT: {why}, in {self.folder / str(step)}; put aside as {aside.name}"
             )
             if self._events is not None:
                 self._events.record("quarantined", step=step, why=why, name=aside.name)

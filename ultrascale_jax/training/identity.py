@@ -1,7 +1,6 @@
 """What a run is: its config, data and library versions, and what of them a resumed run may change."""
 
 import dataclasses
-import difflib
 import importlib.metadata
 import json
 import platform
@@ -9,7 +8,7 @@ import types
 import typing
 from pathlib import Path
 
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import DATA, Config, UserError, require
 from ultrascale_jax.models.hf_files import read_json
 
 SAME = (
@@ -26,9 +25,6 @@ FREE = (
     *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
 )
 """Fields that a resumed run may change without a word."""
-
-TOKENS = "data"
-"""What `checkpoint.allow_change` calls the tokens themselves."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -54,7 +50,7 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
     Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
     """
     saved, now = fields(config_from_dict(meta["config"])), fields(cfg)
-    allowed = _allowed(cfg, {*saved, *now})
+    allowed = cfg.checkpoint.allow_change
     same_data = meta["data"]["fingerprint"] == fingerprint
     refused, noted = [], []
     for name in sorted({**saved, **now}):
@@ -66,8 +62,8 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
         (refused if must_not else noted).append(change)
     if not same_data:
         old = meta["data"]["fingerprint"]
-        change = f"{TOKENS}: saved fingerprint {old}, now {fingerprint} (other tokens)"
-        (noted if TOKENS in allowed else refused).append(change)
+        change = f"{DATA}: saved fingerprint {old}, now {fingerprint} (other tokens)"
+        (noted if DATA in allowed else refused).append(change)
     if refused:
         names = [change.partition(":")[0] for change in refused]
         needed = " ".join([*names, *cfg.checkpoint.allow_change])
@@ -107,16 +103,6 @@ def fields(cfg: Config) -> dict[str, object]:
     for section, values in json.loads(json.dumps(dataclasses.asdict(cfg))).items():
         flat |= {f"{section}.{name}": value for name, value in values.items()}
     return flat
-
-
-def _allowed(cfg: Config, names: set[str]) -> set[str]:
-    """The fields that the user lets change; raises `UserError` for what is no field."""
-    allowed = set(cfg.checkpoint.allow_change)
-    for name in sorted(allowed - names - {TOKENS}):
-        near = difflib.get_close_matches(name, sorted(names), n=1)
-        hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
-        require(False, "checkpoint.allow_change", name, f"is no field; {hint}")
-    return allowed
 
 
 def _dataclass_from_dict(kind, values: dict, name: str):

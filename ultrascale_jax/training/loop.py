@@ -101,6 +101,7 @@ def make_loader(cfg: Config) -> Loader:
         vocab_size=cfg.model.vocab_size,
         global_batch=cfg.train.global_batch,
         seed=cfg.train.seed,
+        together=True,
         order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
     )
 

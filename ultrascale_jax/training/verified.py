@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability import manifest
-from ultrascale_jax.reliability.agreement import LONGEST, agree, hosts
+from ultrascale_jax.reliability.agreement import agree, hosts
 from ultrascale_jax.reliability.fingerprint import fingerprints
 from ultrascale_jax.reliability.manifest import Damaged, Unreadable
 from ultrascale_jax.reliability.steps import METADATA, metadata
@@ -39,6 +39,9 @@ TROUBLE = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE|ABORTED|CANCELLED|INTERNAL|PERMISSION_DENIED|OS error (?!2:)"
 )
 """What they say of a host, a device or a disk that fails, which proves no damage."""
+
+LONGEST = 500
+"""Bytes of an error that are told."""
 
 UNPROVEN = "has no manifest (its writer was ended in between); its arrays have their fingerprints"
 UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
