@@ -28,8 +28,13 @@ from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step, xla_options
 
-# XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, which crashes where there are none.
-DEVICELESS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
+DEVICELESS_OPTIONS = {
+    # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, and crash where there are none.
+    "xla_gpu_experimental_use_collective_kernels": "",
+    # The autotuner has nothing to time on, and compiles its candidates all the same: without it a compilation takes
+    # half as long, and memory, operations and schedule are the same.
+    "xla_gpu_autotune_level": "0",
+}
 
 # Writes XLA's own estimates of time into the program (`operations.py`). It wants XLA's tables of measurements, of which
 # XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
