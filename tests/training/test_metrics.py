@@ -4,12 +4,14 @@ import io
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ultrascale_jax.training.metrics import (
     RunLog,
+    TensorBoard,
     peak_memory_gb,
     read_rows,
     to_json,
@@ -129,6 +131,20 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path):
     [events] = (tmp_path / "tensorboard").iterdir()
     data = events.read_bytes()
     assert b"loss" in data and b"grad_norm" in data and b"tokens_per_s" in data
+
+
+def test_tensorboard_that_the_disk_refuses_ends_without_the_run(tmp_path):
+    folder, notes = tmp_path / "tensorboard", []
+    board = TensorBoard(folder, 0, notes.append)
+    with open("/dev/full", "wb") as full:
+        # What the writer has open is on a full disk from now on.
+        for number in os.listdir("/proc/self/fd"):
+            if (Path("/proc/self/fd") / number).resolve().parent == folder:
+                os.dup2(full.fileno(), int(number))
+        for step in range(30):
+            board.add(row(step))
+        board.close()
+    assert notes == ["no more events for TensorBoard until the next start: No space left on device"]
 
 
 def test_memory_is_0_where_the_device_does_not_tell():

@@ -7,12 +7,15 @@ in the file once. Only process 0 writes.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ from ultrascale_jax.config import UserError, require
 from ultrascale_jax.reliability.events import say, to_json
 
 FILE_NAME = "metrics.jsonl"
+
+NO_SERIES = ("step", "time")
+"""Numbers of a row that TensorBoard knows already."""
 
 
 def peak_memory_gb() -> float:
@@ -89,9 +95,8 @@ class RunLog:
         # Without Python's buffer, which loses what it cannot write.
         self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "ab", buffering=0))
         self._waiting, self._full = b"", False
-        self._events = _event_writer(run_dir / "tensorboard", first_step)
-        if self._events is not None:
-            self._stack.callback(self._events.close)
+        self._events = TensorBoard(run_dir / "tensorboard", first_step, self.note)
+        self._stack.callback(self._events.close)
         if self._console.is_terminal:
             words = TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()
             self._progress = Progress(
@@ -168,11 +173,7 @@ class RunLog:
             if not self._full:
                 self._full = True
                 self.note(f"metrics wait to be written to {self._file.name}: {error.strerror}")
-        if self._events is not None:
-            for name, value in row.items():
-                number = isinstance(value, int | float) and math.isfinite(value)
-                if number and name not in ("step", "time"):
-                    self._events.add_scalar(name, value, row["step"])
+        self._events.add(row)
 
 
 def _line(row: Mapping[str, Any], num_steps: int) -> str:
@@ -201,10 +202,63 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     return "  ".join(parts)
 
 
-def _event_writer(folder: Path, first_step: int):
-    """A TensorBoard writer if tensorboardX is installed; events after `first_step` of an earlier try are hidden."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step + 1)
+class TensorBoard:
+    """Events for TensorBoard, if tensorboardX is installed; none after the disk has refused one.
+
+    They are written where they are made: the thread of tensorboardX's own `SummaryWriter` dies of a full disk, and ten
+    numbers later the run waits for it for ever.
+    """
+
+    def __init__(self, folder: Path, first_step: int, note: Callable[[str], None]):
+        """Open a file in `folder`; events after `first_step` of an earlier try are hidden. `note` prints a line."""
+        self._note, self._file = note, None
+        try:
+            from tensorboardX.proto import event_pb2
+            from tensorboardX.record_writer import masked_crc32c
+            from tensorboardX.summary import scalar
+        except ImportError:
+            return
+        self._proto: Any = event_pb2
+        self._checksum, self._scalar = masked_crc32c, scalar
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(folder / name, "ab", buffering=0)
+        except OSError as error:
+            self._end(error)
+        self._write(file_version="brain.Event:2")
+        self._write(step=first_step + 1, session_log={"status": "START"})
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write every finite number of `row`, by its name, at `row["step"]`."""
+        if self._file is None:
+            return
+        parts = [
+            self._scalar(name, value).value[0]
+            for name, value in row.items()
+            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_SERIES
+        ]
+        self._write(step=row["step"], summary={"value": parts})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        """Append an event: its length and its bytes, each with a checksum."""
+        if self._file is None:
+            return
+        data = self._proto.Event(wall_time=time.time(), **fields).SerializeToString()
+        parts = (struct.pack("<Q", len(data)), data)
+        record = b"".join(part + struct.pack("<I", self._checksum(part)) for part in parts)
+        try:
+            if self._file.write(record) != len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self.close()
+        self._file = None
+        self._note(f"no more events for TensorBoard until the next start: {error.strerror}")
