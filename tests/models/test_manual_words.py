@@ -62,6 +62,8 @@ WIDE = dict.fromkeys(
         "dp2_fsdp2_tp2",
         "dp2_fsdp2_tp2_zero1",
         "fsdp4_tp2_zero0",
+        "fsdp2_sp2_tp2",
+        "cp2_fsdp2_sp2",
     ),
     pytest.mark.wide,
 )

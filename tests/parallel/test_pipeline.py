@@ -162,7 +162,12 @@ def test_ranks_may_run_different_operations(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "ranks"),
-    [("1f1b", 5, 4), ("interleaved", 7, 2), ("zb_v", 5, 2), ("zb_uniform", 9, 8)],
+    [
+        pytest.param("1f1b", 5, 4, marks=pytest.mark.wide),
+        pytest.param("interleaved", 7, 2, marks=pytest.mark.wide),
+        ("zb_v", 5, 2),
+        ("zb_uniform", 9, 8),
+    ],
 )
 @pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
 def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash):

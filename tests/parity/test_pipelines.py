@@ -78,6 +78,8 @@ FAST = {"1f1b_fsdp_cp_zigzag", "zb_uniform_fsdp_sp"}
 WIDE = dict.fromkeys(
     (
         "zb_h1_ep_sp_experts",
+        "afab_fsdp_cp_full",
+        "zb_v_fsdp_sp",
         "interleaved_cp_v2",
         "zb_uniform_cp4_ring",
         "1f1b_ep_tp",

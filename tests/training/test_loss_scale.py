@@ -109,8 +109,8 @@ def alone():
     ("sizes", "microbatches"),
     [
         ({"fsdp": 2, "tp": 2}, 1),
-        pytest.param({"fsdp": 2, "sp": 2}, 2, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "fsdp": 2}, 2, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "sp": 2}, 2, marks=pytest.mark.wide),
+        ({"pp": 2, "fsdp": 2}, 2),
     ],
 )
 def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
