@@ -384,9 +384,7 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
     began = [
         (event["time"], event.get("step", 0))
         for event in events
-        if event["kind"] == "section"
-        and event.get("rank") == 0
-        and event.get("name") in ("step", "again")
+        if event["kind"] == "section" and event.get("rank") == 0 and event.get("name") == "warm-up"
     ]
     starts = [event["time"] for event in events if event["kind"] == "start"]
     missed = []
@@ -425,6 +423,10 @@ def verdict(
     # One that strikes all ranks has a line of each.
     for fault in {line.split()[0] for line in lines_of(faults)}:
         inside[fault.partition("@")[0]] += 1
+
+    def but(steps: Sequence[int]) -> str:
+        return f", but those of steps {', '.join(map(str, steps))}" if steps else ""
+
     missed, sound = unfound(struck.strikes, events)
     due = saves_due(struck.strikes, steps_of(disturbed), options.save_every)
     checks = {
@@ -433,8 +435,8 @@ def verdict(
         f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
         "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
         "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
-        f"Every flipped checkpoint that was asked for was put aside (not {missed}), and none that was sound "
-        f"(but {sound})": not missed and not sound,
+        f"Every flipped checkpoint that was asked for was put aside{but(missed)}": not missed,
+        f"No checkpoint that was sound was put aside{but(sound)}": not sound,
         f"Of {due} saves that were due while the disk was full, one at least was told to have failed": (
             not due or kinds["save_failed"] > 0
         ),

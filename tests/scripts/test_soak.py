@@ -13,7 +13,7 @@ def event(time, kind, **details):
 
 def resumed(time, step):
     """A start, and the first section of its steps."""
-    names = ("restore", "start", "step")
+    names = ("restore", "start", "warm-up")
     sections = [event(time + 0.1, "section", rank=0, name=name, step=step) for name in names]
     return [event(time, "start", rank=0), *sections]
 
