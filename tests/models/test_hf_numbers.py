@@ -37,7 +37,7 @@ from ultrascale_jax.training.step import loss_and_gradients, make_train_step
 
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
-REFERENCES = ["llama3", "qwen3", "mixtral"]
+REFERENCES = [pytest.param("llama3", marks=pytest.mark.wide), "qwen3", "mixtral"]
 # A tensor group of four is larger than the two kv heads (one in smollm2): they are replicated.
 MESHES = [pytest.param("dp=1", marks=pytest.mark.wide), "fsdp=2,sp=2,tp=2"]
 FUSED = {"(gate_proj|up_proj|w1|w3)": "gate_up_proj", "(down_proj|w2)": "down_proj"}

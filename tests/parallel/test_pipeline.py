@@ -166,7 +166,7 @@ def test_ranks_may_run_different_operations(name):
         pytest.param("1f1b", 5, 4, marks=pytest.mark.wide),
         pytest.param("interleaved", 7, 2, marks=pytest.mark.wide),
         ("zb_v", 5, 2),
-        ("zb_uniform", 9, 8),
+        pytest.param("zb_uniform", 9, 8, marks=pytest.mark.wide),
     ],
 )
 @pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])

@@ -79,6 +79,8 @@ WIDE = dict.fromkeys(
     (
         "zb_h1_ep_sp_experts",
         "afab_fsdp_cp_full",
+        "1f1b_dp_tp_selective",
+        "zb_h1_fsdp_cp",
         "zb_v_fsdp_sp",
         "interleaved_cp_v2",
         "zb_uniform_cp4_ring",

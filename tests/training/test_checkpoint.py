@@ -131,7 +131,7 @@ def on_pipeline(cfg, name):
         ("adamw", "pp4_interleaved", "pp2_1f1b"),
         ("muon", "pp2_1f1b", "pp4_1f1b"),
         ("adamw", "pp2_zb_v", "pp4_interleaved"),
-        ("adamw", "pp3_1f1b", "pp3_interleaved"),
+        pytest.param("adamw", "pp3_1f1b", "pp3_interleaved", marks=pytest.mark.wide),
     ],
 )
 def test_a_checkpoint_depends_on_neither_pipeline_nor_schedule(tmp_path, optim, saved, restored):
