@@ -135,26 +135,20 @@ def _hello(port: int) -> socket.socket:
             return connection
 
 
-def test_a_port_in_use_is_told(monkeypatch):
+@pytest.mark.parametrize(("attempt", "code"), [(None, 2), ("0", 70)])
+def test_a_port_in_use_is_told_and_may_be_free_at_a_supervisors_next_attempt(
+    monkeypatch, attempt, code
+):
+    monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
     monkeypatch.delenv(ATTEMPT, raising=False)
-    monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
+    if attempt is not None:
+        monkeypatch.setenv(ATTEMPT, attempt)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         results, _ = meet({}, address=f"127.0.0.1:{other.getsockname()[1]}")
     assert "cannot listen there: Address already in use" in str(results[0])
-    assert results[0].exit_code == 2
-
-
-def test_a_port_in_use_may_be_free_at_the_next_attempt_of_a_supervisor(monkeypatch):
-    monkeypatch.setattr(rollcall, "PORT_PATIENCE_S", 0.5)
-    monkeypatch.setenv(ATTEMPT, "0")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        results, _ = meet({}, address=f"127.0.0.1:{other.getsockname()[1]}")
-    assert "cannot listen there: Address already in use" in str(results[0])
-    assert results[0].exit_code == 70
+    assert results[0].exit_code == code
 
 
 def test_process_0_on_the_wrong_host_is_told_and_hears_on_all_interfaces():

@@ -16,13 +16,25 @@ def gather(value: Any) -> list:
     """`value` of every process, in their order; it must survive JSON."""
     if jax.process_count() == 1:
         return [value]
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([data.size], np.int32)).ravel()
-    # Of few sizes, as XLA compiles a program for each.
-    padded = np.zeros(-(-sizes.max() // BLOCK) * BLOCK, np.uint8)
-    padded[: data.size] = data
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    data = json.dumps(value).encode()
+    longest = int(np.max(multihost_utils.process_allgather(np.int32(len(data)))))
+    rows = multihost_utils.process_allgather(_padded(data, longest))
+    return [json.loads(row.tobytes()) for row in rows]
+
+
+def of_first(value: Any) -> Any:
+    """`value` of process 0, on all; it must survive JSON."""
+    if jax.process_count() == 1:
+        return value
+    data = json.dumps(value).encode() if jax.process_index() == 0 else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    row = multihost_utils.broadcast_one_to_all(_padded(data, size))
+    return json.loads(np.asarray(row, np.uint8).tobytes())
+
+
+def _padded(data: bytes, size: int) -> np.ndarray:
+    """`data` and blanks, uint8, at least [size]: of few sizes, as XLA compiles a program for each."""
+    return np.frombuffer(data.ljust(-(-size // BLOCK) * BLOCK), np.uint8)
 
 
 def agree(problem: str | None) -> str | None:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.reliability.events import ATTEMPT, say
+from ultrascale_jax.reliability.events import is_supervised, say
 from ultrascale_jax.reliability.exit_codes import CRASHED
 
 NAME = "lock"
@@ -49,7 +49,7 @@ class NotNow(UserError):
 
 def refusal(text: str, *, lasting: bool = False) -> UserError:
     """For a run directory that cannot be used: `NotNow`, if time may mend it and there is a supervisor to try again."""
-    return NotNow(text) if ATTEMPT in os.environ and not lasting else UserError(text)
+    return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
 
 
 class RunLock:

@@ -215,6 +215,7 @@ class Watch:
             yield
         finally:
             self._in_data = False
+            self._changed.set()
             if not hidden():
                 self._data_wait_s += time.monotonic() - begun
 

@@ -17,12 +17,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.reliability import manifest
+from ultrascale_jax.reliability import agreement, manifest
 from ultrascale_jax.reliability.agreement import agree, hosts
 from ultrascale_jax.reliability.fingerprint import fingerprints
 from ultrascale_jax.reliability.manifest import Damaged, Unreadable
@@ -56,12 +54,7 @@ def of_first[Value](find: Callable[[], Value]) -> Value:
     if jax.process_index() == 0:
         found, error = _tried(find)
     raise_alike(error)
-    if jax.process_count() == 1:
-        return found  # pyrefly: ignore
-    text = np.frombuffer(json.dumps(found).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    own = text if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(own), np.uint8)))
+    return agreement.of_first(found)
 
 
 def raise_alike(error: UserError | None) -> None:
