@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import the ones before it; layers on one line may not import each other.
 LAYERS = [
-    {"config", "kernels"},
-    {"reliability"},
+    {"config", "kernels", "hlo"},
+    {"reliability", "collective_order"},
     {"mesh", "distributed"},
     {"sharding"},
     {"parallel"},

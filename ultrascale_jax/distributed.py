@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ import jax
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
+from ultrascale_jax import collective_order
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
 from ultrascale_jax.reliability import rollcall
 from ultrascale_jax.reliability.events import say
@@ -51,7 +52,7 @@ CPU_FLAGS = {
     # in flight together: it hangs, or its numbers are wrong.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
-"""XLA flags for the CPU."""
+"""XLA flags for one process on the CPU; `collective_order.enforce` replaces them in a job of many."""
 
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
 """Environment variables by which gRPC would go through a proxy."""
@@ -92,6 +93,8 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
             tell=say,
             bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
         )
+    if _wants_cpu(os.environ):
+        collective_order.enforce()
     jax.distributed.initialize(
         address,
         count,
@@ -133,8 +136,7 @@ def check_devices(launch: Launch | None, dist: DistConfig) -> None:
         )
         return
     expected = None if launch is None else launch.expected_gpus
-    wants_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
-    if expected is None or wants_cpu:
+    if expected is None or _wants_cpu(os.environ):
         return
     found = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
     fix = (
@@ -193,7 +195,7 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
 
     The CPU is asked for by `JAX_PLATFORMS`.
     """
-    cpu = environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    cpu = _wants_cpu(environ)
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))
     flags = CPU_FLAGS if cpu else GPU_FLAGS
@@ -201,6 +203,10 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
     environ["XLA_FLAGS"] = " ".join([text, *added]).strip()
     if not cpu:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+
+
+def _wants_cpu(environ: Mapping[str, str]) -> bool:
+    return environ.get("JAX_PLATFORMS", "").startswith("cpu")
 
 
 class StopRequest:

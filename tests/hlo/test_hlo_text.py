@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.plan.hlo import Array, Dot, matmuls, parse
+from ultrascale_jax.hlo import Array, Dot, matmuls, parse
 from ultrascale_jax.plan.traffic import collectives, groups
 
 AXES = {"fsdp": 4, "sp": 2}

@@ -8,9 +8,9 @@ import pytest
 
 from scripts import command_line
 from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from ultrascale_jax.hlo import parse
 from ultrascale_jax.plan import costs
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.hlo import parse
 from ultrascale_jax.plan.operations import Operations, attention_flops, touched
 from ultrascale_jax.plan.timeline import simulate, trace
 from ultrascale_jax.plan.workload import Group, Run

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from scripts import plan
 from scripts.plan_verbs import compile as verb
+from ultrascale_jax import hlo
 from ultrascale_jax.parallel import schedules
-from ultrascale_jax.plan import hlo
 from ultrascale_jax.plan.hardware import find_cluster
 
 RUN = ["compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", "--train.zero", "3"]

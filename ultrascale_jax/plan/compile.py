@@ -19,10 +19,11 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.plan import hlo, traffic
+from ultrascale_jax.plan import traffic
 from ultrascale_jax.plan.hardware import Gpu, find_gpu
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ultrascale_jax.hlo import Array, Dot, Instruction, Module, is_heavy
 from ultrascale_jax.plan import costs
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.hlo import Array, Dot, Instruction, Module, is_heavy
 from ultrascale_jax.plan.traffic import FREE
 from ultrascale_jax.training.flops import mean_keys
 

@@ -16,8 +16,8 @@ from ultrascale_jax.parallel.schedules import KINDS, Schedule
 from ultrascale_jax.plan.workload import Run
 
 if TYPE_CHECKING:
+    from ultrascale_jax.hlo import Instruction, Module
     from ultrascale_jax.parallel.buffers import Program
-    from ultrascale_jax.plan.hlo import Instruction, Module
 
 ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.2}
 """As `parallel/pipeline.py` has it: where so much of a segment's ticks need it, all of them run it, masked."""

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ultrascale_jax.hlo import Instruction, Module
 from ultrascale_jax.plan import costs, traffic
 from ultrascale_jax.plan.hardware import Cluster, Gpu
-from ultrascale_jax.plan.hlo import Instruction, Module
 from ultrascale_jax.plan.operations import Operation, Operations
 from ultrascale_jax.plan.workload import Group, Run
 

@@ -1,0 +1,141 @@
+"""Make every CPU process of a job run its collectives in one order, or refuse the program.
+
+Gloo, which carries collectives between CPU processes, pairs those of one kind by the order in which they start: it has
+no tags. XLA:CPU does not fix that order. It starts a collective as soon as the one before it in the schedule has been
+*launched*, and a loop counts as launched while its body still runs on another thread. So a collective that stands
+behind a loop and takes none of its results may start before, between or after the loop's own collectives, differently
+in each process. Gloo then aborts where the sizes differ (`EnforceNotMet: 262144 vs 4096`) and mixes numbers where they
+do not.
+
+One program is safe if every collective behind such a loop depends on it. `unordered` reads that from the scheduled
+program. Two programs are safe if the second is dispatched after the first has ended. GPUs are not concerned: there one
+host thread launches a program's collectives in the order of the schedule, which is the same in all processes.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import compiler
+
+from ultrascale_jax.config import require
+from ultrascale_jax.hlo import Instruction, Module, parse
+
+COLLECTIVE = re.compile(
+    r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)\b"
+)
+DEFERRED = ("while", "conditional", "call")
+"""Instructions that XLA:CPU may still be running when it starts the next one."""
+SCHEDULER = "xla_cpu_scheduler_type"
+SCHEDULERS = ("CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+"""XLA:CPU's schedulers; the first puts collectives before loops that they do not depend on, nearly always."""
+
+
+class Unordered(NamedTuple):
+    """Two instructions that XLA:CPU may run in either order, both with collectives of one kind."""
+
+    loop: str
+    collective: str
+    kinds: tuple[str, ...]
+
+
+def unordered(program: Module) -> list[Unordered]:
+    """List the loops, and the collectives behind them that take none of their results.
+
+    Args:
+        program: a scheduled program, as XLA:CPU compiled it.
+    """
+    kinds = _kinds(program)
+    found = []
+    for computation, _ in program.walk():
+        ancestors: dict[str, set[str]] = {}
+        deferred: list[tuple[str, set[str]]] = []
+        for instruction in program.computations[computation]:
+            above = set(instruction.operands).union(
+                *(ancestors.get(operand, set()) for operand in instruction.operands)
+            )
+            ancestors[instruction.name] = above
+            own = _own_kinds(instruction, kinds)
+            for loop, others in deferred:
+                if loop not in above and own & others:
+                    shared = tuple(sorted(own & others))
+                    found.append(Unordered(loop, instruction.name, shared))
+            if own and instruction.opcode in DEFERRED:
+                deferred.append((instruction.name, own))
+    return found
+
+
+def enforce() -> None:
+    """Refuse, from here on, every program of this process whose collectives have no fixed order.
+
+    Call it in a CPU job of many processes, before JAX makes its first array. Programs run one after the other from then
+    on, and are compiled with the scheduler that leaves fewest collectives without an order.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    kept = [flag for flag in flags.split() if "xla_cpu_enable_concurrency_optimized" not in flag]
+    if SCHEDULER not in flags:
+        kept.append(f"--{SCHEDULER}={SCHEDULERS[0]}")
+    os.environ["XLA_FLAGS"] = " ".join(kept)
+    # A program that is dispatched while another one runs would mix its collectives with that one's.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if not hasattr(compiler.compile_or_get_cached, "__wrapped__"):
+        compiler.compile_or_get_cached = _checked(compiler.compile_or_get_cached)
+
+
+def _checked(compile_program: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap JAX's compilation, which also reads its cache, by the check; `compile_options` is its fourth argument."""
+
+    @functools.wraps(compile_program)
+    def compile_checked(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any):
+        given = list(options.env_option_overrides)
+        for scheduler in (None, *SCHEDULERS):
+            options.env_option_overrides = given + ([(SCHEDULER, scheduler)] if scheduler else [])
+            executable = compile_program(backend, computation, devices, options, *rest)
+            text = executable.hlo_modules()[0].to_string() if backend.platform == "cpu" else ""
+            pairs = unordered(parse(text)) if "is_scheduled=true" in text else []
+            if not pairs:
+                return executable
+        name = str(computation.operation.attributes["sym_name"]).strip('"')
+        raise_unordered(name, pairs)
+
+    return compile_checked
+
+
+def raise_unordered(name: str, pairs: list[Unordered]) -> None:
+    """Refuse the program `name`, in which `pairs` have no fixed order.
+
+    Raises:
+        UserError: always.
+    """
+    loop, collective, kinds = pairs[0]
+    fix = (
+        f"in {name} XLA:CPU may run {collective} before or after {loop} ({', '.join(kinds)}; {len(pairs)} such pairs), "
+        "in another order in each process, and gloo would mix their numbers; run it in one process (--devices N) "
+        "or on GPUs, which are not concerned"
+    )
+    require(False, "JAX_PLATFORMS", "cpu", fix)
+
+
+def _kinds(program: Module) -> dict[str, set[str]]:
+    """The kinds of collectives that each computation runs, directly or in what it calls."""
+    kinds: dict[str, set[str]] = {name: set() for name in program.computations}
+    grew = True
+    while grew:
+        before = sum(map(len, kinds.values()))
+        for name, body in program.computations.items():
+            for instruction in body:
+                kinds[name] |= _own_kinds(instruction, kinds)
+        grew = sum(map(len, kinds.values())) > before
+    return kinds
+
+
+def _own_kinds(instruction: Instruction, kinds: dict[str, set[str]]) -> set[str]:
+    """The kinds of collectives that an instruction is or runs."""
+    match = COLLECTIVE.match(instruction.opcode)
+    if match:
+        return {match[1]}
+    called = instruction.called if instruction.opcode in DEFERRED else ()
+    return set().union(*(kinds.get(name, set()) for name in called))
