@@ -4,6 +4,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,22 @@ def test_every_public_name_is_found_on_first_use(name):
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = ultrascale_jax.nothing
+
+
+def test_the_folder_of_kernels_does_not_hide_an_installed_package_of_that_name(tmp_path):
+    # Without an `__init__.py` it is a namespace, which any package `kernels` on the path replaces (PEP 420).
+    folder = PathFinder.find_spec("kernels", [str(ROOT)])
+    assert folder is not None
+    assert folder.origin is None
+    installed = tmp_path / "kernels/__init__.py"
+    installed.parent.mkdir()
+    installed.touch()
+    found = PathFinder.find_spec("kernels", [str(ROOT), str(tmp_path)])
+    assert found is not None
+    assert found.origin == str(installed)
+
+
+def test_transformers_does_not_take_the_folder_of_kernels_for_a_package():
+    # `from_pretrained` asks this first, and failed where the folder was a package that raised.
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    assert run(sys.executable, "-c", code, cwd=ROOT) == "False"
