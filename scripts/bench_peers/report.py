@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.training.flops import flops_per_token, peak_tflops
+from ultrascale_jax.training.flops import flops_per_token, mfu
 
 COLUMNS = {
     "step_ms": ("step ms (p10-p90)", ""),
@@ -70,9 +70,9 @@ def figures(
     }
     if cpu_s:
         row["tokens_per_cpu_s"] = tokens / statistics.median(cpu_s)
-    peak = peak_tflops(facts["device"], cfg.train.precision)
-    if peak is not None:
-        row["mfu"] = tflops / peak
+    share = mfu(tflops * 1e12, facts["device"], cfg.train.precision)
+    if share is not None:
+        row["mfu"] = share
     return row | facts
 
 

@@ -88,7 +88,6 @@ def table(rows: list[dict[str, str]]) -> str:
         run, step_s = Run.of(*memory_table.config(row)), float(row["step_s"])
         if row["model"] != "LLAMA3_8B" or run.document_mask or run.microbatches > 1:
             continue
-        peak_flops = find_gpu("h100").peak_flops(run.precision)
         peer = peers.get((run.shape.d_model, run.mesh, run.seq_len))
         cells = (
             f"{run.seq_len:,}",
@@ -99,7 +98,7 @@ def table(rows: list[dict[str, str]]) -> str:
             f"{int(row['xla_bytes']) / GIB:.1f}",
             f"{step_s:.2f}",
             f"{run.step_tokens / step_s / run.num_gpus:,.0f}",
-            f"{run.step_flops / step_s / run.num_gpus / peak_flops:.1%}",
+            f"{run.mfu(step_s, find_gpu('h100')):.1%}",
             *(f"{float(row[name]) / step_s:.1%}" for name in ("exposed_s", "exposed_cp_s")),
             f"{peer:,.0f}" if peer else "",
         )

@@ -87,14 +87,13 @@ def table(rows: list[dict[str, str]]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in rows[: len(WAYS)]:
         run, step_s = Run.of(*memory_table.config(row)), float(row["step_s"])
-        peak_flops = find_gpu("h100").peak_flops(run.precision)
         cells = (
             run.mesh.ep,
             way(row),
             f"{int(row['xla_bytes']) / GIB:.1f}",
             f"{step_s:.3f}",
             f"{run.step_tokens / step_s / run.num_gpus:,.0f}",
-            f"{run.step_flops / step_s / run.num_gpus / peak_flops:.1%}",
+            f"{run.mfu(step_s, find_gpu('h100')):.1%}",
             f"{float(row['exposed_s']) / step_s:.1%}",
             f"{float(row['travel_s']) / step_s:.1%}",
             f"{float(row['exposed_travel_s']) / step_s:.1%}",

@@ -34,7 +34,7 @@ from ultrascale_jax.plan.candidates import configured, parse_choices
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.sweep import Outcome
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.flops import peak_tflops
+from ultrascale_jax.training.flops import mfu
 
 OURS = "scripts.bench_peers.ours"
 WARM_UP = 2
@@ -183,10 +183,9 @@ def measure(run: Run, arguments: list[str], machine: Machine, seconds: float) ->
         out_of_memory = isinstance(error, Failed) and error.out_of_memory
         return Outcome(status="out of memory" if out_of_memory else f"failed: {error}")
     step_s = statistics.median(answer["step_s"])
-    peak = peak_tflops(machine.device, run.precision)
-    flops = run.step_flops / run.num_gpus / step_s
-    mfu = math.nan if peak is None else flops / (peak * 1e12)
-    return Outcome(status="ok", step_s=step_s, mfu=mfu, peak_bytes=answer["peak_bytes"])
+    share = mfu(run.step_flops / run.num_gpus / step_s, machine.device, run.precision)
+    found = math.nan if share is None else share
+    return Outcome(status="ok", step_s=step_s, mfu=found, peak_bytes=answer["peak_bytes"])
 
 
 def report(

@@ -6,10 +6,11 @@ import pytest
 
 from configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
-from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.nanotron import run_of
 from ultrascale_jax.plan.software import NANOTRON, ULTRASCALE, benchmark_stalls
 from ultrascale_jax.plan.speed import Estimate, estimate
+from ultrascale_jax.plan.timeline import Timeline
 from ultrascale_jax.plan.workload import Run, Shape
 
 LLAMA3_8B = Shape(
@@ -77,6 +78,15 @@ def test_nanotron_3b_by_pipeline_parallelism(pp, microbatches, measured):
     row = {"model": "3B", "zero": 0, "dp": 1, "pp": pp, "tp": 1, "mbs": 1, "gas": microbatches}
     found = speed(run_of(row), "playbook", CALM)
     assert found.tokens_per_s_gpu == pytest.approx(measured, rel=0.15)
+
+
+def test_mfu_is_over_the_peak_of_the_precision_by_formula_and_by_simulation():
+    for precision, peak in (("bf16", 989.4e12), ("fp8", 1978.9e12), ("fp32", 494.7e12)):
+        planned = run(fsdp=8, precision=precision)
+        found = speed(planned)
+        assert found.mfu == pytest.approx(planned.step_flops / 8 / found.step_s / peak)
+        same = Timeline(step_s=found.step_s, busy_s={}, link_s={}, waited_s={}, streams={})
+        assert same.mfu(planned, find_gpu("h100")) == found.mfu
 
 
 def test_llama3_8b_on_one_node_is_plausible():

@@ -27,7 +27,8 @@ class Estimate:
     tokens_per_s_gpu: float
     """Tokens that one GPU trains on in a second."""
     mfu: float
-    """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted."""
+    """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted,
+    over the peak of `run.precision`."""
     parts: dict[str, float]
     """What takes how many seconds; together `step_s`."""
 
@@ -42,8 +43,7 @@ def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Est
         parts["stalls"] = seconds * ((1 + step.stall() / seconds) ** risk - 1)
         seconds += parts["stalls"]
     speed = run.step_tokens / seconds / run.num_gpus
-    peak = costs.peak_flops(cluster.gpu, "bf16")
-    mfu = speed * run.shape.flops_per_token(run.seq_len) / peak
+    mfu = run.mfu(seconds, cluster.gpu)
     return Estimate(seconds, speed, mfu, {name: s for name, s in parts.items() if s > 0})
 
 

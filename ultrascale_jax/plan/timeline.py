@@ -90,7 +90,7 @@ class Timeline:
 
     def mfu(self, run: Run, gpu: Gpu) -> float:
         """Model FLOPs utilisation, as `training/flops.py` counts it."""
-        return run.step_flops / (self.step_s * run.num_gpus * gpu.peak_flops(run.precision))
+        return run.mfu(self.step_s, gpu)
 
 
 def simulate(

@@ -21,8 +21,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.parallel.reach import steps_in_reach
+from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.shape import Shape as Shape
-from ultrascale_jax.training.flops import mean_keys
+from ultrascale_jax.training.flops import mean_keys, mfu
 
 GIB = 2**30
 
@@ -144,6 +145,12 @@ class Run:
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
         return self.step_tokens * self.shape.flops_per_token(self.seq_len)
+
+    def mfu(self, step_s: float, gpu: Gpu) -> float:
+        """Model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""
+        found = mfu(self.step_flops / self.num_gpus / step_s, gpu.kind, self.precision)
+        assert found is not None  # every GPU of the table has a peak
+        return found
 
     @property
     def ring(self) -> tuple[int, int]:

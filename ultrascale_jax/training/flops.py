@@ -3,7 +3,8 @@
 Counted is the arithmetic that the model needs, not what a machine happens to do: a product of a vector with an [m, n]
 matrix is 2*m*n, its backward pass twice that, recomputation is free, and causal attention counts as the half of the
 score matrix that is used. Borders between packed documents are ignored. Model FLOPs utilisation (MFU) is this count
-per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal attention halved).
+per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal attention halved); the peak is that of
+`train.precision`, so a run in fp8 is held against twice the peak of one in bfloat16.
 """
 
 import re
@@ -115,3 +116,12 @@ def peak_tflops(device_kind: str, precision: str) -> float | None:
             require(peak is not None, "precision", precision, fix)
             return peak
     return None
+
+
+def mfu(flops_per_s: float, device_kind: str, precision: str) -> float | None:
+    """Divide the model FLOPs that one device does in a second by its dense peak; None if that is not known.
+
+    Raises `UserError` as `peak_tflops` does.
+    """
+    peak = peak_tflops(device_kind, precision)
+    return None if peak is None else flops_per_s / (peak * 1e12)

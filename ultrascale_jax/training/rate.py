@@ -6,7 +6,7 @@ import time
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.training.flops import flops_per_token, peak_tflops
+from ultrascale_jax.training.flops import flops_per_token, mfu
 
 
 class Rate:
@@ -17,10 +17,10 @@ class Rate:
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self._tokens = cfg.train.global_batch * cfg.data.seq_len
-        self._tflops = (
-            self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size / 1e12
-        )
-        self._peak = peak_tflops(mesh.devices.flat[0].device_kind, cfg.train.precision)
+        self._flops = self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size
+        kind = mesh.devices.flat[0].device_kind
+        # Of a step of one second.
+        self._mfu = mfu(self._flops, kind, cfg.train.precision)
         self._times: list[float] = []
         self.restart()
 
@@ -43,11 +43,9 @@ class Rate:
     def _of(self, step_s: float | None) -> dict[str, float | None]:
         if step_s is None:
             return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
-        tflops = self._tflops / step_s
-        mfu = None if self._peak is None else tflops / self._peak
         return {
             "tokens_per_s": self._tokens / step_s,
             "step_s": step_s,
-            "tflops_per_device": tflops,
-            "mfu": mfu,
+            "tflops_per_device": self._flops / step_s / 1e12,
+            "mfu": None if self._mfu is None else self._mfu / step_s,
         }
