@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.schedules import build as build_schedule
     from ultrascale_jax.parallel.schedules import forward_only, layer_order, stage_layers
     from ultrascale_jax.parallel.schedules import read_csv as read_schedule
-    from ultrascale_jax.plan.compile import compile_step
+    from ultrascale_jax.plan.compile import compile_step, simulate_step
     from ultrascale_jax.plan.hardware import find_cluster
     from ultrascale_jax.plan.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.speed import estimate as estimate_step
-    from ultrascale_jax.plan.timeline import simulate as simulate_step
     from ultrascale_jax.plan.workload import Run, Shape
     from ultrascale_jax.sharding import act, vary
     from ultrascale_jax.training.state import abstract_state, init_state
@@ -128,7 +127,7 @@ _HOME = {
     "ring_attention": "parallel.context",
     "save_hf": "models.hf:save",
     "sequence_order": "parallel.order",
-    "simulate_step": "plan.timeline:simulate",
+    "simulate_step": "plan.compile",
     "smap": "parallel.manual",
     "stage_layers": "parallel.schedules",
     "ulysses_attention": "parallel.context",

@@ -18,7 +18,6 @@ from scripts import command_line
 from scripts.plan_verbs import common
 from ultrascale_jax.config import require
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import Run
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
@@ -40,8 +39,7 @@ def main(argv: list[str]) -> None:
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
-        run = Run.of(cfg, options.gpus)
-    summary = summarize(step, timeline, run, cluster)
+    summary = summarize(step, timeline, cluster)
     if folder is not None:
         from ultrascale_jax.plan.timeline import trace
 
@@ -59,15 +57,11 @@ def main(argv: list[str]) -> None:
 
 def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     """The `CompiledStep` and its `Timeline`."""
-    from ultrascale_jax.plan import pipeline
-    from ultrascale_jax.plan.compile import compile_step
-    from ultrascale_jax.plan.timeline import simulate
+    from ultrascale_jax.plan.compile import compile_step, simulate_step
 
     hosts = cluster.gpus_per_host
-    gpu = cluster.gpu.name
-    step = compile_step(cfg, options.gpus, gpu, gpus_per_host=hosts, estimates=True)
-    share = pipeline.shares(Run.of(cfg, options.gpus), step.module)
-    return step, simulate(step.module, step.axes, cluster, share=share)
+    step = compile_step(cfg, options.gpus, cluster.gpu.name, gpus_per_host=hosts)
+    return step, simulate_step(step, cluster)
 
 
 def interruptible[T](work: Callable[[], T]) -> T:
@@ -100,8 +94,9 @@ def interruptible[T](work: Callable[[], T]) -> T:
     return done[0]
 
 
-def summarize(step: Any, timeline: Any, run: Run, cluster: Cluster) -> dict[str, Any]:
+def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
     """A `CompiledStep` and its `Timeline` as numbers: bytes of one GPU, seconds and collectives of one step."""
+    run = step.run
     found = [c for c in step.collectives if c.times]  # the others wait for experts out of balance
     rows: dict[tuple[str, str], dict[str, float]] = defaultdict(
         lambda: {"times": 0, "bytes": 0, "synchronous": 0}

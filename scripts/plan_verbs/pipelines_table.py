@@ -60,14 +60,11 @@ def runs() -> Iterator[dict[str, str]]:
 
 def compiled(row: dict[str, str]) -> tuple[Any, Any]:
     """The `CompiledStep` of a row and its `Timeline`."""
-    from ultrascale_jax.plan import pipeline
-    from ultrascale_jax.plan.compile import compile_step
-    from ultrascale_jax.plan.timeline import simulate
+    from ultrascale_jax.plan.compile import compile_step, simulate_step
 
     cfg, num_gpus = memory_table.config(row)
-    step, run = compile_step(cfg, num_gpus, estimates=True), Run.of(cfg, num_gpus)
-    cluster = find_cluster(None, "h100", num_gpus)
-    return step, simulate(step.module, step.axes, cluster, share=pipeline.shares(run, step.module))
+    step = compile_step(cfg, num_gpus)
+    return step, simulate_step(step, find_cluster(None, "h100", num_gpus))
 
 
 def measure(row: dict[str, str]) -> dict[str, str]:

@@ -15,10 +15,15 @@ from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.hlo import matmuls, parse
 from ultrascale_jax.parallel.context import context_attention
-from ultrascale_jax.plan.compile import BOOLEANS, target_checks, target_devices, uncached
+from ultrascale_jax.plan.compile import (
+    BOOLEANS,
+    simulate_step,
+    target_checks,
+    target_devices,
+    uncached,
+)
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.operations import Operations
-from ultrascale_jax.plan.timeline import simulate
 
 RANKS, BF16 = 8, 2
 
@@ -102,7 +107,7 @@ def recipe(request, compile_once):
     recipe, num_gpus = {"128k": (llama3_8b_128k, 8), "1m": (llama3_8b_1m, 64)}[request.param]
     cfg = recipe.config.check(num_gpus)
     step = compile_once(cfg, num_gpus)
-    return step, simulate(step.module, step.axes, find_cluster(None, "h100", num_gpus))
+    return step, simulate_step(step, find_cluster(None, "h100", num_gpus))
 
 
 @pytest.mark.slow

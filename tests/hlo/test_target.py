@@ -71,9 +71,7 @@ def test_a_description_that_xla_does_not_read_is_refused(tmp_path):
 @pytest.mark.wide
 @pytest.mark.parametrize(("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None)])
 def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_host):
-    step = compile_step(
-        load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, estimates=True, options=FAST
-    )
+    step = compile_step(load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, options=FAST)
     assert step.axes["fsdp"] == 4
     assert 0 < step.argument_bytes < step.peak_bytes
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import command_line
+import ultrascale_jax
+from scripts import command_line, plan
 from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from ultrascale_jax.hlo import parse
-from ultrascale_jax.plan import costs
+from ultrascale_jax.plan import compile, costs
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.operations import Operations, attention_flops, touched
 from ultrascale_jax.plan.timeline import simulate, trace
@@ -43,8 +44,12 @@ def indented(lines):
 
 def program(*lines, gathered=8192, computations=""):
     """A scheduled program of 8 devices that runs `lines` on its arguments `a` and `w`."""
+    return parse(text_of(*lines, gathered=gathered, computations=computations))
+
+
+def text_of(*lines, gathered=8192, computations=""):
     body = indented(lines)
-    return parse(f"""HloModule m, is_scheduled=true
+    return f"""HloModule m, is_scheduled=true
 
 %double (p: bf16[8192,8192]) -> bf16[8192,8192] {{
   %p = bf16[8192,8192] parameter(0)
@@ -56,7 +61,7 @@ ENTRY %main (a: bf16[8192,8192], w: bf16[{gathered // 8},8192]) -> () {{
   %w = bf16[{gathered // 8},8192] parameter(1)
 {body}
 }}
-""")
+"""
 
 
 def gather(number, rows, text=GATHER, groups="[1,8]<=[8]"):
@@ -278,6 +283,23 @@ def test_a_branch_may_be_taken_in_a_share_of_the_iterations(share):
     assert set(asked) == {("switch", (32,))}
 
 
+def test_the_library_times_a_pipeline_as_the_command_does(monkeypatch, capsys):
+    """Both know in how many ticks a rank has the head."""
+    words = "llama3_8b --mesh pp=2 --train.microbatches 32 --train.global-batch 32".split()
+    cfg, _ = command_line.parse(words, prog="test")
+    switched = BRANCHES + LOOP + indented([SWITCH]) + "\n}\n"
+    step = compile.CompiledStep(
+        run=Run.of(cfg, 2), text=text_of(WHILE, computations=switched), axes={"pp": 2},
+        argument_bytes=0, temporary_bytes=0, host_bytes=0, peak_bytes=0, compile_s=0.0,
+    )  # fmt: skip
+    cluster = find_cluster(None, "h100", 2)
+    timeline = ultrascale_jax.simulate_step(step, cluster)
+    assert NORM_S < timeline.step_s / 32 < PRODUCT_S
+    monkeypatch.setattr(compile, "compile_step", lambda *args, **options: step)
+    plan.main(["compile", *words, "--gpus", "2", "--json"])
+    assert json.loads(capsys.readouterr().out)["step_s"] == timeline.step_s
+
+
 def test_one_gpu_communicates_nothing():
     alone = gather(1, 8192, groups="{{0}}")
     timeline = simulate(program(alone, gather(1, 8192, DONE)), {"fsdp": 1}, NODE)
@@ -480,7 +502,7 @@ def test_a_compiled_step_does_the_operations_that_the_model_needs():
         data=DataConfig(seq_len=512, document_mask=False),
         train=TrainConfig(global_batch=4, zero=3, remat="selective"),
     ).check(2)
-    step = compile_step(cfg, 2)
+    step = compile_step(cfg, 2, estimates=False)
     operations = Operations(step.module, GPU)
     found = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
     for name, loops in step.module.walk():

@@ -1,7 +1,8 @@
 """Compile the training step for GPUs that are not there, and say what it needs.
 
 XLA's CUDA plugin compiles for a described chip: `hardware.py` has the descriptions, `target_devices` lays out as many
-chips as wanted in hosts, and `compile_step` compiles the very program that `training/step.py` would run on them.
+chips as wanted in hosts, and `compile_step` compiles the very program that `training/step.py` would run on them;
+`simulate_step` says how long it takes.
 The result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice
 of kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
 (extra `aot`), no GPU, driver or CUDA libraries.
@@ -23,8 +24,10 @@ from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.plan import traffic
-from ultrascale_jax.plan.hardware import Gpu, find_gpu
+from ultrascale_jax.plan import pipeline, traffic
+from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
+from ultrascale_jax.plan.timeline import Timeline, simulate
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step, xla_options
@@ -50,6 +53,8 @@ BOOLEANS = {"true": True, "false": False}
 class CompiledStep:
     """One training step as XLA would run it; sizes in bytes on one GPU."""
 
+    run: Run
+    """What the step is one of."""
     text: str
     """Scheduled HLO."""
     axes: dict[str, int]
@@ -120,7 +125,7 @@ def compile_step(
     gpu: str = "h100",
     *,
     gpus_per_host: int | None = None,
-    estimates: bool = False,
+    estimates: bool = True,
     options: Mapping[str, str] | None = None,
 ) -> CompiledStep:
     """Compile `make_train_step(cfg)` for `num_devices` GPUs with the XLA flags of a real run.
@@ -130,7 +135,8 @@ def compile_step(
       num_devices: how many GPUs.
       gpu: as `find_gpu` takes it.
       gpus_per_host: how many GPUs of a host; none is the GPU's usual machine.
-      estimates: let XLA write its estimates of time into the text, where it can for this GPU.
+      estimates: let XLA write its estimates of time into the text, where it can for this GPU: `simulate_step` reads
+        them. Without them XLA takes three quarters of the time.
       options: XLA flags without dashes, added to those of a run.
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
@@ -149,6 +155,7 @@ def compile_step(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledStep(
+        run=Run.of(cfg, num_devices),
         text=text,
         axes=dict(mesh.shape),
         argument_bytes=memory.argument_size_in_bytes,
@@ -157,6 +164,15 @@ def compile_step(
         peak_bytes=memory.peak_memory_in_bytes,
         compile_s=seconds,
     )
+
+
+def simulate_step(step: CompiledStep, cluster: Cluster) -> Timeline:
+    """Predict how one GPU of `cluster` spends its time on `step`.
+
+    A conditional takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it.
+    """
+    share = pipeline.shares(step.run, step.module)
+    return simulate(step.module, step.axes, cluster, share=share)
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
