@@ -91,6 +91,28 @@ def test_the_gradient_follows_the_cotangent():
     np.testing.assert_allclose(three, 3.0 * one, rtol=1e-6)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_each_of_the_two_losses_has_its_own_gradient(z_loss):
+    x, head, targets = inputs()
+
+    def gradients(losses, x, head):
+        def bare(x, head):
+            return losses(x, head, targets, z_loss)[1]
+
+        def both(x, head):
+            objective, nll = losses(x, head, targets, z_loss)
+            return 2.0 * objective + 3.0 * nll
+
+        return [jax.jit(jax.grad(loss, (0, 1)))(x, head) for loss in (bare, both)]
+
+    want = gradients(textbook, x, head)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, tp=2), jax.devices()[:4])):
+        placed = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp")))
+        got = gradients(ours, *placed)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()) + 1e-7)
+
+
 def test_chunks_bound_the_logits_of_a_device():
     mesh = MeshConfig(fsdp=4, tp=2)
     with jax.set_mesh(make_mesh(mesh)):

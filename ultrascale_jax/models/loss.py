@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
@@ -37,7 +38,7 @@ def cross_entropy(
     weight: jax.Array,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum of the negative log-likelihoods of `targets_BT`.
+    """Weighted sum of the negative log-likelihoods of `targets_BT`; differentiable in `x_BTD` and `head_DV`.
 
     Args:
       x_BTD: hidden states, `reduced` over the axes of V (`gather_sequence`).
@@ -55,12 +56,23 @@ def cross_entropy(
 
 
 def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
+    x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
     gradients, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True)
-    return (weight * jnp.sum(nll + z), weight * jnp.sum(nll)), gradients
+    losses = weight * jnp.sum(nll + z), weight * jnp.sum(nll)
+    return losses, (gradients, (x_BTD, head_DV, targets_BT, weight))
 
 
-def _backward(z_loss, gradients, g):
-    return *(_scale(x, g[0]) for x in gradients), None, None
+def _backward(z_loss, kept, g):
+    """Scale the objective's gradients, made on the way; make those of the bare loss here, if it has a cotangent."""
+    gradients, (x_BTD, head_DV, targets_BT, weight) = kept
+    found = []
+    if not isinstance(g[0], SymbolicZero):
+        found.append([_scale(x, g[0]) for x in gradients])
+    if not isinstance(g[1], SymbolicZero):
+        if z_loss:
+            gradients, _ = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=True)
+        found.append([_scale(x, g[1]) for x in gradients])
+    return *(functools.reduce(jnp.add, parts) for parts in zip(*found, strict=True)), None, None
 
 
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -69,7 +81,7 @@ def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * jax.reshard(factor.astype(x.dtype), P(reduced=unreduced))
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
