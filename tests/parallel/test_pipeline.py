@@ -15,6 +15,7 @@ from ultrascale_jax.parallel.buffers import assemble
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.parallel.pipeline import Stages, pipeline
 from ultrascale_jax.parallel.schedules import build, forward_only, layer_order, stage_layers
+from ultrascale_jax.parallel.vjp import LayerVJP
 from ultrascale_jax.sharding import vary
 
 D, V, T = 8, 32, 4
@@ -174,6 +175,18 @@ def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash)
     mesh = make_mesh(MeshConfig(pp=ranks, dp=8 // ranks, fsdp=1))
     got = run(build(name, ranks, 8), mesh, *make_params(layers), microbatches(8, 4), stash=stash)
     assert_equal(got, expected(layers, 8, 4))
+
+
+def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("cut in two")
+
+    monkeypatch.setattr(LayerVJP, "_divide", refuse)
+    mesh = make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2])
+    inputs = mesh, *make_params(2), microbatches(2, 1)
+    run(build("1f1b", 2, 2), *inputs)
+    with pytest.raises(AssertionError, match="cut in two"):
+        run(build("zb_h1", 2, 2), *inputs)
 
 
 @pytest.mark.parametrize(("virtual", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])

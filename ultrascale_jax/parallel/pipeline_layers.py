@@ -83,7 +83,7 @@ class LayerLoop:
         state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
         if not self.trains:
             return x, state
-        self.vjp = LayerVJP(self._layer, params, x, context)
+        self.vjp = LayerVJP(self._layer, params, x, context, split=self.schedule.split)
         y, aux, kept = self.vjp.forward(params, x, context)
         cotangents = (empty(y), empty(aux))
         grads, _ = self.vjp.backward(params, context, kept, cotangents)

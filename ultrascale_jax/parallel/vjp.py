@@ -44,10 +44,11 @@ class LayerVJP:
     """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss)`.
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
-    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` is not differentiated.
+    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` is not differentiated. Without `split`
+    there is no `input_gradient` and no `weight_gradient`, and nothing is traced for them.
     """
 
-    def __init__(self, layer: Callable, params: Any, x: jax.Array, context: Any):
+    def __init__(self, layer: Callable, params: Any, x: jax.Array, context: Any, *, split: bool):
         self._layer = layer
         leaves, self._params_tree = jax.tree.flatten(params)
         around, self._context_tree = jax.tree.flatten(context)
@@ -55,8 +56,8 @@ class LayerVJP:
         self._classify(leaves, x, around)
         self.kept = [residuals[i] for i in self._keep]
         """Examples of what `forward` keeps, for their types."""
-        cotangents = (jnp.zeros_like(y), jnp.zeros_like(aux))
-        self._divide(leaves, around, cotangents)
+        if split:
+            self._divide(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
 
     def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """y, the auxiliary loss, and what the backward pass needs of them."""
