@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from ultrascale_jax.config import DataConfig
+from ultrascale_jax.data import sources
 from ultrascale_jax.data.sources import open_sources, parse_mixture, stdlib_paths
 from ultrascale_jax.data.tokenizer import train_bpe
 
@@ -19,6 +21,12 @@ def test_the_standard_library_is_the_same_code_every_time_without_its_tests():
     assert {"ast.py", "heapq.py"} <= {path.name for path in paths}
     folders = {part for path in paths for part in path.parts[-3:-1]}
     assert not folders & {"test", "tests", "site-packages"}
+
+
+def test_the_table_of_sources_has_a_row_for_each_kind():
+    rows = re.findall(r"^    (\S+)  +\S", sources.__doc__, re.MULTILINE)
+    assert rows == ["python-stdlib", "text:GLOB", "tokens:DIR", "synthetic"]
+    assert sorted(rows) == sorted(re.findall(r"[\w:-]+(?=,| or|$)", sources.KINDS))
 
 
 def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):

@@ -1,12 +1,11 @@
 """Where documents come from: what `data.source` names, opened and checked before the first step.
 
-    python-stdlib    the .py files of the running Python's own standard library: no download, about
-    10 MB text:GLOB        each matching file is one document of UTF-8 text, held in memory
-    tokens:DIR       token shards that `scripts/prepare_data.py` wrote, memory-mapped synthetic
-    random token ids and document borders, without end
+    python-stdlib    the .py files of the running Python's own standard library: no download, about 10 MB
+    text:GLOB        each matching file is one document of UTF-8 text, held in memory
+    tokens:DIR       token shards that `scripts/prepare_data.py` wrote, memory-mapped
+    synthetic        random token ids and document borders, without end
 
-Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios
-matter.
+Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter.
 """
 
 import glob
