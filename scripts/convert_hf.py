@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from scripts import command_line
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
 from ultrascale_jax.models.hf_config import parse_config, read_config
 from ultrascale_jax.models.hf_files import inside, read_json
+from ultrascale_jax.reliability.run_files import write_atomic
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -103,7 +103,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         if jax.process_index() == 0:
             _copy_beside(folder, run_dir)
             text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
-            (run_dir / "config.json").write_text(text, encoding="utf-8")
+            write_atomic(run_dir / "config.json", text.encode())
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenizer copied")
         checkpoints.save(state, meta, wait=True)
@@ -120,8 +120,8 @@ def _before_the_copy(cfg: Config, hf_dir: Path) -> Config:
 def _copy_beside(folder: Path, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in _travelling(folder):
-        shutil.copyfile(inside(folder, name), run_dir / name)
-    shutil.copyfile(inside(folder, "config.json"), run_dir / ORIGINAL)
+        write_atomic(run_dir / name, inside(folder, name).read_bytes())
+    write_atomic(run_dir / ORIGINAL, inside(folder, "config.json").read_bytes())
 
 
 def export_checkpoint(options: Export, mesh: "Mesh") -> None:

@@ -14,6 +14,7 @@ from scripts.generate import printable
 from ultrascale_jax.config import AXES, require
 from ultrascale_jax.reliability import manifest
 from ultrascale_jax.reliability.manifest import Damaged, Unreadable
+from ultrascale_jax.reliability.run_files import folder_of
 from ultrascale_jax.reliability.steps import METADATA, metadata, quarantined, steps
 from ultrascale_jax.training.identity import saved_config
 
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with command_line.user_errors():
         prog = "python -m scripts.inspect_checkpoint"
         options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
-        folder = options.run_dir / saved_config(options.run_dir).checkpoint.dir
+        name = saved_config(options.run_dir).checkpoint.dir
+        folder = folder_of(options.run_dir, name, make=False)
         there = steps(folder)
         fix = f"{folder} holds the steps {there}"
         require(options.step is None or options.step in there, "step", options.step, fix)

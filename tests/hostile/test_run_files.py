@@ -109,19 +109,83 @@ def test_a_checkpoints_metadata_that_was_bent_is_refused_or_the_same_run(tmp_pat
         check_same_run(metadata(place), demo, "fingerprint", place)
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    """A run of two steps."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    cfg = dataclasses.replace(
+def config_of(folder, steps):
+    return dataclasses.replace(
         TINY,
-        train=dataclasses.replace(TINY.train, steps=2),
+        train=dataclasses.replace(TINY.train, steps=steps),
         model=dataclasses.replace(TINY.model, num_layers=1, vocab_size=256),
         mesh=dataclasses.replace(TINY.mesh, fsdp=1),
         log=dataclasses.replace(TINY.log, run_dir=str(folder)),
     )
-    train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+
+
+def run(folder, steps, **options):
+    cfg = config_of(folder, steps)
+    return train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), **options)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    run(folder, 2)
     return folder
+
+
+def contents(folder):
+    """Names and bytes of all that is in a folder."""
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+FOLDERS = ("heartbeats", "stacks", "checkpoints")
+FILES = ("lock", "events.jsonl", "metrics.jsonl", "heartbeats/0", "stacks/rank0.attempt0.txt")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
+def test_a_link_or_a_fifo_in_a_run_directory_is_refused_and_not_written_through(
+    run_dir, tmp_path, name
+):
+    """Promise R7. A FIFO would hold a run up before its watchdog begins."""
+    for kind in ("link", "fifo"):
+        folder, victims = tmp_path / kind, tmp_path / f"victims of {kind}"
+        shutil.copytree(run_dir, folder)
+        victims.mkdir()
+        place = folder / name
+        if place.exists():
+            place.rename(victims / "victim")
+        else:
+            (victims / "victim").write_text("{}")
+        place.symlink_to(victims / "victim") if kind == "link" else os.mkfifo(place)
+        before = contents(victims)
+        with pytest.raises(UserError, match=f"{name}.* is (a symbolic link|not a )"):
+            run(folder, 4)
+        assert contents(victims) == before
+
+
+def test_a_run_replaces_links_where_it_writes_whole_files_and_its_directory_may_be_one(
+    run_dir, tmp_path
+):
+    """Promise R7, in the files that are written beside their place first; TensorBoard's are left out."""
+    shutil.copytree(run_dir, tmp_path / "scratch")
+    (tmp_path / "out").symlink_to(tmp_path / "scratch")
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    names = ["config.json", "config.json.tmp", "metrics.jsonl.tmp", "config.tmp", "metrics.tmp"]
+    for name in names:
+        (victims / name).write_text("as it was")
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+        (tmp_path / "out" / name).symlink_to(victims / name)
+    (victims / "tensorboard").mkdir()
+    shutil.rmtree(tmp_path / "out/tensorboard", ignore_errors=True)
+    (tmp_path / "out/tensorboard").symlink_to(victims / "tensorboard")
+    before = contents(victims)
+    assert run(tmp_path / "out", 3)["step"] == 3
+    assert contents(victims) == before
+    assert {row["step"] for row in read_rows(tmp_path / "out/metrics.jsonl")} == {1, 2, 3}
+    assert (tmp_path / "out").is_symlink() and not (tmp_path / "out/config.json").is_symlink()
 
 
 @settings(BOUNDED, max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "25")))

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.reliability.run_files import write_atomic
 
 FORMAT = "ultrascale_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
@@ -276,16 +277,6 @@ def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
     own = hashlib.sha256(repr(seen).encode()).hexdigest()
     everyone = gather(own)
     return everyone[: jax.process_index()].count(own), everyone.count(own)
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one, or none, but never a part."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def _scan(path: Path, dtype: np.dtype, vocab_size: int) -> tuple[str, tuple[int, int] | None]:

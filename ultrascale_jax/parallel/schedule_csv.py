@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.parallel.schedule_table import Placement, Schedule, ScheduleError
+from ultrascale_jax.reliability.run_files import open_regular
 
 
 class _Entry(NamedTuple):
@@ -49,7 +50,8 @@ def read_csv(path: str | Path) -> Schedule:
     row, the column, the entry and the reason, for a file that is no schedule or cannot be run.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        opened = open_regular(path, follow=True)
+        with open(opened, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ultrascale_jax.reliability.run_files import NotRegular, open_regular, read_regular
+
 FILE_NAME = "events.jsonl"
 
 ATTEMPT = "US_ATTEMPT"
@@ -38,6 +40,15 @@ class Events:
         self.rank = rank
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
 
+    def check(self) -> None:
+        """Raise `NotRegular` if the place of the file is taken by something else; other faults stop no run."""
+        try:
+            os.close(open_regular(self.path, os.O_WRONLY | os.O_APPEND))
+        except NotRegular:
+            raise
+        except OSError:
+            return
+
     def record(self, kind: str, **details: object) -> None:
         """Append one event: who and when, then `details`."""
         row = {
@@ -51,7 +62,7 @@ class Events:
         line = (to_json(row | details) + "\n").encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(file, line)
             finally:
@@ -74,7 +85,9 @@ def read_events(path: Path) -> list[dict]:
     path, rows = Path(path), []
     try:
         path = path / FILE_NAME if path.is_dir() else path
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = read_regular(path).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
     except OSError as error:
         say(f"{path} cannot be read: {error}", sys.stderr)
         return []
@@ -91,8 +104,8 @@ def read_events(path: Path) -> list[dict]:
 def read_last(path: Path) -> dict:
     """The last whole row of a file of JSON rows, as `metrics.jsonl`, read from its end; empty if there is none."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - (1 << 20)))
+        with open(path, "rb", opener=open_regular) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
             lines = file.read().splitlines()
     except OSError:
         return {}

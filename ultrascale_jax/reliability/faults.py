@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale_jax.config import require
+from ultrascale_jax.reliability.run_files import open_regular, read_regular
 
 VARIABLE = "US_FAULT"
 
@@ -105,9 +106,9 @@ class Plan:
     def _struck(self, fault: Fault) -> bool:
         """Whether `fault` has struck this rank before; if not, it is on record now."""
         word = f"{fault} on {self._rank}"
-        done = self._record.read_text().splitlines() if self._record.exists() else []
+        done = read_regular(self._record).decode().splitlines() if self._record.exists() else []
         if word not in done:
-            with open(self._record, "a") as file:
+            with open(self._record, "a", opener=open_regular) as file:
                 file.write(word + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from pathlib import Path
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability.events import is_supervised, say
 from ultrascale_jax.reliability.exit_codes import CRASHED
+from ultrascale_jax.reliability.run_files import NotRegular, open_regular
 
 NAME = "lock"
 BEAT_S = 5.0
@@ -75,6 +76,8 @@ class RunLock:
         """Take the lock. Raises `UserError` that names the holder, if there is one."""
         try:
             self._take()
+        except NotRegular:
+            raise
         except OSError as error:
             fix = "make the run directory writable, or choose another with log.run_dir"
             words = f"cannot write {self.path} ({error}): {fix}"
@@ -145,7 +148,7 @@ class RunLock:
             # A disk that fails now may not do so next time.
             with contextlib.suppress(OSError):
                 if _read(self.path) == self._own:
-                    os.utime(self.path)
+                    os.utime(self.path, follow_symlinks=False)
         with contextlib.suppress(OSError):
             if _read(self.path) == self._own:
                 self.path.unlink(missing_ok=True)
@@ -182,7 +185,7 @@ def _birth(pid: int) -> int | None:
 def _read(path: Path) -> str | None:
     """The lock's text, read through no link."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        with open(path, opener=open_regular) as file:
             return file.read(10_000)
     except FileNotFoundError:
         return None
@@ -190,7 +193,7 @@ def _read(path: Path) -> str | None:
 
 def _beat_of(path: Path) -> int | None:
     try:
-        with open(path) as file:  # opening asks an NFS server for the newest
+        with open(path, opener=open_regular) as file:  # opening asks an NFS server for the newest
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
+from ultrascale_jax.reliability.run_files import open_regular, read_regular, write_atomic
 
 NAME = "manifest.json"
 PARTIAL = f"{NAME}.tmp"
@@ -69,11 +70,7 @@ def write(folder: Path, hashed: Callable[[], None] = lambda: None) -> tuple[int,
             entries[name] = [sizes[name], digest]
             hashed()
     text = json.dumps({"files": entries, "sha256": _self_digest(entries)}, indent=1) + "\n"
-    with open(folder / PARTIAL, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(folder / PARTIAL, folder / NAME)
+    write_atomic(folder / NAME, text.encode())
     return sum(sizes.values()), time.monotonic() - begun
 
 
@@ -120,7 +117,7 @@ def check_contents(folder: Path, part: int = 0, of: int = 1) -> None:
 def _read(path: Path) -> dict[str, list]:
     """Entries of a manifest, `[bytes, SHA-256]` by name."""
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_regular(path))
         entries = manifest["files"]
         if manifest["sha256"] == _self_digest(entries):
             return entries
@@ -131,7 +128,7 @@ def _read(path: Path) -> dict[str, list]:
 
 def _digest(path: Path, *, anew: bool = False) -> str:
     # Between the look at the folder and this moment a file may have become a link.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         if anew:
             # Not from the host's memory, which may be what is wrong.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ultrascale_jax.config import require
 from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.run_files import NotRegular, read_regular
 
 METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
@@ -49,15 +50,14 @@ def metadata(place: Path) -> dict:
 
     Raises `Damaged` where that is missing, is no such text or is of another step, and `OSError` where the disk fails.
     """
-    path = place / METADATA
-    if path.is_symlink():
-        raise Damaged(f"{METADATA} is a symbolic link")
     try:
-        meta = json.loads(path.read_bytes())["custom_metadata"]
+        meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
         whole = all(isinstance(meta[name], dict) for name in ("config", "data", "versions"))
         whole = whole and isinstance(meta.get("arrays", {}), dict)
         step = meta["data"]["step"]
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except NotRegular as error:
+        raise Damaged(f"{METADATA} {error.strerror}") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ultrascale_jax.reliability.events import Events, read_last, say
 from ultrascale_jax.reliability.exit_codes import HUNG
+from ultrascale_jax.reliability.run_files import folder_of, open_regular, read_regular
 
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
@@ -85,7 +86,7 @@ class Beat:
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """The heartbeat of `rank`; none where there is none that can be read."""
     try:
-        values = json.loads((run_dir / HEARTBEATS / str(rank)).read_bytes())
+        values = json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
         beat = Beat(**{name: kind(values[name]) for name, kind in Beat.__annotations__.items()})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -144,13 +145,12 @@ class Watch:
         self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Watch":
-        path = self._run_dir / HEARTBEATS / str(self._rank)
+        path = folder_of(self._run_dir, HEARTBEATS) / str(self._rank)
         self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.stacks.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder_of(self._run_dir, STACKS)
+        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
         # Unbuffered and never moved: faulthandler keeps the file's number.
-        self._stacks_file = open(self.stacks, "ab", buffering=0)
+        self._stacks_file = open(self.stacks, "ab", 0, opener=open_regular)
         faulthandler.register(DUMP_SIGNAL, self._stacks_file, all_threads=True)
         self._write()
         self._guarding.start()

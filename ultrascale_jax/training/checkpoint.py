@@ -26,6 +26,7 @@ from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
 from ultrascale_jax.reliability.faults import Plan
 from ultrascale_jax.reliability.lock import LASTING, refusal
 from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.run_files import folder_of
 from ultrascale_jax.reliability.steps import metadata, quarantine, quarantined, steps
 from ultrascale_jax.training import saving, verified
 from ultrascale_jax.training.groups import join, split
@@ -297,8 +298,8 @@ class Checkpoints:
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Where the run of `cfg` keeps its checkpoints."""
-    return Path(cfg.log.run_dir).resolve() / cfg.checkpoint.dir
+    """Where the run of `cfg` keeps its checkpoints. Raises `NotRegular` for a link: a run renames and deletes there."""
+    return folder_of(Path(cfg.log.run_dir).resolve(), cfg.checkpoint.dir, make=False)
 
 
 def _context() -> Any:

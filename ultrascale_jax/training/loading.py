@@ -11,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.run_files import folder_of
 from ultrascale_jax.reliability.steps import steps
 from ultrascale_jax.training import verified
 from ultrascale_jax.training.groups import PARAMS, TRAIN, flatten, unflatten
@@ -27,7 +28,7 @@ def load_params(
     the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
     folder = Path(run_dir).resolve()
-    folder /= saved_config(folder).checkpoint.dir
+    folder = folder_of(folder, saved_config(folder).checkpoint.dir, make=False)
     available = verified.of_first(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")

@@ -8,7 +8,6 @@ data and the step number alone, so a run that stops anywhere and resumes compute
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -23,6 +22,7 @@ from ultrascale_jax.parallel.order import sequence_order
 from ultrascale_jax.reliability.events import Events
 from ultrascale_jax.reliability.faults import Plan
 from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.reliability.run_files import write_atomic
 from ultrascale_jax.reliability.stragglers import StepTimes
 from ultrascale_jax.reliability.watchdog import Watch
 from ultrascale_jax.training.alone import alone
@@ -74,6 +74,7 @@ def train(
         loader = make_loader(cfg)
         fresh = cfg.checkpoint.resume == "never"
         events = Events(run_dir, jax.process_index())
+        events.check()
         still_alone = stack.enter_context(alone(run_dir, events))
         watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
         with watch.section("restore"):
@@ -81,7 +82,8 @@ def train(
             state, first_step, notes = _start(cfg, mesh, loader, checkpoints)
         log = stack.enter_context(RunLog(run_dir, first_step=first_step, num_steps=cfg.train.steps))
         if jax.process_index() == 0:
-            _write_json(run_dir / "config.json", dataclasses.asdict(cfg))
+            text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+            write_atomic(run_dir / "config.json", text.encode())
         for note in parallel + notes:
             log.note(note)
         tracer = stack.enter_context(Tracer(run_dir / "profile", profile))
@@ -282,9 +284,3 @@ def _start(
 def _is_busy(pending: tuple | None) -> bool:
     """Whether the devices still compute what was sent to them last."""
     return pending is not None and not pending[1]["loss"].is_ready()
-
-
-def _write_json(path: Path, value: object) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(unfinished, path)

@@ -25,6 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.reliability.events import say, to_json
+from ultrascale_jax.reliability.run_files import (
+    folder_of,
+    open_regular,
+    read_regular,
+    write_atomic,
+)
 
 FILE_NAME = "metrics.jsonl"
 
@@ -41,7 +47,7 @@ def peak_memory_gb() -> float:
 def read_rows(path: Path) -> list[dict]:
     """Rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
     rows = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = read_regular(path).splitlines() if os.path.lexists(path) else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -55,13 +61,14 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def truncate_rows(path: Path, step: int, *, finished: bool = False) -> None:
-    """Drop the rows of `path` after `step`, and a last line that was cut short.
+def truncate_rows(path: Path, step: int, *, finished: bool = False) -> list[str]:
+    """Drop the rows of `path` after `step`, and a last line that was cut short; return the steps without a row.
 
-    A run that is `finished` at `step` will be evaluated again, so its evaluation there is dropped too.
+    They are in words, such as `3 to 7`. A run that is `finished` at `step` will be evaluated again, so its evaluation
+    there is dropped too.
     """
-    if not path.exists():
-        return
+    if not os.path.lexists(path):
+        return _missing([], step)
     rows = read_rows(path)
     for number, row in enumerate(rows, start=1):
         fix = "holds no number of a step; move the file away to start a new one"
@@ -69,9 +76,16 @@ def truncate_rows(path: Path, step: int, *, finished: bool = False) -> None:
     rows = [row for row in rows if row["step"] <= step]
     again = [finished and row["step"] == step and "eval_loss" in row for row in rows]
     kept = [json.dumps(row) + "\n" for row, drop in zip(rows, again, strict=True) if not drop]
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(kept))
-    os.replace(partial, path)
+    write_atomic(path, "".join(kept).encode())
+    return _missing(rows, step)
+
+
+def _missing(rows: list[dict], step: int) -> list[str]:
+    """The steps from 1 to `step` that none of `rows` describes, as ranges."""
+    there = sorted({row["step"] for row in rows if "eval_loss" not in row and row["step"] > 0})
+    pairs = zip([0, *there], [*there, step + 1], strict=True)
+    holes = [(before + 1, after - 1) for before, after in pairs if after - before > 1]
+    return [f"{first} to {last}" if first < last else f"{first}" for first, last in holes]
 
 
 class RunLog:
@@ -91,9 +105,12 @@ class RunLog:
         if not self._active:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        truncate_rows(run_dir / FILE_NAME, first_step, finished=first_step >= num_steps)
+        finished = first_step >= num_steps
+        missing = truncate_rows(run_dir / FILE_NAME, first_step, finished=finished)
         # Without Python's buffer, which loses what it cannot write.
-        self._file = self._stack.enter_context(open(run_dir / FILE_NAME, "ab", buffering=0))
+        self._file = self._stack.enter_context(
+            open(run_dir / FILE_NAME, "ab", 0, opener=open_regular)
+        )
         self._waiting, self._full = b"", False
         self._events = TensorBoard(run_dir / "tensorboard", first_step, self.note)
         self._stack.callback(self._events.close)
@@ -105,6 +122,12 @@ class RunLog:
             self._stack.enter_context(self._progress)
             self._task = self._progress.add_task(
                 "train", total=num_steps, completed=first_step, loss=math.nan
+            )
+        if missing:
+            more = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
+            where = f"{', '.join(missing[:3])}{more}"
+            self.note(
+                f"{run_dir / FILE_NAME} has no rows of steps {where}: it was cut; the rest is kept"
             )
 
     def __enter__(self) -> "RunLog":
@@ -222,8 +245,8 @@ class TensorBoard:
         self._checksum, self._scalar = masked_crc32c, scalar
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / name, "ab", buffering=0)
+            folder_of(folder.parent, folder.name)
+            self._file = open(folder / name, "ab", 0, opener=open_regular)
         except OSError as error:
             self._end(error)
         self._write(file_version="brain.Event:2")

@@ -10,6 +10,7 @@ from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.reliability.events import Events, to_json
 from ultrascale_jax.reliability.exit_codes import STOPPED
+from ultrascale_jax.reliability.run_files import write_atomic
 from ultrascale_jax.training.loss_scale import LEAST
 
 FILE_NAME = "skipped.json"
@@ -72,7 +73,7 @@ class Skips:
         path = Path(self._cfg.log.run_dir) / FILE_NAME
         if jax.process_index() == 0:
             rows = [{**row, "places": self._loader.places(row["step"] - 1)} for row in self._last]
-            path.write_text("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n")
+            write_atomic(path, ("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n").encode())
         reasons = {row["reason"] for row in self._last}
         fault = {
             frozenset(["spike"]): "was a spike",

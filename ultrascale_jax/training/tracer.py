@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 
+from ultrascale_jax.reliability.run_files import folder_of
 from ultrascale_jax.training.state import TrainState
 
 
@@ -31,5 +32,7 @@ class Tracer:
         if self._active:
             jax.profiler.stop_trace()
         else:
-            jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+            # Where the profiler writes, though it would follow links there.
+            folder = folder_of(self._folder.parent, f"{self._folder.name}/plugins/profile")
+            jax.profiler.start_trace(folder.parents[1], create_perfetto_trace=True)
         self._active = not self._active
