@@ -96,7 +96,7 @@ def test_names_that_lead_outside_are_not_followed(folder):
     text = json.loads((folder / manifest.NAME).read_text())["files"]
     for name in ("../outside", str(outside), "params/../../outside"):
         entries = {name: text["a.json"], **text}
-        forged = {"files": entries, "sha256": manifest._self_digest(entries)}
+        forged = {"files": entries, "sha256": manifest.digest_of(entries)}
         (folder / manifest.NAME).write_text(json.dumps(forged))
         with pytest.raises(Damaged, match="is missing"):
             check(folder)

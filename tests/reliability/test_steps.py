@@ -6,7 +6,14 @@ import pytest
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability.manifest import Damaged
-from ultrascale_jax.reliability.steps import METADATA, metadata, quarantine, quarantined, steps
+from ultrascale_jax.reliability.steps import (
+    METADATA,
+    metadata,
+    quarantine,
+    quarantined,
+    steps,
+    with_digest,
+)
 
 META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}}
 
@@ -38,8 +45,9 @@ def test_one_that_is_put_aside_replaces_none(tmp_path):
 
 def test_metadata_is_what_was_saved(tmp_path):
     (tmp_path / "5").mkdir()
-    (tmp_path / "5" / METADATA).write_text(json.dumps({"custom_metadata": META}))
-    assert metadata(tmp_path / "5") == META
+    for meta in (META, with_digest(META)):
+        (tmp_path / "5" / METADATA).write_text(json.dumps({"custom_metadata": meta}))
+        assert metadata(tmp_path / "5") == META
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,24 @@ def test_metadata_that_is_missing_is_damage(tmp_path):
     (tmp_path / "5").mkdir()
     with pytest.raises(Damaged, match="is missing"):
         metadata(tmp_path / "5")
+
+
+def test_a_flipped_bit_of_metadata_is_damage_or_changes_nothing(tmp_path):
+    (tmp_path / "5").mkdir()
+    content = json.dumps({"custom_metadata": with_digest(META)}).encode()
+    refused = 0
+    for n in range(len(content)):
+        flipped = bytearray(content)
+        flipped[n] ^= 1 << n % 8
+        (tmp_path / "5" / METADATA).write_bytes(flipped)
+        try:
+            found = metadata(tmp_path / "5")
+        except Damaged:
+            refused += 1
+        else:
+            # The name of the digest itself: it is then as old ones, without.
+            assert {name: found[name] for name in META} == META and len(found) <= len(META) + 1
+    assert refused > 0.9 * len(content)
 
 
 def test_metadata_through_a_link_is_not_read(tmp_path):

@@ -34,7 +34,7 @@ from ultrascale_jax.reliability.manifest import Damaged, Unreadable
 from ultrascale_jax.reliability.steps import METADATA
 from ultrascale_jax.training import verified
 from ultrascale_jax.training.checkpoint import Checkpoints, NothingLeft
-from ultrascale_jax.training.identity import describe
+from ultrascale_jax.training.identity import check_same_run, describe
 from ultrascale_jax.training.loading import load_params
 from ultrascale_jax.training.state import abstract_state, init_state
 
@@ -115,8 +115,9 @@ def zero(path):
 
 
 def edit(place, change):
-    """Change the metadata of a checkpoint, which then has no manifest."""
+    """Change the metadata of a checkpoint as if it had been written so, before there were digests and manifests."""
     text = json.loads((place / METADATA).read_text())
+    del text["custom_metadata"]["sha256"]
     change(text["custom_metadata"])
     (place / METADATA).write_text(json.dumps(text))
     (place / manifest.NAME).unlink()
@@ -208,7 +209,7 @@ with Checkpoints(cfg) as checkpoints:
         flip(path, where, bit)
         try:
             assert bits(checkpoints.restore(6, like)) == expected
-        except Damaged:
+        except (Damaged, manifest.Doubtful):
             refused += 1
         flip(path, where, bit)
 print("refused", refused)
@@ -294,6 +295,86 @@ def test_a_host_or_device_that_fails_while_it_loads_is_not_taken_for_damage(
     assert refused.value.exit_code == 70 and nothing_renamed(folder)
     state, step, _ = resume(folder)
     assert step == 6 and bits(state) == expected[6]
+
+
+def unsealed(folder, step):
+    (step_folder(folder, step) / manifest.NAME).unlink()
+    return step_folder(folder, step)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda place: os.truncate(array_files(place)[0], 1000),
+        lambda place: array_files(place)[0].unlink(),
+        lambda place: (place / "params/manifest.ocdbt").write_bytes(b"none"),
+        lambda place: shutil.rmtree(place / "train"),
+    ],
+)
+def test_one_without_a_manifest_that_does_not_load_where_an_older_one_does_is_damaged(run, do):
+    folder, expected = run
+    do(unsealed(folder, 6))
+    state, step, _ = resume(folder)
+    assert step == 4 and bits(state) == expected[4]
+    assert (folder / "checkpoints/6.corrupt").is_dir()
+
+
+def test_what_may_be_a_hosts_fault_is_not_called_damage_without_a_proof(run, monkeypatch):
+    """A load of the newest, which has no manifest, fails: once; always, as its file fails; with no older one."""
+    folder, expected = run
+    place, real, failures = unsealed(folder, 6), ocp.training.Checkpointer.load_checkpointables, []
+
+    def fail(self, step, like):
+        if step == 6 and len(failures) < times:
+            failures.append(step)
+            raise ValueError("DATA_LOSS: anything that TensorStore may say")
+        return real(self, step, like)
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "load_checkpointables", fail)
+    times = 1
+    state, step, _ = resume(folder)
+    assert step == 6 and bits(state) == expected[6] and nothing_renamed(folder)
+    times = 100
+
+    def broken(path, *, anew=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "_digest", broken)
+        with pytest.raises(Unreadable, match=r"6/.*Input/output error"):
+            resume(folder)
+    assert nothing_renamed(folder)
+    for other in (2, 4):
+        shutil.rmtree(step_folder(folder, other))
+    with pytest.raises(Unreadable, match=r"DATA_LOSS.*no older checkpoint loads") as refused:
+        resume(folder)
+    assert refused.value.exit_code == 70 and place.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"params/embed"', b'"params/embee"'),
+        (b'"d_model"', b'"d_modem"'),
+        (b'"d_ff": 64', b'"d_ff": 65'),
+        (b'"optim"', b'"optin"'),
+        (b'"fingerprint": "data-1"', b'"fingerprint": "data-3"'),
+        (b'"custom_metadata"', b'"custom_metadatb"'),
+    ],
+)
+def test_a_flipped_name_in_metadata_without_a_manifest_is_damage_and_no_other_run(run, old, new):
+    folder, expected = run
+    path = unsealed(folder, 6) / METADATA
+    content = path.read_bytes()
+    assert content.count(old) > 0
+    path.write_bytes(content.replace(old, new, 1))
+    cfg = in_folder(folder)
+    with Checkpoints(cfg, Events(folder, 0)) as checkpoints:
+        state, step, _ = checkpoints.resume(
+            abstract_state(cfg, mesh()), lambda meta, at: check_same_run(meta, cfg, "data-1", at)
+        )
+    assert step == 4 and bits(state) == expected[4]
+    assert (folder / "checkpoints/6.corrupt").is_dir()
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +35,10 @@ class Unreadable(UserError):
     """A checkpoint cannot be read now, which proves no damage; a restart may help."""
 
     exit_code = CRASHED
+
+
+class Doubtful(Unreadable):
+    """A checkpoint without manifest does not load although its files can be read: damage, or a host that fails."""
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -69,7 +73,7 @@ def write(folder: Path, hashed: Callable[[], None] = lambda: None) -> tuple[int,
         for name, digest in zip(sizes, digests, strict=True):
             entries[name] = [sizes[name], digest]
             hashed()
-    text = json.dumps({"files": entries, "sha256": _self_digest(entries)}, indent=1) + "\n"
+    text = json.dumps({"files": entries, "sha256": digest_of(entries)}, indent=1) + "\n"
     write_atomic(folder / NAME, text.encode())
     return sum(sizes.values()), time.monotonic() - begun
 
@@ -114,12 +118,18 @@ def check_contents(folder: Path, part: int = 0, of: int = 1) -> None:
                 raise Damaged(f"{name} has other bytes than were saved (SHA-256)")
 
 
+def read_all(folder: Path) -> None:
+    """Read every file of `folder` from the disk. Raises `OSError` if one cannot be read, and `Damaged` as `files`."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda name: _digest(folder / name, anew=True), files(folder)))
+
+
 def _read(path: Path) -> dict[str, list]:
     """Entries of a manifest, `[bytes, SHA-256]` by name."""
     try:
         manifest = json.loads(read_regular(path))
         entries = manifest["files"]
-        if manifest["sha256"] == _self_digest(entries):
+        if manifest["sha256"] == digest_of(entries):
             return entries
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
@@ -135,5 +145,6 @@ def _digest(path: Path, *, anew: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _self_digest(entries: Mapping) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def digest_of(value: object) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

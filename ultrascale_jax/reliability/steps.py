@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from ultrascale_jax.config import require
-from ultrascale_jax.reliability.manifest import Damaged
+from ultrascale_jax.reliability.manifest import Damaged, digest_of
 from ultrascale_jax.reliability.run_files import NotRegular, read_regular
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -45,22 +45,31 @@ def quarantine(place: Path) -> Path:
     return aside
 
 
+def with_digest(meta: dict) -> dict:
+    """Add the digest by which `metadata` finds out, without a manifest too, that a name or a value has changed."""
+    return meta | {"sha256": digest_of(meta)}
+
+
 def metadata(place: Path) -> dict:
     """What the checkpoint at `place` says of itself: `config`, `data`, `versions`, and `arrays` unless it is old.
 
-    Raises `Damaged` where that is missing, is no such text or is of another step, and `OSError` where the disk fails.
+    Raises `Damaged` where that is missing, is not as it was saved or is of another step, and `OSError` where the disk
+    fails. Older ones have no digest.
     """
     try:
         meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
         whole = all(isinstance(meta[name], dict) for name in ("config", "data", "versions"))
         whole = whole and isinstance(meta.get("arrays", {}), dict)
         step = meta["data"]["step"]
+        digest = meta.pop("sha256", None)
     except NotRegular as error:
         raise Damaged(f"{METADATA} {error.strerror}") from None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+    if digest is not None and digest != digest_of(meta):
+        raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
     if not whole or not isinstance(meta["data"].get("fingerprint"), str):
         raise Damaged(f"{METADATA} is not of this program")
     if str(step) != place.name:

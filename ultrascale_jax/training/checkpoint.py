@@ -25,9 +25,14 @@ from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.exit_codes import CRASHED, STOPPED
 from ultrascale_jax.reliability.faults import Plan
 from ultrascale_jax.reliability.lock import LASTING, refusal
-from ultrascale_jax.reliability.manifest import Damaged
 from ultrascale_jax.reliability.run_files import folder_of
-from ultrascale_jax.reliability.steps import metadata, quarantine, quarantined, steps
+from ultrascale_jax.reliability.steps import (
+    metadata,
+    quarantine,
+    quarantined,
+    steps,
+    with_digest,
+)
 from ultrascale_jax.training import saving, verified
 from ultrascale_jax.training.groups import join, split
 from ultrascale_jax.training.identity import config_from_dict
@@ -172,7 +177,7 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, meta: dict) -> None:
         groups = split(canonical(state, state.params.order_of))
-        meta = meta | {"arrays": verified.record(groups)}
+        meta = with_digest(meta | {"arrays": verified.record(groups)})
         try:
             response = self._orbax.save_checkpointables_async(
                 step, groups, force=True, custom_metadata=meta
@@ -245,17 +250,18 @@ class Checkpoints:
         and returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged, and
         `Unreadable` if it cannot tell.
         """
-        for step in reversed(self._listed()[0]):
+
+        def take(step: int) -> tuple[TrainState, list[str]]:
             place = self.folder / str(step)
-            try:
-                meta, note = verified.opened(place)
-                notes = [f"warning: {note}"] if note is not None else []
-                notes += [f"changed since: {change}" for change in accept(meta, place)]
-                state = self._load(step, abstract, meta)
-            except Damaged as damage:
-                self._put_aside(step, str(damage))
-                continue
-            return state, step, [f"resumed from {place}", *notes]
+            meta, note = verified.opened(place)
+            notes = [f"resumed from {place}", *([] if note is None else [f"warning: {note}"])]
+            notes += [f"changed since: {change}" for change in accept(meta, place)]
+            return self._load(step, abstract, meta), notes
+
+        found = verified.newest(self._listed()[0], take, self._put_aside)
+        if found is not None:
+            step, (state, notes) = found
+            return state, step, notes
         aside = self._listed()[1]
         if aside:
             raise NothingLeft(

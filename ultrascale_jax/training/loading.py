@@ -32,20 +32,23 @@ def load_params(
     available = verified.of_first(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
-    older = [one for one in available if one < wanted] if step is None else []
-    while True:
-        place = folder / str(wanted)
-        try:
-            meta, note = verified.opened(place)
-            found = _params(folder, mesh, wanted, meta)
-        except Damaged as damage:
-            if not older:
-                raise Damaged(f"{place} is damaged: {damage}") from None
-            wanted = older.pop()
-            _warn(f"{place} is damaged: {damage}; using step {wanted}")
-        else:
-            _warn(note)
-            return found
+    faults: list[str] = []
+
+    def take(step: int) -> tuple[Config, Transformer]:
+        meta, note = verified.opened(folder / str(step))
+        found = _params(folder, mesh, step, meta)
+        _warn(note)
+        return found
+
+    def damaged(step: int, why: str) -> None:
+        faults.append(f"{folder / str(step)} is damaged: {why}")
+
+    found = verified.newest(available if step is None else [wanted], take, damaged)
+    if found is None:
+        raise Damaged(faults[-1])
+    for fault in faults:
+        _warn(f"{fault}; using step {found[0]}")
+    return found[1]
 
 
 def _warn(note: str | None) -> None:

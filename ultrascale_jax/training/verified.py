@@ -7,12 +7,11 @@ where the manifest is missing. All processes come to one verdict, because each w
 
 import contextlib
 import errno
-import json
+import gc
 import os
-import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -23,20 +22,12 @@ from ultrascale_jax.config import UserError
 from ultrascale_jax.reliability import agreement, manifest
 from ultrascale_jax.reliability.agreement import agree, hosts
 from ultrascale_jax.reliability.fingerprint import fingerprints
-from ultrascale_jax.reliability.manifest import Damaged, Unreadable
+from ultrascale_jax.reliability.manifest import Damaged, Doubtful, Unreadable
 from ultrascale_jax.reliability.steps import METADATA, metadata
 from ultrascale_jax.training.groups import Groups, name, named
 
 LOOK_S = 60.0
 """How long a process looks for a checkpoint that process 0 sees: as long as NFS keeps what it knows of a folder."""
-
-DAMAGE = re.compile("DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|Error (opening|reading)|do not match")
-"""What TensorStore and Orbax say of files that are not what they wrote."""
-
-TROUBLE = re.compile(
-    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE|ABORTED|CANCELLED|INTERNAL|PERMISSION_DENIED|OS error (?!2:)"
-)
-"""What they say of a host, a device or a disk that fails, which proves no damage."""
 
 LONGEST = 500
 """Bytes of an error that are told."""
@@ -59,7 +50,7 @@ def of_first[Value](find: Callable[[], Value]) -> Value:
 
 def raise_alike(error: UserError | None) -> None:
     """Raise, on all processes, what one of them has found: what is damaged is damaged for all."""
-    for kind in (Damaged, Unreadable, UserError):
+    for kind in (Damaged, Unreadable, Doubtful, UserError):
         mine = error is not None and type(error) is kind
         problem = agree(str(error) if mine else None)
         if problem is not None:
@@ -122,6 +113,7 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
         UserError: the arrays of `shapes` are not those that it holds.
         Damaged: an array is not what was saved.
         Unreadable: something else than its files was in the way: a disk, a device or the memory of a host.
+        Doubtful: one or the other; see `newest`.
     """
     known = entries(meta)
     if known is not None:
@@ -137,16 +129,16 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
     orbax.reload()
     loaded = _loaded(orbax, step, shapes, sealed)
     wrong = None if known is None else _different(known, loaded)
-    if known is not None and wrong is not None and sealed:
-        # The files are those that were saved, so it is what became of them on the way.
+    if known is not None and wrong is not None:
         loaded = _loaded(orbax, step, shapes, sealed)
         wrong = _different(known, loaded)
-        if wrong is not None:
-            raise Unreadable(
-                f"{place}: {wrong}, twice, although its files are (manifest): the memory of a device or of a host, one "
-                f"of {', '.join(sorted(set(hosts())))}, changes it. Nothing was renamed; if other hosts say the same, "
-                "it was written so, and is to be renamed by hand"
-            )
+    if wrong is not None and sealed:
+        # The files are those that were saved, so it is what became of them on the way.
+        raise Unreadable(
+            f"{place}: {wrong}, twice, although its files are (manifest): the memory of a device or of a host, one "
+            f"of {', '.join(sorted(set(hosts())))}, changes it. Nothing was renamed; if other hosts say the same, "
+            "it was written so, and is to be renamed by hand"
+        )
     if wrong is not None:
         raise Damaged(wrong)
     return loaded
@@ -154,30 +146,73 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
 
 def _loaded(orbax: ocp.training.Checkpointer, step: int, shapes: Groups, sealed: bool) -> Groups:
     loaded: Groups = {}
+    place = Path(str(orbax.directory)) / str(step)
     # One by one: of two, Orbax forgets the second when the first cannot be read.
     for group, inner in shapes.items():
         failed: UserError | None = None
         try:
             loaded |= orbax.load_checkpointables(step, {group: inner})
         except Exception as error:
-            root = _root(error)
-            what = f"cannot be read ({type(root).__name__}: {first_line(root)})"
-            failed = Unreadable(f"{orbax.directory}/{step} {what} on {socket.gethostname()}")
-            if not sealed and _means_damage(root):
-                failed = Damaged(what)
-            failed.__cause__ = error
+            failed = _why_not(place, _root(error), sealed)
         raise_alike(failed)
     return loaded
 
 
-def _means_damage(error: BaseException) -> bool:
-    """Whether the files of a checkpoint without manifest are not what was saved, by what Orbax raised, or its cause."""
-    if isinstance(error, FileNotFoundError | KeyError | AttributeError):
-        return True
-    if not isinstance(error, ValueError) or TROUBLE.search(str(error)):
-        return False
-    unparsable = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-    return unparsable or DAMAGE.search(str(error)) is not None
+def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
+    """What it means that the checkpoint at `place` does not load because of `root`.
+
+    TensorStore raises one type for all that goes wrong, so nothing is read from its words: a manifest that holds has
+    proven the files, and a file that cannot be read is found by reading all of them. What remains is `Doubtful`.
+    """
+    what = f"cannot be read ({type(root).__name__}: {first_line(root)})"
+    words = f"{place} {what} on {socket.gethostname()}"
+    if sealed:
+        return Unreadable(words)
+    return _tried(lambda: manifest.read_all(place))[1] or Doubtful(words)
+
+
+def newest[Found](
+    steps: Sequence[int], take: Callable[[int], Found], damaged: Callable[[int, str], None]
+) -> tuple[int, Found] | None:
+    """The newest of `steps` (ascending) that is what was saved, and `take` of it; none if all are damaged.
+
+    Whether a `Doubtful` checkpoint or a host is at fault is found by experiment: an older one is loaded on the same
+    hosts, and if it loads, the doubtful one again. One that fails twice is damaged. `damaged` gets the step and the
+    reason of each that is.
+
+    Raises `Unreadable` where `take` does, or where there are doubtful ones and no older one loads.
+    """
+    doubtful: dict[int, str] = {}
+
+    def attempt(step: int) -> list[Found]:
+        try:
+            return [take(step)]
+        except Damaged as error:
+            doubtful.pop(step, None)
+            damaged(step, str(error))
+        except Doubtful as error:
+            doubtful[step] = str(error)
+        gc.collect()  # What Orbax raised holds the arrays that were read before.
+        return []
+
+    for step in reversed(steps):
+        found = attempt(step)
+        if found and not doubtful:
+            return step, found[0]
+        if found:
+            found.clear()  # Two may not fit into memory.
+            for other in list(doubtful):
+                if again := attempt(other):
+                    return other, again[0]
+                if other in doubtful:
+                    damaged(other, doubtful.pop(other))
+            return newest([one for one in steps if one <= step], take, damaged)
+    if doubtful:
+        raise Unreadable(
+            f"{next(iter(doubtful.values()))}; no older checkpoint loads here, so a host may be at fault. Nothing was "
+            "renamed; if other hosts say the same, rename it by hand, or start anew with checkpoint.resume=never"
+        )
+    return None
 
 
 def _root(error: BaseException) -> BaseException:
