@@ -97,6 +97,18 @@ def test_a_schedule_that_asks_for_too_much_is_refused_at_once(tmp_path, content)
         read_csv(tmp_path / "schedule.csv")
 
 
+def test_a_schedule_that_is_no_file_is_refused_at_once_and_a_link_to_one_is_read(tmp_path):
+    write_csv(build("1f1b", 2, 4), tmp_path / "schedule.csv")
+    (tmp_path / "link.csv").symlink_to("schedule.csv")
+    assert read_csv(tmp_path / "link.csv").ranks == 2
+    os.mkfifo(tmp_path / "fifo.csv")
+    for path in (tmp_path / "fifo.csv", tmp_path, "/dev/zero"):
+        with pytest.raises(
+            UserError, match=r"pp\.schedule=.*cannot be read: is not a regular file"
+        ):
+            read_csv(path)
+
+
 @BOUNDED
 @given(data=st.data())
 def test_a_checkpoints_metadata_that_was_bent_is_refused_or_the_same_run(tmp_path, data):

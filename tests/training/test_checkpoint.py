@@ -291,6 +291,32 @@ def test_a_link_in_place_of_a_step_is_refused(state, tmp_path):
         load_params(tmp_path / "run", mesh_of(cfg))
 
 
+def test_a_link_in_place_of_their_folder_is_refused_and_nothing_behind_it_is_touched(
+    state, tmp_path
+):
+    """A run renames and deletes in it. The run directory itself may be a link."""
+    save(in_folder(BASE, tmp_path / "other"), state, 7)
+    foreign = tmp_path / "other/checkpoints"
+    (foreign / "7/manifest.json").write_text("damaged")
+    cfg = in_folder(BASE, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(foreign)
+    (tmp_path / "run/config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    never = change(cfg, "checkpoint.resume", "never")
+    uses = [
+        lambda: Checkpoints(cfg),
+        lambda: Checkpoints(never),
+        lambda: load_params(tmp_path / "run", mesh_of(cfg)),
+    ]
+    for use in uses:
+        with pytest.raises(UserError, match=r"run/checkpoints is a symbolic link; .*remove it"):
+            use()
+    assert [path.name for path in foreign.iterdir()] == ["7"]
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    save(in_folder(BASE, tmp_path / "link"), state, 8)
+    assert sorted(path.name for path in foreign.iterdir()) == ["7", "8"]
+
+
 def test_must_resume_fails_where_there_is_nothing(tmp_path):
     with pytest.raises(UserError, match=r"checkpoint\.resume='must'"):
         Checkpoints(in_folder(change(BASE, "checkpoint.resume", "must"), tmp_path))

@@ -72,8 +72,38 @@ def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_a_cut_line(tmp_pa
 
 
 def test_truncating_a_file_that_is_not_there_makes_none(tmp_path):
-    truncate_rows(tmp_path / "metrics.jsonl", 3)
+    assert truncate_rows(tmp_path / "metrics.jsonl", 3) == ["1 to 3"]
+    assert truncate_rows(tmp_path / "metrics.jsonl", 0) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], None),
+        ([1, 2], "steps 3 to 6: "),
+        ([], "steps 1 to 6: "),
+        ([2, 3, 5, 6], "steps 1, 4: "),
+        ([6, 7], "steps 1 to 5: "),
+    ],
+)
+def test_a_resumed_run_says_which_steps_have_no_row_and_keeps_the_others(tmp_path, there, words):
+    path = tmp_path / "metrics.jsonl"
+    rows = [row(step) for step in there] + [{"step": 4, "eval_loss": 1.0, "eval_tokens": 8}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log, text = run_log(tmp_path, first_step=6)
+    log.close()
+    said = text.getvalue()
+    assert said == "" if words is None else f"has no rows of {words}it was cut" in said
+    assert said.count("\n") == (words is not None)
+    assert read_rows(path) == [line for line in rows if line["step"] <= 6]
+
+
+def test_many_gaps_are_told_in_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in (2, 4, 6, 8)))
+    log, text = run_log(tmp_path, first_step=9)
+    log.close()
+    assert "has no rows of steps 1, 3, 5 and 2 more gaps: " in text.getvalue()
 
 
 def test_a_line_in_the_middle_that_is_not_json_is_refused_by_number(tmp_path):
