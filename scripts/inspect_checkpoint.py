@@ -47,7 +47,7 @@ def state(place: Path, *, verify: bool) -> str:
         return "no manifest" if "arrays" in meta else "older than manifests"
     from ultrascale_jax.training.loading import check_arrays
 
-    check_arrays(place.parent, int(place.name), meta)
+    check_arrays(place, meta)
     return "arrays verified, no manifest"
 
 

@@ -31,13 +31,13 @@ def unreadable():
 
 def full():
     """There is no memory for what is loaded first."""
-    real = ocp.training.Checkpointer.load_checkpointables
+    real = ocp.load_checkpointables
 
     def load(*words):
         real(*words)
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    ocp.training.Checkpointer.load_checkpointables = load
+    ocp.load_checkpointables = load
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_what_time_does_not_mend_is_not_tried_again(tmp_path, monkeypatch):
     """Row 12: a file in the folder's place, under a supervisor."""
     monkeypatch.setenv("US_ATTEMPT", "1")
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(UserError, match="cannot write in") as refused:
+    with pytest.raises(UserError, match="is not a folder") as refused:
         Checkpoints(in_folder(tmp_path))
     assert refused.value.exit_code == 2
 

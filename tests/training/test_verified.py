@@ -289,7 +289,7 @@ def test_a_host_or_device_that_fails_while_it_loads_is_not_taken_for_damage(
         raise KeyError("what Orbax makes of it") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.training.Checkpointer, "load_checkpointables", fail)
+        patch.setattr(ocp, "load_checkpointables", fail)
         with pytest.raises(Unreadable, match=type(error).__name__) as refused:
             resume(folder)
     assert refused.value.exit_code == 70 and nothing_renamed(folder)
@@ -322,15 +322,15 @@ def test_one_without_a_manifest_that_does_not_load_where_an_older_one_does_is_da
 def test_what_may_be_a_hosts_fault_is_not_called_damage_without_a_proof(run, monkeypatch):
     """A load of the newest, which has no manifest, fails: once; always, as its file fails; with no older one."""
     folder, expected = run
-    place, real, failures = unsealed(folder, 6), ocp.training.Checkpointer.load_checkpointables, []
+    place, real, failures = unsealed(folder, 6), ocp.load_checkpointables, []
 
-    def fail(self, step, like):
-        if step == 6 and len(failures) < times:
-            failures.append(step)
+    def fail(path, like):
+        if str(path) == str(place) and len(failures) < times:
+            failures.append(path)
             raise ValueError("DATA_LOSS: anything that TensorStore may say")
-        return real(self, step, like)
+        return real(path, like)
 
-    monkeypatch.setattr(ocp.training.Checkpointer, "load_checkpointables", fail)
+    monkeypatch.setattr(ocp, "load_checkpointables", fail)
     times = 1
     state, step, _ = resume(folder)
     assert step == 6 and bits(state) == expected[6] and nothing_renamed(folder)
@@ -360,6 +360,7 @@ def test_what_may_be_a_hosts_fault_is_not_called_damage_without_a_proof(run, mon
         (b'"optim"', b'"optin"'),
         (b'"fingerprint": "data-1"', b'"fingerprint": "data-3"'),
         (b'"custom_metadata"', b'"custom_metadatb"'),
+        (b'"item_handlers"', b'"item_handlert"'),
     ],
 )
 def test_a_flipped_name_in_metadata_without_a_manifest_is_damage_and_no_other_run(run, old, new):
@@ -375,6 +376,22 @@ def test_a_flipped_name_in_metadata_without_a_manifest_is_damage_and_no_other_ru
         )
     assert step == 4 and bits(state) == expected[4]
     assert (folder / "checkpoints/6.corrupt").is_dir()
+
+
+def test_metadata_of_an_older_one_that_orbax_cannot_parse_stops_no_run(run):
+    """Orbax reads the metadata of all, and of one that it cannot parse would raise in every use."""
+    folder, expected = run
+    path = step_folder(folder, 2) / METADATA
+    path.write_bytes(path.read_bytes().replace(b'"item_handlers"', b'"item_handlert"', 1))
+    _, params = load_params(folder, mesh())
+    assert bits(params) == expected[6][: len(bits(params))]
+    cfg = in_folder(folder)
+    with Checkpoints(cfg, Events(folder, 0)) as checkpoints:
+        state, step, _ = checkpoints.resume(abstract_state(cfg, mesh()), lambda meta, place: [])
+        assert step == 6 and bits(state) == expected[6]
+        checkpoints.save(state, describe(cfg, 8, "data-1"), wait=True)
+        assert checkpoints.latest == 8
+    assert (folder / "checkpoints/2.corrupt").is_dir()
 
 
 @pytest.mark.parametrize("times", [1, 2])

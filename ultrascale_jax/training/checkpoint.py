@@ -87,18 +87,11 @@ class Checkpoints:
         self._probe = saving.Probe(self.folder)
         self._prepare()
         saving.quieten_orbax()
-        # The policies' type hints do not fit the class that takes them (Orbax 0.12).
-        policies: Any = ocp.training
-        self._orbax = ocp.training.Checkpointer(
-            str(self.folder),
-            context=_context(),
-            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=policies.preservation_policies.LatestN(cfg.checkpoint.keep),
-            cleanup_tmp_directories=True,
-        )
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        empty = self._listed() == ([], [])
+        found, aside = self._listed()
+        empty = not found and not aside
         require(cfg.checkpoint.resume != "must" or not empty, "checkpoint.resume", "must", fix)
+        self._opened = None if found else self._open()
 
     def _prepare(self) -> None:
         problem, lasting = None, False
@@ -133,6 +126,28 @@ class Checkpoints:
         found, aside = of_first(lambda: (steps(self.folder), quarantined(self.folder)))
         return found, aside
 
+    def _open(self) -> ocp.training.Checkpointer:
+        """Open Orbax, on all processes together.
+
+        It reads the metadata of all steps, and raises for one that it cannot parse, so with steps in the folder it is
+        opened after `resume` has put damaged ones aside.
+        """
+        # The policies' type hints do not fit the class that takes them (Orbax 0.12).
+        policies: Any = ocp.training
+        return ocp.training.Checkpointer(
+            str(self.folder),
+            context=_context(),
+            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=policies.preservation_policies.LatestN(self._cfg.checkpoint.keep),
+            cleanup_tmp_directories=True,
+        )
+
+    @property
+    def _orbax(self) -> ocp.training.Checkpointer:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
     def __enter__(self) -> "Checkpoints":
         return self
 
@@ -142,15 +157,17 @@ class Checkpoints:
         if problem is not None:
             self._in_a_row += 1
             self._tell(self._begun, problem)
-        if self._saving is None:
-            self._orbax.close()
-        else:
+        if self._saving is not None:
             saving.leave_in_time()
+        elif self._opened is not None:
+            self._opened.close()
 
     @property
     def latest(self) -> int | None:
         """The newest complete step, or none."""
-        return None if self._orbax.latest is None else self._orbax.latest.step
+        if self._opened is None:
+            return max(steps(self.folder), default=None)
+        return None if self._opened.latest is None else self._opened.latest.step
 
     def save(self, state: TrainState, meta: dict, *, wait: bool = False) -> None:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
@@ -158,7 +175,7 @@ class Checkpoints:
         A save that failed (a full disk, say) is told by the next call; the run goes on until `checkpoint.max_failures`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
-        step = meta["data"]["step"]
+        step, _ = meta["data"]["step"], self._orbax
         self._before_save()
         if self._settle():
             # Orbax writes one at a time, and that one may never end.
@@ -261,6 +278,10 @@ class Checkpoints:
         found = verified.newest(self._listed()[0], take, self._put_aside)
         if found is not None:
             step, (state, notes) = found
+            for other in self._listed()[0]:
+                fault = agree(verified.unparsable(self.folder / str(other)))
+                if fault is not None:
+                    self._put_aside(other, fault)
             return state, step, notes
         aside = self._listed()[1]
         if aside:
@@ -286,7 +307,8 @@ class Checkpoints:
         """
         like = saved_shapes(abstract, config_from_dict(meta["config"]))
         order = abstract.params.order_of
-        groups = verified.load(self._orbax, step, meta, split(canonical_shapes(like, order)))
+        place, shapes = self.folder / str(step), split(canonical_shapes(like, order))
+        groups = verified.load(place, meta, shapes)
         state = verified.cast(arranged(join(groups, like), like, order), like)
         return carry_on(state, abstract, self._cfg)
 
@@ -300,7 +322,8 @@ class Checkpoints:
             if self._events is not None:
                 self._events.record("quarantined", step=step, why=why, name=aside.name)
         agree(None)  # nobody looks at the folder before it is renamed
-        self._orbax.reload()
+        if self._opened is not None:
+            self._opened.reload()
 
 
 def checkpoint_folder(cfg: Config) -> Path:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
 from ultrascale_jax.models.transformer import Transformer
@@ -66,23 +65,19 @@ def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Tr
     )
     like = abstract_state(cfg, mesh).params
     shapes = flatten(canonical_shapes(like, like.order_of))
-    with ocp.training.Checkpointer(str(folder)) as orbax:
-        groups = verified.load(orbax, step, meta, {PARAMS: shapes})
+    groups = verified.load(folder / str(step), meta, {PARAMS: shapes})
     return cfg, arranged(unflatten(groups[PARAMS], like), like, like.order_of)
 
 
-def check_arrays(folder: Path, step: int, meta: dict) -> None:
+def check_arrays(place: Path, meta: dict) -> None:
     """Compare the arrays of a checkpoint with their fingerprints, on one device, group by group. Raises `Damaged`."""
     sharding = SingleDeviceSharding(jax.devices()[0])
     known = verified.entries(meta) or {}
-    with ocp.training.Checkpointer(str(folder)) as orbax:
-        for group in (PARAMS, TRAIN):
-            shapes: dict = {}
-            for name, (dtype, shape, _) in known.items():
-                *outer, last = name.split("/")
-                if outer[:1] == [group]:
-                    node = functools.reduce(
-                        lambda node, word: node.setdefault(word, {}), outer, shapes
-                    )
-                    node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            verified.load(orbax, step, meta, shapes)
+    for group in (PARAMS, TRAIN):
+        shapes: dict = {}
+        for name, (dtype, shape, _) in known.items():
+            *outer, last = name.split("/")
+            if outer[:1] == [group]:
+                node = functools.reduce(lambda node, word: node.setdefault(word, {}), outer, shapes)
+                node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        verified.load(place, meta, shapes)

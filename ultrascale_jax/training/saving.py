@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,8 @@ def leave_in_time() -> None:
 
 def quieten_orbax() -> None:
     """Drop Orbax's own account of what went wrong, a thousand lines long: it raises the error as well."""
+    # When a load fails, the reads that were not begun are dropped.
+    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if _not_of_orbax not in logger.filters:

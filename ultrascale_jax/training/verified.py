@@ -106,8 +106,8 @@ def opened(place: Path) -> tuple[dict, str | None]:
     return meta, None if sealed else f"{place} {UNPROVEN}"
 
 
-def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups) -> Groups:
-    """Arrays of a checkpoint that `opened` has looked at, in the shardings of `shapes` and of the types saved.
+def load(place: Path, meta: dict, shapes: Groups) -> Groups:
+    """Arrays of the checkpoint at `place`, which `opened` looked at, in the shardings of `shapes` and the saved types.
 
     Raises:
         UserError: the arrays of `shapes` are not those that it holds.
@@ -124,13 +124,11 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
             ),
             shapes,
         )
-    place = Path(str(orbax.directory)) / str(step)
     sealed = of_first(lambda: os.path.exists(place / manifest.NAME))
-    orbax.reload()
-    loaded = _loaded(orbax, step, shapes, sealed)
+    loaded = _loaded(place, shapes, sealed)
     wrong = None if known is None else _different(known, loaded)
     if known is not None and wrong is not None:
-        loaded = _loaded(orbax, step, shapes, sealed)
+        loaded = _loaded(place, shapes, sealed)
         wrong = _different(known, loaded)
     if wrong is not None and sealed:
         # The files are those that were saved, so it is what became of them on the way.
@@ -144,14 +142,13 @@ def load(orbax: ocp.training.Checkpointer, step: int, meta: dict, shapes: Groups
     return loaded
 
 
-def _loaded(orbax: ocp.training.Checkpointer, step: int, shapes: Groups, sealed: bool) -> Groups:
+def _loaded(place: Path, shapes: Groups, sealed: bool) -> Groups:
     loaded: Groups = {}
-    place = Path(str(orbax.directory)) / str(step)
     # One by one: of two, Orbax forgets the second when the first cannot be read.
     for group, inner in shapes.items():
         failed: UserError | None = None
         try:
-            loaded |= orbax.load_checkpointables(step, {group: inner})
+            loaded |= ocp.load_checkpointables(str(place), {group: inner})
         except Exception as error:
             failed = _why_not(place, _root(error), sealed)
         raise_alike(failed)
@@ -169,6 +166,17 @@ def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
     if sealed:
         return Unreadable(words)
     return _tried(lambda: manifest.read_all(place))[1] or Doubtful(words)
+
+
+def unparsable(place: Path) -> str | None:
+    """Why Orbax cannot parse the metadata at `place`, though it can that of a checkpoint that was just loaded."""
+    try:
+        ocp.checkpointables_metadata(str(place))
+    except OSError:
+        return None
+    except Exception as error:
+        return f"{METADATA} cannot be read ({type(error).__name__}: {first_line(error)})"
+    return None
 
 
 def newest[Found](
