@@ -378,11 +378,17 @@ def test_a_flipped_name_in_metadata_without_a_manifest_is_damage_and_no_other_ru
     assert (folder / "checkpoints/6.corrupt").is_dir()
 
 
-def test_metadata_of_an_older_one_that_orbax_cannot_parse_stops_no_run(run):
-    """Orbax reads the metadata of all, and of one that it cannot parse would raise in every use."""
+@pytest.mark.parametrize("kind", ["flipped", "fifo"])
+def test_metadata_of_an_older_one_that_orbax_cannot_parse_stops_no_run(run, kind):
+    """Orbax reads the metadata of all, and of one that it cannot parse would raise in every use, or wait."""
     folder, expected = run
     path = step_folder(folder, 2) / METADATA
-    path.write_bytes(path.read_bytes().replace(b'"item_handlers"', b'"item_handlert"', 1))
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content.replace(b'"item_handlers"', b'"item_handlert"', 1))
     _, params = load_params(folder, mesh())
     assert bits(params) == expected[6][: len(bits(params))]
     cfg = in_folder(folder)

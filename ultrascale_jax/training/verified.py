@@ -169,14 +169,14 @@ def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
 
 
 def unparsable(place: Path) -> str | None:
-    """Why Orbax cannot parse the metadata at `place`, though it can that of a checkpoint that was just loaded."""
-    try:
-        ocp.checkpointables_metadata(str(place))
-    except OSError:
-        return None
-    except Exception as error:
-        return f"{METADATA} cannot be read ({type(error).__name__}: {first_line(error)})"
-    return None
+    """Why Orbax cannot parse the metadata at `place`, though it has parsed that of another; none if a disk fails."""
+    _, fault = _tried(lambda: manifest.files(place))
+    if fault is None:
+        try:
+            ocp.checkpointables_metadata(str(place))
+        except Exception as error:
+            fault = _why_not(place, _root(error), sealed=False)
+    return None if fault is None or type(fault) is Unreadable else str(fault)
 
 
 def newest[Found](
