@@ -279,8 +279,9 @@ class Checkpoints:
         if found is not None:
             step, (state, notes) = found
             for other in self._listed()[0]:
-                fault = agree(verified.unparsable(self.folder / str(other)))
-                if fault is not None:
+                place = self.folder / str(other)
+                fault = agree(verified.unparsable(place))
+                if fault is not None and agree(verified.unparsable(place)) is not None:
                     self._put_aside(other, fault)
             return state, step, notes
         aside = self._listed()[1]
