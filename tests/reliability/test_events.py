@@ -38,11 +38,18 @@ def test_lines_of_many_processes_do_not_mix(tmp_path):
     assert sorted(seen) == [(rank, n) for rank in range(3) for n in range(200)]
 
 
+HOSTILE = ("9" * 5000, "9" * 400, "NaN", "Infinity", "true", "[" * 5000)
+"""What stands where a number should, and is none that a process can have written."""
+
+
 def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     events = Events(tmp_path, rank=0)
     events.record("first")
     with open(tmp_path / FILE_NAME, "a") as file:
         file.write('{"time": 1.0, "ki\n[1]\n{"time": "x", "kind": "y"}\n{"time": 1}\n')
+        for number in HOSTILE:
+            file.write(f'{{"time": {number}, "kind": "z"}}\n')
+        file.write(f'{{"time": 1.0, "kind": "z", "step": {"9" * 5000}}}\n')
     events.record("second")
     assert [event["kind"] for event in read_events(tmp_path)] == ["first", "second"]
     assert read_events(tmp_path / "nothing") == []

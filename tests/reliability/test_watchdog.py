@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability.test_events import HOSTILE
 from ultrascale_jax.reliability.events import Events, read_events
 from ultrascale_jax.reliability.exit_codes import HUNG
 from ultrascale_jax.reliability.watchdog import (
@@ -105,6 +107,20 @@ def test_a_heartbeat_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats/0").write_text(text)
     assert read_beat(tmp_path, 0) is None and last_sign(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["step", "bound_s", "time", "section"])
+def test_a_heartbeat_with_numbers_that_cannot_be_is_none(tmp_path, name):
+    with Watch(Events(tmp_path, 0)) as watch:
+        watch.begin(4)
+    path = tmp_path / "heartbeats/0"
+    sound = json.loads(path.read_bytes())
+    for hostile in HOSTILE:
+        text = json.dumps(sound | {name: "?"}).replace('"?"', hostile)
+        path.write_text(text)
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert read_beat(tmp_path, 0) is None
+        assert set(last_sign(tmp_path)) <= {"time", "step", "furthest"}
 
 
 def start(tmp_path, body):

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeGuard
 
 from ultrascale_jax.reliability.run_files import NotRegular, open_regular, read_regular
 
@@ -24,6 +24,12 @@ FILE_NAME = "events.jsonl"
 
 ATTEMPT = "US_ATTEMPT"
 """Environment variable by which a supervisor tells its processes how often they have been started before."""
+
+
+LARGEST = sys.float_info.max
+
+UNREADABLE = (ValueError, RecursionError)
+"""What `json.loads` raises: also for integers of more than 4,300 digits, and for brackets without end."""
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
@@ -94,9 +100,13 @@ def read_events(path: Path) -> list[dict]:
     for line in lines:
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except UNREADABLE:
             continue
-        if isinstance(row, dict) and _is_time(row.get("time")) and isinstance(row.get("kind"), str):
+        if (
+            isinstance(row, dict)
+            and is_number(row.get("time"))
+            and isinstance(row.get("kind"), str)
+        ):
             rows.append(row)
     return sorted(rows, key=lambda row: row["time"])
 
@@ -112,7 +122,7 @@ def read_last(path: Path) -> dict:
     for line in reversed(lines):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except UNREADABLE:
             continue
         if isinstance(row, dict):
             return row
@@ -135,5 +145,19 @@ def _finite(value: object) -> object:
     return value
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value`, which somebody else may have written, is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -LARGEST <= value <= LARGEST
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether `value` is a whole number that a process can have counted to."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def printable(value: object, longest: int = 200) -> str:
+    """Text of others for a terminal: one line, at most `longest` characters, control characters escaped."""
+    text = str(value)[:longest]
+    return text if text.isprintable() else ascii(text)[1:-1][:longest]

@@ -7,12 +7,11 @@ life (its heartbeat file, or the last row of `metrics.jsonl`) ends what it did; 
 every step, are counted by the process itself and taken out of its steps.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ultrascale_jax.reliability.events import read_events
+from ultrascale_jax.reliability.events import is_number, read_events
 from ultrascale_jax.reliability.watchdog import last_sign
 
 CLASSES = {
@@ -203,7 +202,7 @@ def _of_rank_0(events: list[dict]) -> Iterator[dict]:
 
 def _number(value: object, otherwise: float) -> float:
     """`value` if a process can have written it, or else `otherwise`."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else otherwise
+    return float(value) if is_number(value) else otherwise
 
 
 def _count(n: int, noun: str) -> str:

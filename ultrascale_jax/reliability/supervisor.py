@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from ultrascale_jax.reliability.children import ANSWER_S, DUMP_S, Child, Disk, dump, kill
-from ultrascale_jax.reliability.events import ATTEMPT, Events, read_events, say
+from ultrascale_jax.reliability.events import ATTEMPT, Events, is_count, read_events, say
 from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.reliability.goodput import read_ledger
 from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, Beat, last_sign, stacks_path
@@ -71,7 +71,7 @@ class Supervisor:
         self._disk, before = Disk(), read_events(run_dir)
         self._found = {_mark(event) for event in before}
         attempts = [event.get("attempt") for event in before]
-        self._first_attempt = 1 + max((n for n in attempts if isinstance(n, int)), default=-1)
+        self._first_attempt = 1 + max(filter(is_count, attempts), default=-1)
         self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
         self._children: list[Child] = []
         self._signals: list[int] = []

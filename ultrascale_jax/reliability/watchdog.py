@@ -22,7 +22,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.reliability.events import Events, read_last, say
+from ultrascale_jax.reliability.events import (
+    UNREADABLE,
+    Events,
+    is_count,
+    is_number,
+    read_last,
+    say,
+)
 from ultrascale_jax.reliability.exit_codes import HUNG
 from ultrascale_jax.reliability.run_files import folder_of, open_regular, read_regular
 
@@ -87,10 +94,13 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """The heartbeat of `rank`; none where there is none that can be read."""
     try:
         values = json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
-        beat = Beat(**{name: kind(values[name]) for name, kind in Beat.__annotations__.items()})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        given = {name: values[name] for name in Beat.__annotations__}
+    except (OSError, TypeError, KeyError, *UNREADABLE):
         return None
-    return beat
+    fits = {int: is_count, float: is_number, str: lambda value: isinstance(value, str)}
+    return (
+        Beat(**given) if all(fits[Beat.__annotations__[n]](v) for n, v in given.items()) else None
+    )
 
 
 def last_sign(run_dir: Path, rank: int = 0) -> dict[str, float]:
@@ -104,7 +114,7 @@ def last_sign(run_dir: Path, rank: int = 0) -> dict[str, float]:
     if beat is not None:
         names = ("time", "step", "furthest", "data_wait_s")
         signs.append({name: getattr(beat, name) for name in names})
-    if isinstance(row.get("time"), int | float) and isinstance(row.get("step"), int):
+    if is_number(row.get("time")) and is_count(row.get("step")):
         signs.append({"time": row["time"], "step": row["step"], "furthest": row["step"]})
     signs.sort(key=lambda sign: sign["time"])
     together = {name: value for sign in signs for name, value in sign.items()}
