@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -107,15 +108,60 @@ def test_one_that_does_not_beat_is_succeeded_and_finds_out(tmp_path, capsys):
 
 def test_a_lock_that_another_has_taken_is_not_removed(tmp_path):
     with RunLock(tmp_path) as first:
-        first.path.write_text("another's")
-    assert first.path.read_text() == "another's"
+        change(first.path, token="another's")
+        assert not first.held
+        text = first.path.read_text()
+    assert first.path.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', "[" * 100_000])
-def test_what_is_no_lock_is_taken_over_when_nobody_touches_it(tmp_path, text):
-    (tmp_path / "lock").write_text(text)
-    with RunLock(tmp_path, stale_s=0.05) as lock:
-        assert lock.held and "an unknown job" in lock.note
+NAMES = ["host", "pid", "started", "birth", "machine"]
+DAMAGED = [
+    *(
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"pid": 1}',
+        b"[" * 100_000,
+        b"\xff",
+        json.dumps(NAMES).encode(),
+    ),
+    *(json.dumps(dict.fromkeys(NAMES, value)).encode() for value in (None, [], "\x1b[2J")),
+    b'{"pid": %s}' % (b"9" * 5000),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: ascii(text[:16]))
+def test_a_damaged_lock_is_taken_over_when_nobody_touches_it(tmp_path, capsys, text):
+    (tmp_path / "lock").write_bytes(text)
+    with RunLock(tmp_path, stale_s=0.05, settle_s=0.01) as lock:
+        assert lock.held and "an unknown job (the lock is damaged)" in lock.note
+    assert "waiting up to 0.05 s to see if an unknown job" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", DAMAGED[:8], ids=lambda text: ascii(text[:16]))
+def test_a_holder_whose_lock_is_damaged_keeps_it_and_writes_it_anew(tmp_path, capsys, text):
+    with RunLock(tmp_path, beat_s=0.02) as lock:
+        sound = lock.path.read_text()
+        lock.path.write_bytes(text)
+        assert lock.held
+        until = time.monotonic() + 30
+        while lock.path.read_bytes() != sound.encode():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        # Who watched the damaged one sees that it has a holder.
+        with pytest.raises(UserError, match=f"in use by pid {os.getpid()}"):
+            RunLock(tmp_path).__enter__()
+    assert list(tmp_path.iterdir()) == []
+    assert "lock was damaged; it is written anew" in capsys.readouterr().out
+
+
+def test_what_a_lock_says_is_not_printed_raw(tmp_path, capsys):
+    with RunLock(tmp_path) as first:
+        change(first.path, machine="another", host="\x1b[2J\n", pid=7)
+        with RunLock(tmp_path, stale_s=0.05, settle_s=0.01) as lock:
+            assert r"pid 7 on \x1b[2J\n" in lock.note and "\x1b" not in lock.note
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_link_in_its_place_is_not_followed(tmp_path):
@@ -173,7 +219,7 @@ def test_a_lock_that_cannot_be_read_now_is_not_taken_for_lost(tmp_path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(lock_module, "_read", fail)
             assert lock.held
-        lock.path.write_text("another's")
+        change(lock.path, token="another's")
         assert not lock.held
 
 

@@ -10,6 +10,9 @@ file asks anew), and than a busy host keeps a thread waiting, and short beside w
 Of several that take a dead holder's lock at once the last to write has it; all look again a moment later.
 
 A holder that was stopped for longer finds the lock in other hands when it wakes: `held` is false, and it must end.
+
+A damaged lock names nobody. Its holder writes it anew at its next beat; whoever else finds it watches the file, as that
+of another machine, and takes it over if nothing changes for `STALE_S` seconds.
 """
 
 import contextlib
@@ -22,7 +25,7 @@ import time
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.reliability.events import is_supervised, say
+from ultrascale_jax.reliability.events import UNREADABLE, is_count, is_supervised, printable, say
 from ultrascale_jax.reliability.exit_codes import CRASHED
 from ultrascale_jax.reliability.run_files import NotRegular, open_regular
 
@@ -93,9 +96,10 @@ class RunLock:
     def held(self) -> bool:
         """Whether the lock is still this process's, as far as can be read now."""
         try:
-            return _read(self.path) == self._own
+            found = _read(self.path)
         except OSError:
             return True
+        return found is not None and self._is_own(found)
 
     def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,9 +116,7 @@ class RunLock:
             why = "" if found is None else self._gone(found)
             if found is None or _read(self.path) != found:
                 continue
-            mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
-            mine.write_text(self._own)
-            os.replace(mine, self.path)
+            self._write()
             time.sleep(self._settle_s)
             if _read(self.path) != self._own:
                 continue  # another took it over as well
@@ -147,11 +149,25 @@ class RunLock:
         while not self._done.wait(self._beat_s):
             # A disk that fails now may not do so next time.
             with contextlib.suppress(OSError):
-                if _read(self.path) == self._own:
+                found = _read(self.path)
+                if found == self._own:
                     os.utime(self.path, follow_symlinks=False)
+                elif found is not None and self._is_own(found):
+                    say(f"{self.path} was damaged; it is written anew")
+                    self._write()
         with contextlib.suppress(OSError):
-            if _read(self.path) == self._own:
+            found = _read(self.path)
+            if found is not None and self._is_own(found):
                 self.path.unlink(missing_ok=True)
+
+    def _is_own(self, found: str) -> bool:
+        """Whether the lock is this process's, which had it: nobody else's name stands in it."""
+        return found == self._own or _parsed(found) is None
+
+    def _write(self) -> None:
+        mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
+        mine.write_text(self._own)
+        os.replace(mine, self.path)
 
 
 def _identity() -> dict:
@@ -185,7 +201,7 @@ def _birth(pid: int) -> int | None:
 def _read(path: Path) -> str | None:
     """The lock's text, read through no link."""
     try:
-        with open(path, opener=open_regular) as file:
+        with open(path, opener=open_regular, errors="replace") as file:
             return file.read(10_000)
     except FileNotFoundError:
         return None
@@ -200,15 +216,22 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _parsed(text: str) -> dict | None:
+    """The holder that a lock names; none where it is damaged."""
     try:
         holder = json.loads(text)
-        return holder if {"host", "pid", "started", "birth", "machine"} <= set(holder) else None
-    except (ValueError, TypeError, RecursionError):
+    except UNREADABLE:
         return None
+    if not isinstance(holder, dict):
+        return None
+    words = all(isinstance(holder.get(name), str) for name in ("host", "started"))
+    number, birth = holder.get("pid"), holder.get("birth", "")
+    known = is_count(number) and (birth is None or is_count(birth))
+    machine = holder.get("machine", 0)
+    return holder if words and known and (machine is None or isinstance(machine, str)) else None
 
 
 def _who(text: str) -> str:
     holder = _parsed(text)
     if holder is None:
-        return "an unknown job"
-    return f"pid {holder['pid']} on {holder['host']} (since {holder['started']} UTC)"
+        return "an unknown job (the lock is damaged)"
+    return printable(f"pid {holder['pid']} on {holder['host']} (since {holder['started']} UTC)")
