@@ -5,6 +5,7 @@ there is one, and what SLURM, Kubernetes, Open MPI or the user's environment say
 on. Both together: so many on each of several hosts, whose launcher started one supervisor a host.
 """
 
+import math
 import os
 import socket
 import sys
@@ -18,7 +19,7 @@ from ultrascale_jax.config import UserError, require
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import read_events
 from ultrascale_jax.reliability.launch import detect
-from ultrascale_jax.reliability.supervisor import Supervisor
+from ultrascale_jax.reliability.supervisor import GIVE_UP_S, Supervisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Options:
     """Devices of each: the next D GPUs of the host, or D of the CPU."""
     max_restarts: Annotated[int | None, command_line.option("R", "while there is progress")] = None
     """Give up after so many restarts."""
+    give_up_s: Annotated[float, command_line.option("S")] = GIVE_UP_S
+    """Give up when three restarts or more, and so many seconds, have brought no new step."""
     hang_s: Annotated[float | None, command_line.option("S", "learned from the run")] = None
     """Kill a process whose step, evaluation or save takes so many seconds and eight more."""
 
@@ -40,12 +43,13 @@ class Options:
             require(value is None or value >= 1, name, value, "must be at least 1")
         fix = "must not be negative"
         require((self.max_restarts or 0) >= 0, "max_restarts", self.max_restarts, fix)
+        require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
         fix = "must be above 0"
         require(self.hang_s is None or self.hang_s > 0, "hang_s", self.hang_s, fix)
 
 
 DESCRIPTION = """Train under a supervisor: `scripts.train` with what stands after --. It is started again when it \
-fails, until it is done, stopped by SIGTERM, or three restarts in a row bring no new step."""
+fails, until it is done, stopped by SIGTERM, or restarts bring no new step for half an hour."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         where.ranks,
         run_dir,
         max_restarts=options.max_restarts,
+        give_up_s=options.give_up_s,
         hang_s=options.hang_s,
         fresh=resume == "never",
     )

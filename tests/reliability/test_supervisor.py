@@ -94,17 +94,34 @@ def test_restarts_that_bring_no_new_step_end_after_the_third_and_wait_longer(
 ):
     """Row 28."""
     monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.1)
-    assert supervise(tmp_path, "train(0, 2); os._exit(70)", ranks=(0,)).run() == 70
+    body = "train(0, 2); os._exit(70)"
+    assert supervise(tmp_path, body, ranks=(0,), give_up_s=0.0).run() == 70
     spawned = [event["time"] for event in told(tmp_path, "spawn")]
     gone = [event["time"] for event in told(tmp_path, "exit")]
     pauses = [after - before for before, after in zip(gone, spawned[1:], strict=False)]
     for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True):
         assert pause >= least
     output = capfd.readouterr().out.splitlines()
-    assert "supervisor: no restart: no step beyond 2 in 3 restarts" in output
+    assert any("no restart: no step beyond 2 in 3 restarts and " in line for line in output)
     assert output[-1] == "rank 0 ended with exit code 70"
     (end,) = told(tmp_path, "gave_up")
     assert end["code"] == 70
+
+
+def test_an_outage_of_more_than_three_restarts_ends_no_run(tmp_path):
+    """Five restarts fail at once, as where storage is gone; then it is back."""
+    body = """
+    train(0, 2 if attempt < 6 else 4)
+    os._exit(70 if attempt < 6 else 0)
+    """
+    assert supervise(tmp_path, body, ranks=(0,), give_up_s=600.0).run() == 0
+    assert len(told(tmp_path, "spawn")) == 7
+
+
+def test_with_no_restart_allowed_there_is_none_whatever_the_time(tmp_path):
+    body = "train(0, 1); os._exit(70)"
+    assert supervise(tmp_path, body, ranks=(0,), max_restarts=0, give_up_s=600.0).run() == 70
+    assert len(told(tmp_path, "spawn")) == 1
 
 
 def test_restarts_go_on_while_each_brings_a_new_step(tmp_path):

@@ -3,10 +3,11 @@
 Processes of a job depend on each other: when one dies the others wait in a collective, so all are ended and all start
 again, from the newest checkpoint. One that makes no progress (see `watchdog`) has its stacks written and is killed.
 There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
-a row brought no new step. On several hosts each has its own supervisor, and none knows of the others: the death of one
-host's processes ends the others' too, by their heartbeats, and each supervisor restarts its own; the first that are
-back wait for the rest. The number of the attempt may therefore differ between hosts. Where `events.jsonl` says that
-another supervisor has ended, there is no restart.
+a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row: an outage of storage
+or network lasts minutes, and restarts fail in seconds. On several hosts each has its own supervisor, and none knows of
+the others: the death of one host's processes ends the others' too, by their heartbeats, and each supervisor restarts
+its own; the first that are back wait for the rest. The number of the attempt may therefore differ between hosts. Where
+`events.jsonl` says that another supervisor has ended, there is no restart.
 
 The disk of the run directory may not answer: it is asked in a thread, and while it does not answer nobody is taken for
 stuck; signals are passed on, and processes that died are noticed.
@@ -25,7 +26,11 @@ from ultrascale_jax.reliability.goodput import read_ledger
 from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, Beat, last_sign, stacks_path
 
 TRIES = 3
-"""Restarts without a new step after which the run is given up."""
+"""Restarts without a new step after which the run may be given up."""
+
+GIVE_UP_S = 1800.0
+"""Seconds without a new step, from the first failure on, after which it may: storage that fails over, a switch that is
+started again and a network that is repaired take less."""
 
 GRACE_S = 8.0
 """Seconds that the others have to end when one has died: they tell each other why, and then the user. One that is stuck
@@ -52,6 +57,7 @@ class Supervisor:
         run_dir: Path,
         *,
         max_restarts: int | None = None,
+        give_up_s: float = GIVE_UP_S,
         hang_s: float | None = None,
         fresh: bool = False,
     ):
@@ -62,11 +68,13 @@ class Supervisor:
             ranks: their numbers in the job.
             run_dir: where heartbeats, stacks and events are.
             max_restarts: give up after so many; none: as long as there is progress.
+            give_up_s: give up when `TRIES` restarts or more, and so many seconds, have brought no new step.
             hang_s: bound of a step, an evaluation and a save, in seconds; none: the process's own.
             fresh: the run starts anew, whatever the run directory holds.
         """
         self._command, self._environments, self._ranks = command, environments, tuple(ranks)
         self._run_dir, self._max_restarts, self._hang_s = run_dir, max_restarts, hang_s
+        self._give_up_s = give_up_s
         self._events = Events(run_dir, rank=None)
         self._disk, before = Disk(), read_events(run_dir)
         self._found = {_mark(event) for event in before}
@@ -90,7 +98,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        restarts, in_vain = 0, 0
+        restarts, in_vain, failing_since = 0, 0, time.monotonic()
         while True:
             self._events.attempt = self._first_attempt + restarts
             self._start(restarts)
@@ -104,9 +112,12 @@ class Supervisor:
                 self._say_ledger()
                 return 0
             cause = self._cause(first)
-            # The first attempt is no restart.
-            in_vain = 0 if self._progressed() or not restarts else in_vain + 1
-            why_not = self._no_restart(code, restarts, in_vain)
+            if self._progressed() or not restarts:
+                # The first attempt is no restart.
+                in_vain, failing_since = 0, time.monotonic()
+            else:
+                in_vain += 1
+            why_not = self._no_restart(code, restarts, in_vain, time.monotonic() - failing_since)
             self._say_ledger()
             if why_not is None:
                 restarts += 1
@@ -123,14 +134,17 @@ class Supervisor:
                 say(cause)
                 return code
 
-    def _no_restart(self, code: int, restarts: int, in_vain: int) -> str | None:
-        """Why there is no restart after an attempt that ended with `code`; none: there is one."""
+    def _no_restart(self, code: int, restarts: int, in_vain: int, lost_s: float) -> str | None:
+        """Why there is no restart after an attempt that ended with `code`; none: there is one.
+
+        The last `in_vain` restarts, and the last `lost_s` seconds, have brought no new step.
+        """
         if self._signals:
             return "told to stop"
         if code in (REFUSED, STOPPED):
             return f"exit code {code} says that it would not help"
-        if in_vain >= TRIES:
-            return f"no step beyond {self._furthest} in {TRIES} restarts"
+        if in_vain >= TRIES and lost_s >= self._give_up_s:
+            return f"no step beyond {self._furthest} in {in_vain} restarts and {lost_s:.0f} s"
         if self._max_restarts is not None and restarts >= self._max_restarts:
             return f"there were {restarts}, and --max-restarts is {self._max_restarts}"
         return None
