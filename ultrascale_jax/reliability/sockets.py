@@ -1,16 +1,23 @@
 """Addresses, mutual TLS and messages of the sockets that processes meet at before JAX joins them."""
 
 import contextlib
+import errno
 import ipaddress
 import json
+import os
 import select
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.reliability.events import UNREADABLE, is_supervised
 from ultrascale_jax.reliability.exit_codes import CRASHED
+
+PORT_PATIENCE_S = 20.0
+"""How long a port may be in use: the process of the attempt before may be about to end."""
 
 LONGEST = 4096
 """Bytes of a message."""
@@ -41,14 +48,17 @@ class Place:
         return Place(self.text, socket.AF_INET6, ("::", self.sockaddr[1], 0, 0))
 
 
-def resolve(address: str, deadline: float) -> Place:
-    """The address in numbers; a name that is not known yet (a pod that is starting) is asked for again."""
+def resolve(address: str, left: Callable[[], float]) -> Place:
+    """The address in numbers; a name that is not known yet (a pod that is starting) is asked for again.
+
+    Raises `NotJoined` when of the seconds to wait none is `left()`.
+    """
     host, _, port = address.rpartition(":")
     while True:
         try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except socket.gaierror as error:
-            if time.monotonic() > deadline:
+            if left() <= 0:
                 text = (
                     f"dist.address={address!r}: the name {host} is not known here: {error.strerror}"
                 )
@@ -70,6 +80,46 @@ def means_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return is_loopback(host)
     return host.split(".")[0] == "localhost"
+
+
+def listen(
+    place: Place, left: Callable[[], float], tell: Callable[[str], None]
+) -> tuple[Place, socket.socket]:
+    """A listening socket, and where it is; a port in use is waited for.
+
+    Raises `UserError` where that cannot be: under a supervisor `NotJoined`, if another try may find the port free.
+    """
+    wanted, patience, host = place, time.monotonic() + PORT_PATIENCE_S, socket.gethostname()
+    if is_loopback(place.sockaddr[0]) and not means_loopback(place.text):
+        # Some hosts know their own name as 127.0.1.1, where nobody else would reach them.
+        place = place.everywhere()
+    while True:
+        listener = socket.socket(place.family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if place.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind(place.sockaddr)
+            listener.listen(1024)
+            return place, listener
+        except OSError as error:
+            listener.close()
+            late = time.monotonic() > patience or left() <= 0
+            if error.errno == errno.EADDRNOTAVAIL and place is wanted:
+                place = place.everywhere()
+                tell(
+                    f"note: {place.text} is no address of this host ({host}); process 0 should run "
+                    "where it is. It listens on all interfaces"
+                )
+            elif error.errno == errno.EADDRINUSE and not late:
+                time.sleep(0.2)
+            else:
+                passes = error.errno == errno.EADDRINUSE and is_supervised(os.environ)
+                refused = NotJoined if passes else UserError
+                raise refused(
+                    f"dist.address={place.text!r}: process 0 ({host}) cannot listen there: "
+                    f"{error.strerror}. If another job, or a second process 0, has the port, give another one"
+                ) from None
 
 
 def make_tls(dist: DistConfig, *, server: bool) -> ssl.SSLContext | None:
@@ -103,15 +153,24 @@ def send(connection: socket.socket, message: dict) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(connection: socket.socket) -> dict:
-    """Read what `send` sent. Raises `ValueError` if it is something else."""
-    data = b""
-    while not data.endswith(b"\n"):
+class Inbox:
+    """One message that comes in parts: at most `LONGEST` bytes."""
+
+    def __init__(self):
+        self._data = b""
+
+    def read(self, connection: socket.socket) -> dict | None:
+        """Read the next part; return what `send` sent once it is whole. Raises `ValueError` if it is something else."""
         part = connection.recv(LONGEST)
-        data += part
-        if not part or len(data) > LONGEST:
+        self._data += part
+        if not part or len(self._data) > LONGEST:
             raise ValueError("the connection ended before the message did")
-    message = json.loads(data)
-    if not isinstance(message, dict):
-        raise ValueError("the message is no object")
-    return message
+        if not self._data.endswith(b"\n"):
+            return None
+        try:
+            message = json.loads(self._data)
+        except UNREADABLE:
+            raise ValueError("the message is no JSON") from None
+        if not isinstance(message, dict):
+            raise ValueError("the message is no object")
+        return message
