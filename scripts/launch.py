@@ -19,6 +19,7 @@ from ultrascale_jax.config import UserError, require
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import read_events
 from ultrascale_jax.reliability.launch import detect
+from ultrascale_jax.reliability.sigterm import SigtermListener
 from ultrascale_jax.reliability.supervisor import GIVE_UP_S, Supervisor
 
 
@@ -65,6 +66,13 @@ class Places:
 
 def main(argv: Sequence[str] | None = None) -> None:
     follow_supervisor(os.environ)
+    with SigtermListener():
+        code = supervisor_of(argv).run()
+    raise SystemExit(code)
+
+
+def supervisor_of(argv: Sequence[str] | None) -> Supervisor:
+    """The supervisor that the command line asks for."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, given = split(arguments)
     prog = "python -m scripts.launch"
@@ -95,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         again = ["--checkpoint.resume", "auto"] if anew else []
         return [sys.executable, "-m", "scripts.train", *given, *again]
 
-    supervisor = Supervisor(
+    return Supervisor(
         command,
         lambda: environments(options, os.environ, where),
         where.ranks,
@@ -105,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         hang_s=options.hang_s,
         fresh=resume == "never",
     )
-    raise SystemExit(supervisor.run())
 
 
 def begun_anew(run_dir: Path) -> int:

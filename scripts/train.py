@@ -11,10 +11,11 @@ from typing import Annotated
 import tyro
 
 from scripts import command_line, generate
-from ultrascale_jax.config import require
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.reliability.children import follow_supervisor
 from ultrascale_jax.reliability.events import Events, say
 from ultrascale_jax.reliability.exit_codes import CRASHED
+from ultrascale_jax.reliability.sigterm import SigtermListener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,25 @@ the options change single fields of it."""
 def main(argv: Sequence[str] | None = None) -> None:
     follow_supervisor(os.environ)
     arguments = sys.argv[1:] if argv is None else argv
-    cfg, options = command_line.parse(
-        arguments, prog="python -m scripts.train", options=Options, description=DESCRIPTION
-    )
+    # From here on: a signal that comes before the first step stops the run before it.
+    with SigtermListener():
+        cfg, options = command_line.parse(
+            arguments, prog="python -m scripts.train", options=Options, description=DESCRIPTION
+        )
+        summary = run(cfg, options)
+    import jax
+
+    if jax.process_index() == 0:
+        say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
+    wanted = options.sample > 0 and not summary["stopped"]
+    if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
+        say("a sample:\n")
+        number = str(options.sample)
+        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
+
+
+def run(cfg: Config, options: Options) -> dict:
+    """Join the other processes and train; see `training.loop.train`."""
     # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
     import jax
 
@@ -78,14 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.faults:
             faults = Plan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
         mesh = make_mesh(cfg.mesh)
-        summary = train(cfg, mesh, profile=options.profile_steps, faults=faults)
-    if jax.process_index() == 0:
-        say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
-    wanted = options.sample > 0 and not summary["stopped"]
-    if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
-        say("a sample:\n")
-        number = str(options.sample)
-        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
+        return train(cfg, mesh, profile=options.profile_steps, faults=faults)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import atexit
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
-import signal
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -31,6 +30,7 @@ from ultrascale_jax.reliability import rollcall
 from ultrascale_jax.reliability.events import say
 from ultrascale_jax.reliability.failures import Failures
 from ultrascale_jax.reliability.launch import Launch, detect
+from ultrascale_jax.reliability.sigterm import SigtermListener, listener
 
 GPU_FLAGS = {
     # Start collectives early and finish them late, so that they run beside the matrix products.
@@ -70,12 +70,13 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
 
     Raises:
         UserError: the launch cannot be: see `detect` and `rollcall.call`.
+        SystemExit: with 0, where this process was told to stop and not all others came.
     """
     dist = dist or DistConfig()
     launch = detect(os.environ, dist)
     if launch is None:
         return None
-    options = _tls(dist)
+    options, sigterm = _tls(dist), listener()
     rank, count, address = launch.process_id, launch.num_processes, launch.address
     if address is None or count is None or rank is None:
         fix = "in this pod neither it nor the package kubernetes (pip install jax[k8s]) tells of the others; set it"
@@ -92,6 +93,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
             version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
             tell=say,
             bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
+            stop=lambda: sigterm is not None and sigterm.told,
         )
     if _wants_cpu(os.environ):
         collective_order.enforce()
@@ -105,6 +107,8 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
         heartbeat_timeout_seconds=dist.heartbeat_s,
         **options,
     )
+    if sigterm is not None:
+        sigterm.hand_over()
     _watch_each_other(dist)
     return replace(
         launch, num_processes=global_state.num_processes, process_id=global_state.process_id
@@ -210,29 +214,30 @@ def _wants_cpu(environ: Mapping[str, str]) -> bool:
 
 
 class StopRequest:
-    """Whether the job was told to stop (SIGTERM), asked once after every step inside its `with` block.
+    """Whether the job was told to stop (SIGTERM), asked by all processes at the same points inside its `with` block.
 
-    In a job of many processes JAX itself listens, and `reached` is true on all of them after the same step, whichever
-    of them was told. A process on its own listens here; a second signal changes nothing, so a save is not cut short.
+    A process on its own listens here; a second signal changes nothing, so a save is not cut short. In a job of many JAX
+    itself listens since they joined, and `reached` is true on all of them at the same question, whichever of them was
+    told: JAX takes the number after the highest that any process has asked. So the questions of a process are counted,
+    all of them: with the numbers of steps a signal that came before the first question would mean step 1, which a run
+    that resumes never asks for.
     """
 
+    _questions = itertools.count(1)
+
     def __enter__(self) -> "StopRequest":
-        self._told = threading.Event()
         self._alone = not jax.distributed.is_initialized()
-        # Python hands signals to the main thread only; elsewhere the process that embeds the run keeps its own handler.
-        self._listens = self._alone and threading.current_thread() is threading.main_thread()
-        if self._listens:
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: self._told.set())
+        self._stack = contextlib.ExitStack()
+        self._sigterm = listener() or SigtermListener()
+        if self._alone and listener() is None:
+            self._stack.enter_context(self._sigterm)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._listens:
-            signal.signal(signal.SIGTERM, self._before)
+        self._stack.close()
 
-    def reached(self, step: int) -> bool:
-        """Whether to save after `step` and leave; every process asks after every step."""
-        return (
-            self._told.is_set()
-            if self._alone
-            else multihost_utils.reached_preemption_sync_point(step)
-        )
+    def reached(self) -> bool:
+        """Whether to stop here, after a save if there is something to save; every process asks at the same points."""
+        if self._alone:
+            return self._sigterm.told
+        return multihost_utils.reached_preemption_sync_point(next(self._questions))

@@ -97,6 +97,26 @@ def test_sigterm_to_the_groups_of_all_ranks_does_the_same(job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.parametrize("when", ["alone", "joined"])
+def test_sigterm_to_one_rank_during_start_up_stops_all_and_is_not_lost(job, tmp_path, when):
+    """Row 5: before the processes join it would kill one, and after that mean a step that a resumed run is beyond."""
+    words = ("--checkpoint.every", "0", "--checkpoint.resume", "must", "--train.steps")
+    first = job(tmp_path / "run", "--train.steps", "3", processes=1, devices=4)
+    assert first.wait() == [0], first.outputs
+    run = job(tmp_path / "run", *words, "5000")
+    if when == "alone":
+        assert "waiting for 2 processes" in run.processes[1].stdout.readline()
+    else:
+        until(lambda: (tmp_path / "run/lock").exists(), run)
+    run.signal(1, signal.SIGTERM)
+    assert run.wait() == [0, 0], run.outputs
+    step = run.checkpoints()[-1]
+    assert step < 5000 and steps(run) == list(range(1, step + 1))
+    assert "stopped by SIGTERM " in run.outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_during_the_save_costs_no_checkpoint(job, tmp_path, second):
     """Row 6: the save completes or leaves its temporary folder; what was saved before, or then, is resumed."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -293,6 +294,22 @@ def wait_for(condition):
 def beats(run_dir):
     found = [read_beat(run_dir, rank) for rank in (0, 1)]
     return found if all(beat is not None and beat.step > 0 for beat in found) else None
+
+
+def test_processes_that_the_signal_kills_before_they_listen_had_nothing_to_save(tmp_path, capfd):
+    def tell():
+        wait_for(lambda: told(tmp_path, "spawn"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    telling = threading.Thread(target=tell)
+    run = Supervisor(lambda restarts: sleep, lambda: [{}, {}], (0, 1), tmp_path)
+    telling.start()
+    assert run.run() == 0
+    telling.join()
+    assert capfd.readouterr().out.splitlines()[-1] == "stopped by SIGTERM before the first step"
+    (end,) = told(tmp_path, "gave_up")
+    assert end["reason"] == "told to stop"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,10 +1,12 @@
+import os
 import re
+import signal
 
 import pytest
 
 from scripts import launch, train
 from ultrascale_jax.config import DistConfig, UserError
-from ultrascale_jax.reliability.events import Events
+from ultrascale_jax.reliability.events import Events, read_events
 
 CPU = {"JAX_PLATFORMS": "cpu", "HOME": "/home/me"}
 
@@ -119,6 +121,21 @@ def commands(tmp_path, monkeypatch, *, moved):
 def test_what_is_to_begin_anew_never_goes_on_from_the_run_before(tmp_path, monkeypatch, moved):
     first, again = commands(tmp_path, monkeypatch, moved=moved)
     assert again == first + (["--checkpoint.resume", "auto"] if moved else [])
+
+
+def test_a_signal_before_anything_is_started_stops_the_run(tmp_path, monkeypatch, capfd):
+    def tell(run_dir):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(launch, "begun_anew", tell)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--", "tests.faults.tiny", "--run-dir", str(tmp_path)])
+    assert stop.value.code == 0
+    assert [event["kind"] for event in read_events(tmp_path)] == ["gave_up"]
+    assert "told to stop before anything was started" in capfd.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_words_before_the_dashes_are_the_supervisors():

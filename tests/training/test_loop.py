@@ -29,6 +29,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.parallel import room
+from ultrascale_jax.reliability.sigterm import SigtermListener
 from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
@@ -305,6 +306,23 @@ def start(cfg, **environ):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_a_signal_during_start_up_stops_the_run_before_its_first_step(straight, tmp_path):
+    with SigtermListener() as sigterm:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sigterm.told
+        summary = run(BASE, tmp_path / "new")
+        assert (summary["step"], summary["stopped"]) == (0, True)
+        shutil.copytree(straight[0], tmp_path / "old")
+        longer = change(BASE, train__steps=12)
+        summary = run(longer, tmp_path / "old")
+        assert (summary["step"], summary["stopped"]) == (8, True)
+        # There is nothing left to stop.
+        assert not run(BASE, tmp_path / "old")["stopped"]
+    assert step_rows(tmp_path / "new") == [] and not list((tmp_path / "new/checkpoints").iterdir())
+    assert [row["step"] for row in step_rows(tmp_path / "old")] == list(range(1, 9))
+    assert run(longer, tmp_path / "old")["step"] == 12
 
 
 def wait_for_steps(process):

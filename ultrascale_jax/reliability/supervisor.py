@@ -2,7 +2,9 @@
 
 Processes of a job depend on each other: when one dies the others wait in a collective, so all are ended and all start
 again, from the newest checkpoint. One that makes no progress (see `watchdog`) has its stacks written and is killed.
-There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
+SIGTERM stops the run from the first moment on: what has not begun is not begun, processes that have are told, and one
+that dies of the signal before its first heartbeat, because it could not listen yet, had nothing to save. There is no
+restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
 a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row: an outage of storage
 or network lasts minutes, and restarts fail in seconds. On several hosts each has its own supervisor, and none knows of
 the others: the death of one host's processes ends the others' too, by their heartbeats, and each supervisor restarts
@@ -23,6 +25,7 @@ from ultrascale_jax.reliability.children import ANSWER_S, DUMP_S, Child, Disk, d
 from ultrascale_jax.reliability.events import ATTEMPT, Events, is_count, read_events, say
 from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.reliability.sigterm import listener
 from ultrascale_jax.reliability.watchdog import FIRST_S, ONCE, Beat, last_sign, stacks_path
 
 TRIES = 3
@@ -41,6 +44,8 @@ SHORT_GRACE_S = 2.0
 
 READ_S = 60.0
 """Seconds to read all events of a long run."""
+
+TOLD = "told to stop"
 
 BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 60.0
@@ -87,9 +92,12 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the run is done, stopped or given up; the exit code of the process that ended it, 0 if all are well."""
+        before = listener()
         handled = {
             number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)
         }
+        if before is not None and before.told:
+            self._signals.append(signal.SIGTERM)
         try:
             return self._run()
         finally:
@@ -98,6 +106,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
+        if self._signals:
+            self._record("gave_up", ranks=self._ranks, reason=TOLD)
+            self._say("told to stop before anything was started")
+            return 0
         restarts, in_vain, failing_since = 0, 0, time.monotonic()
         while True:
             self._events.attempt = self._first_attempt + restarts
@@ -105,13 +117,14 @@ class Supervisor:
             first = self._watch()
             for child in self._children:
                 child.heard()
-            code = 0 if first is None else first.exit_code
+            early = first is not None and self._stopped_early(first)
+            code = 0 if first is None or early else first.exit_code
             codes = {str(child.rank): child.code for child in self._children}
             self._record("exit", ranks=self._ranks, codes=codes, before=self._last_sign())
             if first is None:
                 self._say_ledger()
                 return 0
-            cause = self._cause(first)
+            cause = "stopped by SIGTERM before the first step" if early else self._cause(first)
             if self._progressed() or not restarts:
                 # The first attempt is no restart.
                 in_vain, failing_since = 0, time.monotonic()
@@ -126,7 +139,7 @@ class Supervisor:
                 until = time.monotonic() + pause
                 while time.monotonic() < until and not self._signals:
                     time.sleep(0.1)
-                why_not = "told to stop" if self._signals else self._disk.ask(self._ended_elsewhere)
+                why_not = TOLD if self._signals else self._disk.ask(self._ended_elsewhere)
             if why_not is not None:
                 details = {"ranks": self._ranks, "reason": why_not, "cause": cause, "code": code}
                 self._record("gave_up", **details)
@@ -140,7 +153,7 @@ class Supervisor:
         The last `in_vain` restarts, and the last `lost_s` seconds, have brought no new step.
         """
         if self._signals:
-            return "told to stop"
+            return TOLD
         if code in (REFUSED, STOPPED):
             return f"exit code {code} says that it would not help"
         if in_vain >= TRIES and lost_s >= self._give_up_s:
@@ -212,6 +225,12 @@ class Supervisor:
         first = min(dead, key=lambda child: (child.code or 0, child.rank))
         self._record("died", of=first.rank, code=first.code)
         return first
+
+    def _stopped_early(self, first: Child) -> bool:
+        """Whether the signal to stop killed `first`, which could not listen yet."""
+        beats = self._beats([first])
+        deaf = beats is not None and beats[first] is None
+        return bool(self._signals) and first.code == -signal.SIGTERM and deaf
 
     def _living(self) -> list[Child]:
         return [child for child in self._children if child.code is None]

@@ -141,7 +141,8 @@ class _Run:
         self.replicas = Replicas(self.cfg.watch.replicas_every, self.mesh, state, self.events)
         for note in self.replicas.notes:
             self.log.note(note)
-        step, stopped, pending, train_step = first_step, False, None, None
+        step, pending, train_step = first_step, None, None
+        stopped = stop.reached() and step < self.cfg.train.steps
         self.watch.begin(first_step)
         with contextlib.closing(self._batches(first_step)) as batches:
             while step < self.cfg.train.steps and not stopped:
@@ -149,7 +150,10 @@ class _Run:
                 with self.watch.data(lambda pending=pending: _is_busy(pending)):
                     _, batch, digest = next(batches)
                 wait_s = time.monotonic() - asked
-                train_step = train_step or self._compile(state, batch)
+                if train_step is None:
+                    train_step = self._compile(state, batch)
+                    if stopped := stop.reached():
+                        break
                 step += 1
                 self.faults.strike(step)
                 if tracer.turns(step):
@@ -161,7 +165,7 @@ class _Run:
                     state, metrics = train_step.take(step, state, batch, digest)
                 self._read(pending)
                 pending = (step, metrics, digest, wait_s)
-                stopped = stop.reached(step) and step < self.cfg.train.steps
+                stopped = stop.reached() and step < self.cfg.train.steps
                 self.times.step(step)
                 evaluates, saves = self._due(step, stopped)
                 compares = self.replicas.due(step, saves)
@@ -182,7 +186,8 @@ class _Run:
                     self.times.restart()
         if stopped:
             self.watch.reason = "stopped"
-            self.log.note(f"stopped by SIGTERM after step {step}; the same command continues")
+            where = f"after step {step}" if step > first_step else f"before step {step + 1}"
+            self.log.note(f"stopped by SIGTERM {where}; the same command continues")
         else:
             self._evaluate(state, step)
         if jax.process_index() == 0:

@@ -1,0 +1,44 @@
+"""SIGTERM from the first moment of a process on, remembered until the run can stop in good order.
+
+By default the system ends a process that gets it. A script that may run for days listens before its long imports. Once
+the processes of a job have joined JAX listens instead, and is told what came before.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+
+class SigtermListener:
+    """Remembers SIGTERM inside its `with` block; it is the handler itself, so `listener` finds it."""
+
+    def __init__(self):
+        self.told = False
+        """Whether SIGTERM came."""
+        self._listens = False
+
+    def __enter__(self) -> "SigtermListener":
+        # Python hands signals to the main thread only; elsewhere the process that embeds the run keeps its own handler.
+        if threading.current_thread() is threading.main_thread():
+            self._before, self._listens = signal.signal(signal.SIGTERM, self), True
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
+
+    def hand_over(self) -> None:
+        """Leave SIGTERM to the handler that JAX has put in this one's place, and send it again if it came before."""
+        self._listens = False
+        if self.told:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def listener() -> SigtermListener | None:
+    """The one whose `with` block this process is in; none: nobody listens."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, SigtermListener) else None
