@@ -3,11 +3,20 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.reliability.events import ATTEMPT, FILE_NAME, Events, read_events, say, to_json
+from ultrascale_jax.reliability.events import (
+    ATTEMPT,
+    FILE_NAME,
+    Events,
+    boot,
+    read_events,
+    say,
+    to_json,
+)
 
 
 def test_an_event_says_who_when_and_what(tmp_path, monkeypatch):
@@ -16,6 +25,8 @@ def test_an_event_says_who_when_and_what(tmp_path, monkeypatch):
     (event,) = read_events(tmp_path / "run")
     assert (event["kind"], event["rank"], event["attempt"]) == ("saved", 1, 2)
     assert (event["step"], event["seconds"], event["pid"]) == (5, 0.5, os.getpid())
+    # Also by a clock that nobody sets, and which start of the machine it counts from.
+    assert 0 <= time.monotonic() - event["monotonic"] < 60 and event["boot"] == boot()
 
 
 def test_lines_of_many_processes_do_not_mix(tmp_path):

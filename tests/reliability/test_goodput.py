@@ -145,9 +145,76 @@ def test_other_hosts_supervisors_and_a_clock_that_is_set_back_add_nothing(tmp_pa
     assert seconds(tmp_path) == pytest.approx({"start-up": 1.0, "productive": 6.0})
 
 
+def stamped(rows, boot="b", uptime=1000.0):
+    """The rows of a machine that was started `uptime` seconds before time 0, with its monotonic times."""
+    made = []
+    for row in rows:
+        row = row | {"boot": boot, "monotonic": row["time"] + uptime}
+        if "before" in row:
+            (row["before"],) = stamped([row["before"]], boot, uptime)
+        made.append(row)
+    return made
+
+
+def set_clock(rows, first, by):
+    """The rows of a machine whose clock is set by so many seconds before row `first`."""
+    moved = []
+    for number, row in enumerate(rows):
+        row = dict(row)
+        if number >= first:
+            row |= {"time": row["time"] + by} | (
+                {"began": row["began"] + by} if "began" in row else {}
+            )
+        moved.append(row)
+    return moved
+
+
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_takes_no_second_and_adds_none_and_is_told(tmp_path, by):
+    rows = stamped(KILLED + AGAIN)
+    write(tmp_path, *rows)
+    right = read_ledger(tmp_path)
+    assert right.total_s == pytest.approx(33.0) and right.clock_set_s == []
+    for first in range(1, len(rows)):
+        write(tmp_path, *set_clock(rows, first, by))
+        ledger = read_ledger(tmp_path)
+        assert ledger.seconds == pytest.approx(right.seconds), first
+        assert ledger.steps_again == right.steps_again
+        assert ledger.clock_set_s == pytest.approx([by])
+        for text in (ledger.line(), ledger.table()):
+            assert f"the clock was set 1 time ({by:+.0f} s), uncounted" in text
+
+
+def test_a_heartbeat_after_the_clock_was_set_back_is_the_last_sign(tmp_path):
+    beat = {"time": 113.0 - 3600, "monotonic": 1113.0, "boot": "b", "step": 8, "furthest": 8}
+    write(tmp_path, *stamped(KILLED), **beat)
+    assert seconds(tmp_path)["productive"] == pytest.approx(4.0 + 4.0)
+
+
+def test_another_machine_whose_clock_is_behind_leaves_no_gap_and_no_overlap(tmp_path):
+    again = [row for row in AGAIN if row["kind"] not in ("spawn", "exit")]
+    behind = set_clock(stamped(again, "c", 5.0), 0, -500.0)
+    behind[0] = behind[0] | {"before": stamped([SIGN])[0]}
+    write(tmp_path, *stamped(KILLED), *behind)
+    # To the last sign on the first machine, and from the start of the process on the second.
+    assert read_ledger(tmp_path).total_s == pytest.approx((113.0 - 99.0) + (130.0 - 118.0))
+    assert seconds(tmp_path)["again"] == pytest.approx(4.0)
+
+
+def test_an_event_that_was_written_late_is_in_its_place(tmp_path):
+    rows = stamped(KILLED + AGAIN)
+    write(tmp_path, *rows)
+    right = seconds(tmp_path)
+    write(tmp_path, *rows[:5], rows[7], rows[8], rows[5], rows[6], *rows[9:])
+    assert seconds(tmp_path) == pytest.approx(right)
+
+
 def test_hostile_events_make_no_more_than_a_wrong_ledger(tmp_path):
     rows = [
         start(100.0, began="x", before=[1]),
+        start(100.5, began=True, before={"time": 1.0, "boot": [1]}, boot={}, monotonic="x"),
+        section(100.7, "step", 0) | {"boot": "b", "monotonic": math.inf},
+        section(100.8, "step", 0) | {"boot": "b", "monotonic": -1e9},
         section(101.0, ["step"], {}, waited="y"),
         {"time": 102.0, "kind": "exit", "ranks": 0},
         supervised(103.0, "exit", before={"time": "z", "step": None}),

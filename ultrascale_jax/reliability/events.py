@@ -4,10 +4,11 @@ An event is one line of JSON, written by one call to a file opened for appending
 mix on a local disk. NFS knows no appending between hosts: of two that write in the same moment one may overwrite the
 other's line, which is then lost, and what is left of it is skipped. Nothing here ever stops a run: an event that cannot
 be written is told on stderr, and a line that a full disk cut short is left out by readers. The times are of the
-writer's clock.
+writer's clock, which somebody may set, and of its machine's monotonic one, which nobody can (see `now`).
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -58,7 +59,7 @@ class Events:
     def record(self, kind: str, **details: object) -> None:
         """Append one event: who and when, then `details`."""
         row = {
-            "time": time.time(),
+            **now(),
             "kind": kind,
             "rank": self.rank,
             "host": socket.gethostname(),
@@ -77,6 +78,20 @@ class Events:
             say(f"event {kind} was not written to {self.path}: {error}", sys.stderr)
 
 
+def now() -> dict[str, float | str]:
+    """This moment: in unix seconds, and in seconds since a start of this machine, which `boot` names."""
+    return {"time": time.time(), "monotonic": time.monotonic(), "boot": boot()}
+
+
+@functools.cache
+def boot() -> str:
+    """The start of this machine from which `time.monotonic` counts, alike for all its processes."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return socket.gethostname()
+
+
 def say(text: str, file: IO[str] | None = None) -> None:
     """Print one line to `file`, or stdout, at once; where nothing can be written, it is left out and stops nothing."""
     with contextlib.suppress(OSError):
@@ -84,7 +99,7 @@ def say(text: str, file: IO[str] | None = None) -> None:
 
 
 def read_events(path: Path) -> list[dict]:
-    """Events of a file, or of a run directory, by time; lines that are no events are left out.
+    """Events of a file, or of a run directory, in its order; lines that are no events are left out.
 
     There are none where the file cannot be read, which is told on stderr.
     """
@@ -108,7 +123,7 @@ def read_events(path: Path) -> list[dict]:
             and isinstance(row.get("kind"), str)
         ):
             rows.append(row)
-    return sorted(rows, key=lambda row: row["time"])
+    return rows
 
 
 def read_last(path: Path) -> dict:

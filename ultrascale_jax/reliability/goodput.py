@@ -5,8 +5,13 @@ its host when it starts and when it is gone; from one of these to the next, time
 sum to the whole by construction. Two things are not events: a process that is killed says nothing, so its last sign of
 life (its heartbeat file, or the last row of `metrics.jsonl`) ends what it did; and waits for batches, which happen in
 every step, are counted by the process itself and taken out of its steps.
+
+Time is of the machine's monotonic clock, so a clock that is set back or forward adds nothing and takes nothing away.
+Between two starts of a machine, or two machines, only the clocks on the wall can tell; where the second is behind the
+first, that gap is zero.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +59,8 @@ class Ledger:
     """Steps done at least once."""
     steps_again: int = 0
     """Steps done again."""
+    clock_set_s: list[float] = field(default_factory=list)
+    """By how many seconds the clock was set, each time; none of it is counted."""
 
     @property
     def total_s(self) -> float:
@@ -68,11 +75,16 @@ class Ledger:
         """All of it, in one line: what took a tenth of a second or more."""
         told = [f"{name} {s:.1f} s" for name, s in self.seconds.items() if s >= 0.05]
         words = f"goodput {self.goodput:.1%} of {self.total_s:.1f} s: {', '.join(told)}"
-        if not self.restarts:
-            return words
-        return (
-            f"{words}; {_count(self.restarts, 'restart')}, {_count(self.steps_again, 'step')} again"
-        )
+        if self.restarts:
+            again = _count(self.steps_again, "step")
+            words = f"{words}; {_count(self.restarts, 'restart')}, {again} again"
+        return "; ".join([words, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        if not self.clock_set_s:
+            return []
+        by = ", ".join(f"{seconds:+.0f} s" for seconds in self.clock_set_s[:8])
+        return [f"the clock was set {_count(len(self.clock_set_s), 'time')} ({by}), uncounted"]
 
     def table(self) -> str:
         """One line a class, with its share and meaning."""
@@ -82,7 +94,7 @@ class Ledger:
         ]
         total = f"{'total':<12}{self.total_s:>12.1f} s"
         done = f"{_count(self.steps, 'step')}, {self.steps_again} again, {_count(self.restarts, 'restart')}"
-        return "\n".join([*lines, total, done])
+        return "\n".join([*lines, total, done, *self._notes()])
 
 
 def read_ledger(run_dir: Path) -> Ledger:
@@ -94,11 +106,76 @@ def read_ledger(run_dir: Path) -> Ledger:
     begin = fresh[-1] if fresh else 0
     if fresh and begin and events[begin - 1]["kind"] == "spawn":
         begin -= 1
-    book = _Book(Ledger())
-    for event in events[begin:]:
+    book, clock = _Book(Ledger()), _Clock()
+    dated = [clock.dated(event) for event in events[begin:]]
+    # The supervisor writes when the disk answers, which may be after what came later.
+    for event in sorted(dated, key=lambda event: event["time"]):
         book.turn(event)
-    book.close(last_sign(run_dir))
+    book.close(clock.sign(last_sign(run_dir)))
+    book.ledger.clock_set_s = clock.set_s
     return book.ledger
+
+
+class _Clock:
+    """Puts the times of events, in the order of their file, on one clock that nobody sets."""
+
+    def __init__(self):
+        self.set_s: list[float] = []
+        """By how much the clock on the wall was set, each time."""
+        self._offsets: dict[str, float] = {}
+        """Of each start of a machine: what its monotonic clock is behind the one here."""
+        self._wall: dict[str, tuple[float, float]] = {}
+        """Of each start of a machine: the last monotonic time, and what it is behind the clock on the wall."""
+        self._boot: str | None = None
+        self._latest, self._shift = -math.inf, 0.0
+
+    def dated(self, event: dict) -> dict:
+        """The event with its times on this clock."""
+        if event["kind"] in ("hang", "stuck"):
+            # They may be another machine's, and only their place matters.
+            return event | {"time": self._latest}
+        boot, monotonic = _stamp(event)
+        before = event.get("before")
+        before = self.sign(before) if isinstance(before, dict) else {}
+        age = max(0.0, event["time"] - _number(event.get("began"), event["time"]))
+        if boot != self._boot:
+            # A process begins after the last sign of the one before, whatever the two machines' clocks say.
+            floor = self._latest
+            if before and (seen := _stamp(before)[0]) and seen in self._offsets:
+                floor = max(floor, before["time"])
+            offset = self._offsets.get(boot, event["time"] - monotonic)
+            self._offsets[boot] = offset + max(0.0, floor + age - monotonic - offset)
+        now = monotonic + self._offsets[boot]
+        self._see(boot, monotonic, event["time"] - monotonic)
+        self._boot, self._latest = boot, max(self._latest, now)
+        self._shift = now - event["time"]
+        if before:
+            before["time"] = min(before["time"], now)
+        return event | {"time": now, "began": now - age, "before": before}
+
+    def sign(self, sign: dict) -> dict:
+        """A last sign of life with its time on this clock; empty if it has none."""
+        if not is_number(sign.get("time")):
+            return {}
+        boot, monotonic = _stamp(sign)
+        known = boot and boot in self._offsets
+        time = monotonic + self._offsets[boot] if known else sign["time"] + self._shift
+        return sign | {"time": time}
+
+    def _see(self, boot: str, monotonic: float, offset: float) -> None:
+        before, known = self._wall.get(boot, (monotonic, offset))
+        # A clock that is slewed gains or loses less than a thousandth.
+        if boot and abs(offset - known) > 1.0 + 1e-3 * abs(monotonic - before):
+            self.set_s.append(offset - known)
+        self._wall[boot] = (monotonic, offset)
+
+
+def _stamp(row: dict) -> tuple[str, float]:
+    """The start of a machine, and the seconds since then; of rows that do not say, nothing and their time."""
+    boot, monotonic = row.get("boot"), row.get("monotonic")
+    if isinstance(boot, str) and boot and is_number(monotonic):
+        return boot, float(monotonic)
+    return "", float(row["time"])
 
 
 class _Book:

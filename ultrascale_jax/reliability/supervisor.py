@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ultrascale_jax.reliability.children import ANSWER_S, DUMP_S, Child, Disk, dump, kill
-from ultrascale_jax.reliability.events import ATTEMPT, Events, is_count, read_events, say
+from ultrascale_jax.reliability.events import ATTEMPT, Events, is_count, now, read_events, say
 from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.reliability.goodput import read_ledger
 from ultrascale_jax.reliability.sigterm import listener
@@ -239,12 +240,12 @@ class Supervisor:
         """Their newest heartbeats; none if the disk does not answer."""
         return self._disk.ask(lambda: {child: child.beat(self._run_dir) for child in children})
 
-    def _last_sign(self) -> dict[str, float] | None:
+    def _last_sign(self) -> dict[str, Any] | None:
         return self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
 
     def _record(self, kind: str, **details: object) -> None:
         """Write an event, later if the disk does not answer now."""
-        row = {"time": time.time(), "attempt": self._events.attempt, **details}
+        row = {**now(), "attempt": self._events.attempt, **details}
         self._disk.ask(lambda: self._events.record(kind, **row))
 
     def _is_stuck(self, child: Child, beat: Beat | None, grace_s: float) -> bool:

@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ultrascale_jax.reliability.events import (
     UNREADABLE,
     Events,
+    boot,
     is_count,
     is_number,
     read_last,
@@ -88,12 +90,14 @@ class Beat:
     """The same on the host's clock that nobody sets, which all its processes share."""
     data_wait_s: float
     """Seconds that this process has waited for batches while its devices had nothing to do."""
+    boot: str
+    """The start of its machine that `monotonic` counts from; empty where it is not known."""
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """The heartbeat of `rank`; none where there is none that can be read."""
     try:
-        values = json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
+        values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
         given = {name: values[name] for name in Beat.__annotations__}
     except (OSError, TypeError, KeyError, *UNREADABLE):
         return None
@@ -103,21 +107,24 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
     )
 
 
-def last_sign(run_dir: Path, rank: int = 0) -> dict[str, float]:
+def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
     """The last that a process, living or dead, has left of its progress; nothing where there is none.
 
-    `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat.
-    A step is on the heartbeat file when its metrics have been read, and in `metrics.jsonl` a moment later.
+    `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat,
+    `monotonic` and `boot` are `time` by the clock that nobody sets. A step is on the heartbeat file when its metrics
+    have been read, and in `metrics.jsonl` a moment later.
     """
     beat, row = read_beat(run_dir, rank), read_last(run_dir / "metrics.jsonl")
-    signs: list[dict[str, float]] = []
+    signs: list[dict[str, Any]] = []
     if beat is not None:
-        names = ("time", "step", "furthest", "data_wait_s")
+        names = ("time", "step", "furthest", "data_wait_s", "monotonic", "boot")
         signs.append({name: getattr(beat, name) for name in names})
     if is_number(row.get("time")) and is_count(row.get("step")):
         signs.append({"time": row["time"], "step": row["step"], "furthest": row["step"]})
     signs.sort(key=lambda sign: sign["time"])
     together = {name: value for sign in signs for name, value in sign.items()}
+    if beat is not None:
+        together["monotonic"] += together["time"] - beat.time
     return together | {
         name: max(sign[name] for sign in signs) for name in ("furthest",) if name in together
     }
@@ -263,6 +270,7 @@ class Watch:
             time=time.time() - (time.monotonic() - mark),
             monotonic=mark,
             data_wait_s=self._data_wait_s,
+            boot=boot(),
         )
 
     def _write(self) -> None:
