@@ -398,9 +398,9 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
 
 
 def saves_due(strikes: Sequence[Strike], rows: Iterable[dict], every: int) -> int:
-    """Saves that were due while the disk was full, of steps that were not done again."""
+    """Saves that were due while the disk was full, of steps that were neither done again nor skipped."""
     full = [(strike.time - FULL_S, strike.time - 2.0) for strike in strikes if strike.kind == FULL]
-    due = [row["time"] for row in rows if row["step"] % every == 0]
+    due = [row["time"] for row in rows if row["step"] % every == 0 and not row.get("skipped")]
     return sum(first < time < last for time in due for first, last in full)
 
 

@@ -16,10 +16,11 @@ from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability.events import read_events
 from ultrascale_jax.reliability.faults import Fault, Plan
 from ultrascale_jax.reliability.spikes import Spikes
+from ultrascale_jax.reliability.steps import steps
 from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.loop import make_loader, train
 from ultrascale_jax.training.metrics import read_rows
-from ultrascale_jax.training.skips import Diverged
+from ultrascale_jax.training.skips import Diverged, reason, suspicious
 from ultrascale_jax.training.state import abstract_state, init_state
 from ultrascale_jax.training.step import apply_gradients
 
@@ -108,9 +109,20 @@ PATHS = {
 }
 
 
+def with_huge_moments(state):
+    """The state with first moments that are finite, but too large to be divided by the root of the second."""
+
+    def huge(path, x):
+        first = jnp.issubdtype(x.dtype, jnp.floating) and ".nu" not in jax.tree_util.keystr(path)
+        return jnp.full_like(x, 3e38) if first else x
+
+    opt_state = jax.tree_util.tree_map_with_path(huge, state.opt_state)
+    return dataclasses.replace(state, opt_state=opt_state)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_one_number_that_is_not_finite_changes_no_bit(path):
-    """Row 16: in one element of a gradient, or in the loss."""
+    """Row 16: in one element of a gradient, in the loss, or in the update that they make."""
     cfg = change(BASE, **PATHS[path])
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
@@ -130,6 +142,13 @@ def test_one_number_that_is_not_finite_changes_no_bit(path):
             step(state, batch, jnp.float32(loss), grads)
             for loss, grads in ((1.0, broken), (np.inf, sound), (1.0, sound))
         ]
+        huge = with_huge_moments(state)
+        after, metrics = step(huge, batch, jnp.float32(1.0), sound)
+    # Loss and gradients are finite, and what the optimizer makes of them is not.
+    assert bits((after.params, after.opt_state)) == bits((huge.params, huge.opt_state))
+    assert bool(metrics["skipped"]) and suspicious(metrics) and reason(metrics) == "update"
+    assert (int(after.skipped_in_a_row), int(after.spikes.accepted)) == (1, 0)
+    assert after.loss_scale is None or after.loss_scale.scale == state.loss_scale.scale
     before = bits((state.params, state.opt_state))
     for after, metrics in results[:2]:
         assert bits((after.params, after.opt_state)) == before
@@ -197,12 +216,13 @@ def test_a_run_may_resume_with_another_guard(spiked, watch, accepted):
 
 
 def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
-    """Row 16: stop after k with a dump of the batches."""
-    cfg = change(BASE, train={"max_skipped": 3})
+    """Row 16: stop after k with a dump of the batches, and with the checkpoints of good steps."""
+    cfg = change(BASE, train={"max_skipped": 3}, checkpoint={"every": 1, "keep": 2})
     faults = (("nan", 2), ("nan", 4), ("nan", 5), ("nan", 6))
     with pytest.raises(Diverged, match=r"not finite in 3 steps in a row up to step 6 ") as stopped:
         run(cfg, tmp_path / "run", *faults)
     assert stopped.value.exit_code == 3
+    assert steps(tmp_path / "run/checkpoints") == [1, 3]
     assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [2, 4, 5, 6]
     skipped = [e["step"] for e in read_events(tmp_path / "run") if e["kind"] == "skipped"]
     assert skipped == [2, 4, 5, 6]
@@ -216,8 +236,11 @@ def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
     assert str(tmp_path / "run/skipped.json") in str(stopped.value)
 
 
-def test_a_mesh_judges_as_one_device_does(tmp_path):
+def test_a_mesh_judges_as_one_device_does_and_saves_after_the_next_good_step(tmp_path):
     """The window and the rule are the same wherever they are computed."""
-    cfg = change(BASE, mesh={"fsdp": 2, "sp": 2}, train={"steps": 7})
-    run(cfg, tmp_path / "run", ("spike", 6))
-    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [6]
+    cfg = change(BASE, mesh={"fsdp": 2, "sp": 2}, train={"steps": 8})
+    cfg = change(cfg, checkpoint={"every": 6, "keep": 1})
+    run(cfg, tmp_path / "run", ("spike", 6), ("spike", 8))
+    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [6, 8]
+    # That of step 6 waited; the last one is written in any case, but deletes none.
+    assert steps(tmp_path / "run/checkpoints") == [7, 8]

@@ -12,7 +12,7 @@ A checkpoint that is not what was saved is renamed `n.corrupt`, and the one befo
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Checkpoints:
         self._probe = saving.Probe(self.folder)
         self._prepare()
         saving.quieten_orbax()
+        self._rotation: Any = _Rotation(cfg.checkpoint.keep)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         found, aside = self._listed()
         empty = not found and not aside
@@ -138,7 +139,7 @@ class Checkpoints:
             str(self.folder),
             context=_context(),
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=policies.preservation_policies.LatestN(self._cfg.checkpoint.keep),
+            preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
 
@@ -169,9 +170,12 @@ class Checkpoints:
             return max(steps(self.folder), default=None)
         return None if self._opened.latest is None else self._opened.latest.step
 
-    def save(self, state: TrainState, meta: dict, *, wait: bool = False) -> None:
+    def save(
+        self, state: TrainState, meta: dict, *, wait: bool = False, rotate: bool = True
+    ) -> None:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
 
+        Afterwards the newest `checkpoint.keep` are left, or all if not `rotate`.
         A save that failed (a full disk, say) is told by the next call; the run goes on until `checkpoint.max_failures`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
@@ -188,6 +192,7 @@ class Checkpoints:
         if problem is not None:
             self._count(step, problem, must=wait)
             return
+        self._rotation.on = rotate
         self._begin(step, state, meta)
         if wait:
             self._settle(must=True)
@@ -325,6 +330,18 @@ class Checkpoints:
         agree(None)  # nobody looks at the folder before it is renamed
         if self._opened is not None:
             self._opened.reload()
+
+
+class _Rotation:
+    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`."""
+
+    def __init__(self, keep: int):
+        self._keep, self.on = keep, True
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        oldest = len(checkpoints) - self._keep if self.on else 0
+        return [number >= oldest for number in range(len(checkpoints))]
 
 
 def checkpoint_folder(cfg: Config) -> Path:

@@ -134,6 +134,7 @@ class _Run:
         self.rate = Rate(cfg, mesh)
         self.times = StepTimes(cfg.watch.straggler_every, self.events, log.note)
         self.summary: dict = dict.fromkeys(SUMMARY)
+        self.save_is_late = False
 
     def run(self, state: TrainState, first_step: int, stop: StopRequest, tracer: Tracer) -> dict:
         """The steps after `first_step`; see `train`."""
@@ -167,23 +168,7 @@ class _Run:
                 pending = (step, metrics, digest, wait_s)
                 stopped = stop.reached() and step < self.cfg.train.steps
                 self.times.step(step)
-                evaluates, saves = self._due(step, stopped)
-                compares = self.replicas.due(step, saves)
-                if evaluates or saves or compares:
-                    # Everything up to this step is on record before the checkpoint is.
-                    pending = self._read(pending)
-                    if compares:
-                        with self.watch.section("compare"):
-                            self.replicas.check(step, state)
-                    if evaluates:
-                        self._evaluate(state, step)
-                    if saves:
-                        last = stopped or step == self.cfg.train.steps
-                        meta = describe(self.cfg, step, self.fingerprint)
-                        with self.watch.section("save"):
-                            self.checkpoints.save(state, meta, wait=last)
-                    self.rate.restart()
-                    self.times.restart()
+                pending = self._pause(state, step, stopped, pending)
         if stopped:
             self.watch.reason = "stopped"
             where = f"after step {step}" if step > first_step else f"before step {step + 1}"
@@ -199,15 +184,40 @@ class _Run:
     def _batches(self, first_step: int) -> Generator:
         return self.loader.device_batches(self.mesh, first_step, before=self.faults.load)
 
-    def _due(self, step: int, stopped: bool) -> tuple[bool, bool]:
-        """Whether to evaluate and to save after `step`; the evaluation after the last step comes later."""
+    def _pause(
+        self, state: TrainState, step: int, stopped: bool, pending: tuple | None
+    ) -> tuple | None:
+        """Compare, evaluate and save after `step` what is due; the evaluation after the last step comes later.
+
+        A skipped step has left the state as it was, so a save that is due waits for the next good step. The last one
+        of the process is written all the same, but deletes no older one: good checkpoints outlive a run of bad steps.
+        Returns the step that is still to be read, none where it waited for it.
+        """
 
         def every(n: int) -> bool:
             return n > 0 and step % n == 0
 
-        last = step == self.cfg.train.steps
-        evaluates = every(self.cfg.train.eval_every) and not (last or stopped)
-        return evaluates, every(self.cfg.checkpoint.every) or last or stopped
+        last = stopped or step == self.cfg.train.steps
+        evaluates = every(self.cfg.train.eval_every) and not last
+        saves = self.save_is_late or every(self.cfg.checkpoint.every) or last
+        if not (evaluates or saves or self.replicas.due(step, saves)):
+            return pending
+        # Everything up to this step is on record before the checkpoint is.
+        self._read(pending)
+        self.save_is_late = saves and self.skips.skipping and not last
+        saves = saves and not self.save_is_late
+        if self.replicas.due(step, saves):
+            with self.watch.section("compare"):
+                self.replicas.check(step, state)
+        if evaluates:
+            self._evaluate(state, step)
+        if saves:
+            meta = describe(self.cfg, step, self.fingerprint)
+            with self.watch.section("save"):
+                self.checkpoints.save(state, meta, wait=last, rotate=not self.skips.skipping)
+        self.rate.restart()
+        self.times.restart()
+        return None
 
     def _compile(self, state: TrainState, batch: dict) -> Steps:
         begun = time.monotonic()

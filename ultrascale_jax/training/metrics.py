@@ -31,6 +31,7 @@ from ultrascale_jax.reliability.run_files import (
     read_regular,
     write_atomic,
 )
+from ultrascale_jax.training.skips import FAULTS, reason
 
 FILE_NAME = "metrics.jsonl"
 
@@ -220,8 +221,7 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     if row["skipped"]:
         scale = row.get("loss_scale")
         at = "" if scale is None else f" at loss scale {scale:g}"
-        fault = "a spike" if row.get("spike") else f"loss or gradient not finite{at}"
-        parts.append(f"SKIPPED: {fault}")
+        parts.append(f"SKIPPED: {FAULTS[reason(row)]}{at}")
     return "  ".join(parts)
 
 

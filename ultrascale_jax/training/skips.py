@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,9 +24,25 @@ class Diverged(UserError):
     exit_code = STOPPED
 
 
+FAULTS = {
+    "spike": "loss or gradient norm was a spike",
+    "not finite": "loss or gradient norm was not finite",
+    "update": "the update was not finite",
+}
+"""Why a step was skipped, by the reason that is on record."""
+
+
+def reason(values: Mapping[str, Any]) -> str:
+    """Why a skipped step with these metrics was skipped: a key of `FAULTS`."""
+    if values.get("spike", False):
+        return "spike"
+    finite = np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
+    return "update" if finite else "not finite"
+
+
 def suspicious(values: Mapping[str, np.ndarray]) -> bool:
     """Whether a step with these metrics was skipped, and not because float16 is looking for its loss scale."""
-    searching = values.get("loss_scale", LEAST) > LEAST and not values.get("spike", False)
+    searching = values.get("loss_scale", LEAST) > LEAST and reason(values) == "not finite"
     return bool(values["skipped"]) and not searching
 
 
@@ -36,6 +53,8 @@ class Skips:
         """`in_a_row`: how many there have been since the last good step."""
         self._cfg, self._loader, self._events = cfg, loader, events
         self.total, self._in_a_row = 0, in_a_row
+        self.skipping = False
+        """Whether the last step was skipped, so that the state is still that of the step before."""
         self._last: list[dict] = []
         """Those in a row that this process has seen."""
 
@@ -46,7 +65,8 @@ class Skips:
 
         Raises `Diverged`, with `newest`, the newest checkpoint, in its message, where it was one too many.
         """
-        if not values["skipped"]:
+        self.skipping = bool(values["skipped"])
+        if not self.skipping:
             self._in_a_row, self._last = 0, []
             return
         self.total += 1
@@ -55,7 +75,7 @@ class Skips:
         size = self._cfg.train.global_batch
         row = {
             "step": step,
-            "reason": "spike" if values.get("spike", False) else "not finite",
+            "reason": reason(values),
             "loss": float(values["loss"]),
             "grad_norm": float(values["grad_norm"]),
             "batch_hash": digest,
@@ -75,16 +95,13 @@ class Skips:
             rows = [{**row, "places": self._loader.places(row["step"] - 1)} for row in self._last]
             write_atomic(path, ("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n").encode())
         reasons = {row["reason"] for row in self._last}
-        fault = {
-            frozenset(["spike"]): "was a spike",
-            frozenset(["not finite"]): "was not finite",
-        }.get(frozenset(reasons), "was not finite or a spike")
+        fault = " or ".join(FAULTS[reason] for reason in sorted(reasons))
         fix = "Lower optim.lr, or raise optim.warmup_steps"
         if "spike" in reasons:
             fix += f"; or raise watch.spike_sigma={self._cfg.watch.spike_sigma:g}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)
         return (
-            f"loss or gradient norm {fault} in {self._in_a_row} steps in a row up to step {step} "
+            f"{fault} in {self._in_a_row} steps in a row up to step {step} "
             f"(train.max_skipped={self._cfg.train.max_skipped}); newest checkpoint: {newest}; "
             f"hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
         )

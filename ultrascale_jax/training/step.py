@@ -92,7 +92,8 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
 
-    A step whose loss or gradient norm is not finite, or a spike, changes neither parameters nor optimizer state.
+    A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the parameters
+    that it would make is not finite, or if it is a spike.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
     grads, routed = balance.apart(grads)
@@ -105,7 +106,6 @@ def apply_gradients(
     if spikes is not None:
         told["spike"] = finite & spikes.leaps(loss, norm, cfg.watch.spike_sigma)
         ok = finite & ~told["spike"]
-        spikes = spikes.after(ok, loss, norm)
     with jax.named_scope("optimizer"):
         if cfg.optim.clip_norm:
             share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
@@ -114,11 +114,15 @@ def apply_gradients(
         updates, opt_state = update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         params = balance.rebalanced(cfg, params, routed)
+        # The moments are sums of gradients and of their squares, which are finite if the square of their norm is.
+        ok &= jnp.isfinite(jnp.square(norm)) & jnp.isfinite(global_norm(params))
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(ok, new, old),
             (params, opt_state),
             (state.params, state.opt_state),
         )
+    if spikes is not None:
+        spikes = spikes.after(ok, loss, norm)
     bad = counted = (~ok).astype(jnp.int32)
     if scaling is not None:
         told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
