@@ -34,12 +34,16 @@ from ultrascale_jax.config import (
     MeshConfig,
     RopeScaling,
     UserError,
+    check_numbers,
     parse_mesh,
     require,
 )
 from ultrascale_jax.reliability.launch import Launch, detect
 
 DEFAULT_RECIPE = "demo"
+
+MOST_FAKE_DEVICES = 4096
+"""XLA makes each of them when it starts."""
 
 PATIENCE_S = 10.0
 """How long a process keeps an error to itself that process 0 must have had too."""
@@ -63,9 +67,9 @@ class Options:
     """Print the configuration that the command line makes, and stop."""
 
     def __post_init__(self):
-        require(
-            self.devices is None or self.devices >= 1, "devices", self.devices, "must be at least 1"
-        )
+        inside = self.devices is None or 1 <= self.devices <= MOST_FAKE_DEVICES
+        fix = f"must be from 1 to {MOST_FAKE_DEVICES}"
+        require(inside, "devices", self.devices, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +286,7 @@ def read[T](
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            return tyro.cli(
+            made = tyro.cli(
                 form,
                 args=arguments,
                 **given,
@@ -299,6 +303,9 @@ def read[T](
         if stop.code == 0:
             raise
         raise UserError(_unboxed(report.getvalue())) from None
+    # A `Config` has checked its own numbers.
+    check_numbers("", made.options if isinstance(made, _Command) else made)
+    return made
 
 
 def _unboxed(box: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import subprocess
 import sys
 import textwrap
@@ -92,6 +93,11 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: ModelConfig(head_dim=7), "model.head_dim=7"),
         (lambda: ModelConfig(sliding_window=0), "model.sliding_window=0"),
         (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta=0.0"),
+        (lambda: ModelConfig(norm_eps=-1e-5), "model.norm_eps=-1e-05"),
+        (
+            lambda: ModelConfig(rope_theta=1.0, rope_scaling=RopeScaling(kind="yarn")),
+            "model.rope_theta=1.0",
+        ),
         (lambda: RopeScaling(factor=0.5), "model.rope_scaling.factor=0.5"),
         (lambda: RopeScaling(low_freq_factor=4.0), "model.rope_scaling.low_freq_factor=4.0"),
         (lambda: RopeScaling(original_seq_len=0), "model.rope_scaling.original_seq_len=0"),
@@ -149,6 +155,8 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: DataConfig(eval_fraction=0.5), "data.eval_fraction=0.5"),
         (lambda: OptimConfig(lr=float("nan")), "optim.lr=nan"),
         (lambda: OptimConfig(min_lr=2.0), "optim.min_lr=2.0"),
+        (lambda: OptimConfig(eps=0.0), "optim.eps=0.0"),
+        (lambda: WatchConfig(spike_window=10**6), "watch.spike_window=1000000"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas=(0.9, 1.0)"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: TrainConfig(steps=0), "train.steps=0"),
@@ -184,6 +192,51 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
+
+
+def bad_numbers(values, path=()):
+    """Each number in a dataclass and its parts: where it is, and a value in its place that no device can hold."""
+    for field in dataclasses.fields(values):
+        value, here = getattr(values, field.name), (*path, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from bad_numbers(value, here)
+        elif isinstance(value, tuple) and value:
+            yield here, (math.inf, *value[1:])
+        elif isinstance(value, float):
+            yield from ((here, bad) for bad in (math.inf, -math.inf, math.nan, 1e39, 1e-40))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield from ((here, bad) for bad in (2**31, -(2**31), 10**1000))
+
+
+def with_value(values, path, value):
+    name, *rest = path
+    inner = with_value(getattr(values, name), rest, value) if rest else value
+    return dataclasses.replace(values, **{name: inner})
+
+
+def test_no_number_of_a_run_may_be_one_that_the_devices_cannot_hold():
+    """No field has to remember it, nor a field that is yet to come."""
+    model = ModelConfig(
+        head_dim=192,
+        latent=LatentAttention(),
+        experts=Experts(),
+        rope_scaling=RopeScaling(kind="yarn", attention_factor=1.0),
+        sliding_window=8,
+    )
+    cfg = Config(model=model)
+    bad = list(bad_numbers(cfg))
+    assert len({path for path, _ in bad}) > 70
+    for path, value in bad:
+        with pytest.raises(UserError, match=rf"^{path[0]}\.[\w.]+=") as refusal:
+            with_value(cfg, path, value)
+        assert len(str(refusal.value)) < 1200
+
+
+def test_the_tokens_of_a_step_can_be_counted_in_int32():
+    rows = (2**31 - 1) // 1024
+    replaced(Config(), data__seq_len=1024, train__global_batch=rows)
+    with pytest.raises(UserError, match=rf"^train\.global_batch={rows + 1}: .* at most {rows}$"):
+        replaced(Config(), data__seq_len=1024, train__global_batch=rows + 1)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import Implementation, require_at_least
 from ultrascale_jax.config.base import UserError as UserError
+from ultrascale_jax.config.base import check_numbers as check_numbers
+from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import require as require
 from ultrascale_jax.config.model import Experts as Experts
 from ultrascale_jax.config.model import LatentAttention as LatentAttention
@@ -290,7 +293,7 @@ class CheckpointConfig:
     every: int = 0
     """Steps between checkpoints; 0 saves only after the last step."""
     keep: int = 3
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest checkpoint: if there is one, never, or else fail."""
     max_failures: int = 3
@@ -338,6 +341,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        for section in dataclasses.fields(self):
+            check_numbers(section.name, getattr(self, section.name))
+        rows, seq_len = self.train.global_batch, self.data.seq_len
+        fix = f"the tokens of a step are counted in int32; with data.seq_len={seq_len} at most {LARGEST // seq_len}"
+        require(rows * seq_len <= LARGEST, "train.global_batch", rows, fix)
 
     def check(self, num_devices: int) -> "Config":
         """This run on `num_devices` devices: mesh resolved, and what cannot work refused."""

@@ -1,9 +1,20 @@
 """How a setting is refused: one error that names the field, its value and the fix."""
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 Implementation = Literal["auto", "mosaic", "xla"]
 """The program that computes a part: our kernel, XLA's own, or the one that is known to be faster."""
+
+
+LARGEST = 2**31 - 1
+"""The largest integer of a configuration: sizes, steps and indices are int32."""
+
+FLOATS = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest positive number of float32, in which a run computes."""
+
+SHOWN = 1000
+"""Characters of a value that an error shows."""
 
 
 class UserError(ValueError):
@@ -16,7 +27,41 @@ class UserError(ValueError):
 def require(ok: bool, name: str, value: object, fix: str) -> None:
     """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
     if not ok:
-        raise UserError(f"{name}={value!r}: {fix}")
+        raise UserError(f"{name}={_shown(value)}: {fix}")
+
+
+def _shown(value: object) -> str:
+    """The value as an error shows it: neither a number of a million digits nor a long list as a whole."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"a number in the {type(value).__name__}, of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def in_float32(number: float) -> bool:
+    """Whether the size of a number is 0 or one that float32 holds; not so for what is infinite or not a number."""
+    least, most = FLOATS
+    return number == 0 or least <= abs(number) <= most
+
+
+def check_numbers(section: str, values: Any) -> None:
+    """Refuse a number in the dataclass `values`, or in a part of it, that the devices cannot hold.
+
+    Raises `UserError` that names the field, after `section` if that is not empty.
+    """
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        name = f"{section}.{field.name}" if section else field.name
+        if dataclasses.is_dataclass(value):
+            check_numbers(name, value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, float):
+                least, most = FLOATS
+                fix = f"must be 0, or of a size from {least:.1e} to {most:.1e}"
+                require(in_float32(one), name, value, fix)
+            elif isinstance(one, int):
+                require(abs(one) <= LARGEST, name, value, f"must be at most {LARGEST}")
 
 
 def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ultrascale_jax.config.base import (
     Implementation,
+    check_numbers,
     require,
     require_at_least,
     require_at_most,
@@ -13,9 +14,6 @@ from ultrascale_jax.config.base import (
 
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
-
-LARGEST = 2**31 - 1
-"""The largest dim: indices are int32."""
 
 MOST_PARTS = 10_000
 """More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
@@ -116,7 +114,6 @@ class Experts:
         require_at_least(1, "model.experts", self, names)
         require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
         require_at_most(MOST_PARTS, "model.experts", self, ("num", "shared"))
-        require_at_most(LARGEST, "model.experts", self, ("d_ff",))
         name, groups, fix = "model.experts.groups", self.groups, f"must divide num={self.num}"
         require(self.num % groups == 0, name, groups, fix)
         name, chosen = "model.experts.groups_per_token", self.groups_per_token
@@ -149,7 +146,6 @@ class LatentAttention:
     def __post_init__(self):
         require_at_least(1, "model.latent", self, ("kv_rank", "rope_dim", "v_dim"))
         require_at_least(0, "model.latent", self, ("q_rank",))
-        require_at_most(LARGEST, "model.latent", self, ("q_rank", "kv_rank", "rope_dim", "v_dim"))
         fix = "must be even"
         require(self.rope_dim % 2 == 0, "model.latent.rope_dim", self.rope_dim, fix)
 
@@ -207,16 +203,20 @@ class ModelConfig:
         return {name: getattr(self, name) for name in ("attention", "rms_norm", "cross_entropy")}
 
     def __post_init__(self):
-        widths = ("vocab_size", "d_model", "d_ff", "head_dim")
-        require_at_least(1, "model", self, (*widths, "num_layers", "num_heads", "num_kv_heads"))
-        require_at_most(LARGEST, "model", self, (*widths, "num_heads"))
+        check_numbers("model", self)
+        sizes = ("vocab_size", "d_model", "d_ff", "head_dim")
+        require_at_least(1, "model", self, (*sizes, "num_layers", "num_heads", "num_kv_heads"))
+        require_at_least(0, "model", self, ("norm_eps", "first_window_layer"))
         require_at_most(MOST_PARTS, "model", self, ("num_layers",))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         fix = f"must divide model.num_heads={heads}"
         require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)
         fix = "must be even for rotary embeddings"
         require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, fix)
-        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be positive")
+        yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
+        fix = f"must be {'more than' if yarn else 'at least'} 1"
+        sound = self.rope_theta > 1 or (self.rope_theta == 1 and not yarn)
+        require(sound, "model.rope_theta", self.rope_theta, fix)
         window = self.sliding_window
         fix = "must be at least 1, or none"
         require(window is None or window >= 1, "model.sliding_window", window, fix)

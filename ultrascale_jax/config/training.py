@@ -50,7 +50,9 @@ class OptimConfig:
     """Both moments in bfloat16, rounded up or down at random so that they are right on average."""
 
     def __post_init__(self):
-        require(self.lr > 0, "optim.lr", self.lr, "must be positive")
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            require(value > 0, f"optim.{name}", value, "must be positive")
         fix = "is a share of optim.lr, from 0 to 1"
         require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, fix)
         names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")

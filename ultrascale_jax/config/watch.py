@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.config.base import require, require_at_least
+from ultrascale_jax.config.base import require, require_at_least, require_at_most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class WatchConfig:
         require_at_least(0, "watch", self, ("hang_s", "straggler_every", "replicas_every"))
         require_at_least(0, "watch", self, ("spike_sigma",))
         require_at_least(2, "watch", self, ("spike_window",))
+        require_at_most(100_000, "watch", self, ("spike_window",))
 
 
 @dataclass(frozen=True, kw_only=True)
