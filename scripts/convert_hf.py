@@ -24,8 +24,9 @@ import tyro
 
 from scripts import command_line
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
+from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.models.hf_config import parse_config, read_config
-from ultrascale_jax.models.hf_files import inside, read_json
+from ultrascale_jax.models.hf_files import inside
 from ultrascale_jax.reliability.run_files import write_atomic
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Token shards, their index and tokenizers that somebody else wrote."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -59,6 +60,17 @@ def test_an_index_that_was_bent_is_refused_or_harmless(sound, tmp_path, data):
         read(folder)
 
 
+def test_an_index_with_an_integer_too_long_is_refused_by_its_name(sound, tmp_path):
+    index = json.loads((sound / "index.json").read_text())
+    text = json.dumps({**index, "vocab_size": "long"}).replace('"long"', "1" + "0" * 5000)
+    (tmp_path / "index.json").write_text(text)
+    with harmless(tmp_path), pytest.raises(UserError, match=r"index\.json is damaged"):
+        read(tmp_path)
+    os.truncate(tmp_path / "index.json", 20_000_000_000)
+    with harmless(tmp_path), pytest.raises(UserError, match=r"index\.json.* has more than"):
+        read(tmp_path)
+
+
 @BOUNDED
 @given(data=st.data(), name=st.sampled_from(["shard_00000.tokens", "shard_00001.documents"]))
 def test_a_shard_that_was_bent_is_refused_by_its_name(sound, tmp_path, data, name):
@@ -94,7 +106,7 @@ TOKENIZER = {
     ],
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-    "decoder": {"type": "ByteLevel"},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
     "model": {
         "type": "BPE",
         "vocab": {"a": 0, "b": 1, "</s>": 2, "ab": 3},

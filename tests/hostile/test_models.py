@@ -1,6 +1,8 @@
 """Models in Hugging Face's formats that somebody else made."""
 
 import json
+import math
+import os
 import shutil
 import struct
 from contextlib import ExitStack
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
+from ultrascale_jax.config import UserError
 from ultrascale_jax.models.hf_config import read_config
 from ultrascale_jax.models.hf_files import open_tensors, weight_files
 
@@ -79,6 +82,15 @@ def test_a_file_with_a_false_header_is_refused_by_its_path(tmp_path, header):
         read_all(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(0, 2**62), (2**62, 0), (0,)])
+def test_a_tensor_without_elements_is_refused_by_its_shape(tmp_path, shape):
+    """Their product is that of the bytes, so the file is whole."""
+    header = json.dumps({"a": tensor(0, 0, shape)}).encode()
+    (tmp_path / "model.safetensors").write_bytes(with_header(header, b""))
+    with harmless(tmp_path), pytest.raises(UserError, match=rf"^a\.shape=\[{shape[0]}"):
+        read_all(tmp_path)
+
+
 @BOUNDED
 @given(data=st.data())
 def test_a_file_that_was_bent_is_refused_or_gives_arrays(tmp_path, data):
@@ -121,6 +133,52 @@ def test_a_config_that_was_bent_is_refused_or_a_model(tmp_path, data, family):
     (tmp_path / "config.json").write_bytes(data.draw(bent_text(config)))
     with harmless(tmp_path):
         read_config(tmp_path)
+
+
+ROPE = {"rope_type": "linear", "factor": 5e-324}
+NUMBERS = {
+    "a factor that divides to infinity": ({"rope_scaling": ROPE}, "^factor="),
+    "a factor whose logarithm is negative": (
+        {"rope_scaling": {**ROPE, "rope_type": "yarn", "factor": math.exp(-10)}},
+        r"^rope_scaling\.factor=",
+    ),
+    "a base without logarithm": (
+        {"rope_theta": 1, "rope_scaling": {**ROPE, "rope_type": "yarn", "factor": 4}},
+        r"^model\.rope_theta=",
+    ),
+    "a base of 4,000 digits": ({"rope_theta": 10**4000}, "^rope_theta=1000"),
+    "a base that float32 does not hold": ({"rope_theta": 1e300}, "^rope_theta="),
+    "an eps that float32 does not hold": ({"rms_norm_eps": 1e-50}, "^rms_norm_eps="),
+    "a width of 4,000 digits": ({"hidden_size": 10**4000}, "^hidden_size=1000"),
+    "a length of 20 digits": (
+        {"max_position_embeddings": 10**20, "rope_scaling": {**ROPE, "factor": 2}},
+        "^max_position_embeddings=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_no_model_has_is_refused_by_its_key(tmp_path, name):
+    changes, said = NUMBERS[name]
+    config = json.loads((FIXTURES / "llama3" / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with harmless(tmp_path), pytest.raises(UserError, match=said) as refused:
+        read_config(tmp_path)
+    assert len(str(refused.value)) < 1200
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_too_large_or_with_an_integer_too_long_is_refused_by_its_path(tmp_path, name):
+    """Python reads no integer of more than 4,300 digits."""
+    path = tmp_path / name
+    read = {"config.json": read_config, INDEX: weight_files}[name]
+    path.write_text('{"hidden_size": 1%s}' % ("0" * 5000))
+    with harmless(tmp_path), pytest.raises(UserError, match=rf"^path='.*{name}': is not JSON"):
+        read(tmp_path)
+    os.truncate(path, 20_000_000_000)
+    with harmless(tmp_path), pytest.raises(UserError, match=rf"{name}': has more than [\d,]+ byt"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,24 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.reliability.run_files import write_atomic
 
 FORMAT = "ultrascale_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
 """A document of a shard: one past its last token, from the shard's start, and its `text_hash`."""
 CHUNK_BYTES = 1 << 24
+MOST_INDEX_BYTES = 1 << 30
+"""Largest index that is read; a shard takes about 300 bytes, and 15T tokens are 220,000 shards."""
+
+MOST_MAPS = 30_000
+"""Files that are mapped into memory at once; Linux allows a process 65,530 maps."""
 
 
 def text_hash(text: bytes) -> int:
@@ -38,10 +44,36 @@ def text_hash(text: bytes) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Token ids in a file, mapped into memory where they are read."""
+
+    path: Path
+    dtype: np.dtype
+    size: int
+    """Number of tokens."""
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """The tokens of `span`.
+
+        Raises:
+            UserError: the file was cut short since it was opened; to read on would end the process without a word.
+        """
+        found, wanted = os.stat(self.path).st_size, self.size * self.dtype.itemsize
+        fix = f"has {found} bytes, not {wanted}: truncated under the run; write it anew"
+        require(found >= wanted, "data.source", str(self.path), fix)
+        return _map(self)[span]
+
+
+@lru_cache(MOST_MAPS)
+def _map(file: TokenFile) -> np.ndarray:
+    return np.memmap(file.path, file.dtype, mode="r", shape=(file.size,))
+
+
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents end to end, in flat arrays of unsigned token ids."""
 
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | TokenFile, ...]
     """Token ids; no document is in two arrays."""
     ends: np.ndarray
     """int64 [documents]: one past the last token of each document, counted through all arrays."""
@@ -62,18 +94,9 @@ class Corpus:
         return np.cumsum([0] + [array.size for array in self.arrays[:-1]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` (exclusive), which must lie in one document.
-
-        Raises:
-            UserError: the file was cut short since it was opened; to read on would end the process without a word.
-        """
+        """Tokens `start` to `stop` (exclusive), which must lie in one document; raises as `TokenFile`."""
         array, first = self._place(start)
-        tokens = self.arrays[array]
-        if isinstance(tokens, np.memmap) and tokens.filename is not None:
-            size = os.stat(tokens.filename).st_size
-            fix = f"has {size} bytes, not {tokens.nbytes}: truncated under the run; write it anew"
-            require(size >= tokens.nbytes, "data.source", str(tokens.filename), fix)
-        return tokens[first : first + stop - start]
+        return self.arrays[array][first : first + stop - start]
 
     def place(self, token: int) -> tuple[str, int]:
         """The file of a token, and the token's number in it."""
@@ -159,23 +182,24 @@ def load_index(folder: Path) -> Index:
     if not path.is_file():
         raise UserError(f"{path.name} is missing")
     try:
-        entries = json.loads(path.read_bytes())
+        entries = read_json(path, most=MOST_INDEX_BYTES)
         shards = tuple(Shard(**entry) for entry in entries.pop("shards"))
         index = Index(**entries, shards=shards)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path.name} is damaged or of another program ({error})") from error
     if index.format != FORMAT:
         raise UserError(f"{path.name} has format {index.format!r}, not {FORMAT!r}")
     if index.dtype not in ("uint8", "uint16", "uint32"):
         raise UserError(f"{path.name} has token type {index.dtype!r}, not uint8, uint16 or uint32")
-    names = [shard.name for shard in shards]
+    names: set[str] = set()
     for shard in shards:
         plain = isinstance(shard.name, str) and shard.name and not set("/\\\0") & set(shard.name)
-        if not plain or shard.name.startswith(".") or names.count(shard.name) > 1:
+        if not plain or shard.name.startswith(".") or shard.name in names:
             fault = f"has shard name {shard.name!r}, which is not a plain file name of its own"
             raise UserError(f"{path.name} {fault}")
         if not all(type(count) is int and count > 0 for count in (shard.tokens, shard.documents)):
             raise UserError(f"{path.name} has counts of {shard.name} that are not positive numbers")
+        names.add(shard.name)
     return index
 
 
@@ -250,7 +274,8 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
     digest = hashlib.sha256(repr([tokenizer, index.dtype, index.shards]).encode())
     return Corpus(
         arrays=tuple(
-            np.memmap(folder / f"{shard.name}.tokens", dtype, mode="r") for shard in index.shards
+            TokenFile(folder / f"{shard.name}.tokens", dtype, shard.tokens)
+            for shard in index.shards
         ),
         ends=np.concatenate(
             [part["end"] + first for part, first in zip(documents, firsts, strict=True)]

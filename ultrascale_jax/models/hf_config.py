@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config import ModelConfig, RopeScaling, require
+from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.models.hf_experts import (
     count_keys,
     expert_dict,
@@ -19,7 +20,7 @@ from ultrascale_jax.models.hf_experts import (
     read_latent,
 )
 from ultrascale_jax.models.hf_families import FAMILIES, Family, flag, integer, number
-from ultrascale_jax.models.hf_files import inside, read_json
+from ultrascale_jax.models.hf_files import inside
 
 DEEPSEEKS_OWN = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -125,6 +126,7 @@ def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | 
     if kind == "default":
         return theta, None
     factor = number(rope, "factor")
+    require(factor >= 1, f"{key}.factor", factor, "must be at least 1")
     fix = "scales the scores of latent attention; supported is that of yarn"
     scaled = family.latent and bool(rope.get("mscale_all_dim"))
     require(not scaled or kind == "yarn", "mscale_all_dim", rope.get("mscale_all_dim"), fix)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from ultrascale_jax.config import Experts, require
+from ultrascale_jax.config import LARGEST, Experts, in_float32, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,10 @@ def integer(
     """An integer from `minimum` on; `default` where the key is absent, `null` where its value is null."""
     value = raw.get(key, default)
     value = null if value is None else value
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-    fix = "must be a positive integer" if minimum == 1 else f"must be an integer from {minimum} on"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    good = whole and minimum <= value <= LARGEST
+    kind = "a positive integer" if minimum == 1 else f"an integer from {minimum} on"
+    fix = f"must be {kind}, at most {LARGEST}"
     require(good, key, value, fix)
     return cast(int, value)
 
@@ -135,7 +137,8 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
     """A positive number; `default` where the key is absent."""
     value = raw.get(key, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 < value < float("inf"), key, value, "must be a positive number")
+    good = is_number and value > 0 and in_float32(value)
+    require(good, key, value, "must be a positive number that float32 holds")
     return float(value)
 
 
