@@ -1,9 +1,14 @@
+import hashlib
+import json
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
+from ultrascale_jax.config import UserError
 from ultrascale_jax.data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -99,3 +104,65 @@ def test_tokens_take_the_smallest_type_that_holds_the_vocabulary():
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="train_bpe=256: must be at least 257"):
         train_bpe(["text"], 256, tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def cutting(bpe_path, tmp_path):
+    """The trained tokenizer with everything in its file that would change documents as a whole, and its path."""
+    settings = json.loads(bpe_path.read_text())
+    settings["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    settings["padding"] = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    settings["model"]["dropout"] = 0.9
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def test_documents_are_encoded_whole_and_alike_whatever_the_file_says(bpe_path, cutting):
+    texts = ["a longer text of several words " * 3, "a", ""]
+    plain, tokenizer = JsonTokenizer(bpe_path), JsonTokenizer(cutting)
+    tokens, lengths = encode_documents(tokenizer, texts)
+    expected, expected_lengths = encode_documents(plain, texts)
+    assert tokens.tolist() == expected.tolist() and lengths.tolist() == expected_lengths.tolist()
+    assert tokenizer.encode(texts[0]) == plain.encode(texts[0])
+    # Shards that an earlier version cut are not taken for whole ones.
+    assert tokenizer.fingerprint != hashlib.sha256(cutting.read_bytes()).hexdigest()
+
+
+def test_an_expression_that_does_not_end_is_refused_in_one_line(bpe_path, tmp_path):
+    """The library's Rust code panics, which is no `Exception`."""
+    settings = json.loads(bpe_path.read_text())
+    pattern = {"Regex": "(a|aa)+b"}
+    settings["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": pattern,
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    tokenizer = JsonTokenizer(path)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match=r"data\.tokenizer='.*': cannot encode") as refused:
+            encode("a" * 60)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_file_too_large_for_a_tokenizer_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.touch()
+    os.truncate(path, 20_000_000_000)
+    with pytest.raises(UserError, match=r"data\.tokenizer='.*': has more than 268,435,456 bytes"):
+        JsonTokenizer(path)

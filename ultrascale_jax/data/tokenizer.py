@@ -4,18 +4,28 @@ Every document becomes its tokens followed by one separator, the tokenizer's end
 other special token is added. Reading a `tokenizer.json` parses JSON and runs no code from it.
 """
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import read_foreign
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 """Names of the end-of-text token; the first that the tokenizer has separates documents."""
+
+MOST_BYTES = 1 << 28
+"""Largest `tokenizer.json` that is read; that of Gemma, with 256,000 tokens, has 33 MB."""
+
+RANDOM = ("dropout", "alpha", "nbest_size")
+"""Settings by which a model of the library would encode a text in another way each time."""
+
+ENCODE_FIX = "cannot encode the text, as where a regular expression of it does not end; use another tokenizer"
 
 
 class Tokenizer(Protocol):
@@ -55,37 +65,69 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` as the `tokenizers` library runs it."""
+    """A `tokenizer.json` as the `tokenizers` library runs it, but always on whole documents, and always alike.
+
+    What the file says of truncation, padding and random merges (BPE's dropout, Unigram's sampling) is for other uses.
+    """
 
     def __init__(self, path: str | Path):
         import tokenizers
 
+        self._path = str(path)
         fix = "must be 'bytes' or the path of a Hugging Face tokenizer.json"
-        require(Path(path).is_file(), "data.tokenizer", str(path), fix)
-        content = Path(path).read_bytes()
-        try:
+        require(Path(path).is_file(), "data.tokenizer", self._path, fix)
+        content = read_foreign(Path(path), name="data.tokenizer", most=MOST_BYTES)
+        with self._refused(fix):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"data.tokenizer={str(path)!r}: {fix}; it says: {error}") from error
+            changed = self._encode_all_alike()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         separator = next((name for name in SEPARATORS if name in vocab), None)
         fix = (
             f"has none of the end-of-text tokens {', '.join(SEPARATORS)}; add one to its vocabulary"
         )
-        require(separator is not None, "data.tokenizer", str(path), fix)
+        require(separator is not None, "data.tokenizer", self._path, fix)
         self.vocab_size = max(vocab.values()) + 1
         self.eos = vocab[separator or ""]
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        # Shards for which a version before this one obeyed such settings hold other tokens.
+        mark = b" without truncation, padding and random merges" if changed else b""
+        self.fingerprint = hashlib.sha256(content + mark).hexdigest()
+
+    def _encode_all_alike(self) -> bool:
+        """Switch truncation, padding and random merges off; whether there were any."""
+        own, model = self._tokenizer, self._tokenizer.model
+        random = [name for name in RANDOM if getattr(model, name, None)]
+        changed = bool(own.truncation or own.padding or random)
+        own.no_truncation()
+        own.no_padding()
+        for name in random:
+            setattr(model, name, None)
+        return changed
+
+    @contextlib.contextmanager
+    def _refused(self, fix: str) -> Iterator[None]:
+        """Raise what the library raises as a `UserError`; a panic in its Rust code is not even an `Exception`."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            words = " ".join(str(error).split())
+            raise UserError(
+                f"data.tokenizer={self._path!r}: {fix}; the library says: {words}"
+            ) from None
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._refused(ENCODE_FIX):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+        with self._refused(ENCODE_FIX):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._refused("cannot decode the ids; use another tokenizer"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
