@@ -86,6 +86,10 @@ def test_a_schedule_that_was_bent_is_refused_or_runs_every_operation(tmp_path, d
         b"999999F0",
         b"0F999999",
         b"0F0," * 100_000,
+        b"0F" + b"9" * 100_000,
+        # 10^9 cells, though few of them hold anything.
+        b"0F0\n" * 1000 + b"0F0" + b"," * 1_000_000 + b"0B0",
+        b"0F0" + b"," * 20_000_000,
         b"\n" * 100_000 + b"0F0",
         b'"' + b"x" * 200_000,
         b"\0",

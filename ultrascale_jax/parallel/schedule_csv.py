@@ -10,13 +10,21 @@ operation a cell (`_PipelineSchedule._load_csv`), so its compute-only files can 
 
 import csv
 import dataclasses
+import io
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import read_foreign
 from ultrascale_jax.parallel.schedule_table import Placement, Schedule, ScheduleError
-from ultrascale_jax.reliability.run_files import open_regular
+
+MOST_CELLS = 1_000_000
+"""Cells of the largest table: 64 ranks times 512 micro-batches through two stages of each take a quarter of it."""
+
+SHOWN = 200
+"""Characters of a wrong cell that an error shows."""
 
 
 class _Entry(NamedTuple):
@@ -49,15 +57,17 @@ def read_csv(path: str | Path) -> Schedule:
     Ranks, microbatches, stages and their placement are those that the file uses. Raises `UserError`, which names the
     row, the column, the entry and the reason, for a file that is no schedule or cannot be run.
     """
+    content = read_foreign(Path(path), name="pp.schedule")
     try:
-        opened = open_regular(path, follow=True)
-        with open(opened, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"pp.schedule={str(path)!r}: cannot be read: {reason}") from None
+        text = content.decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"pp.schedule={str(path)!r}: cannot be read: {error}") from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
+    size = len(rows), max(map(len, rows), default=0)
+    fix = f"has {size[0]} rows (ranks) of up to {size[1]} columns (ticks), more than {MOST_CELLS:,} cells"
+    require(math.prod(size) <= MOST_CELLS, "pp.schedule", str(path), fix)
     try:
         entries = [
             entry
@@ -70,7 +80,7 @@ def read_csv(path: str | Path) -> Schedule:
         place = [f"row {error.rank + 1} (rank {error.rank})"] if error.rank is not None else []
         if error.rank is not None and error.tick is not None:
             place.append(f"column {error.tick + 1} (tick {error.tick})")
-            place.append(f"cell {rows[error.rank][error.tick].strip()!r}")
+            place.append(f"cell {rows[error.rank][error.tick].strip()[:SHOWN]!r}")
         if error.entry is not None:
             place.append(error.entry)
         where = f"{', '.join(place)}: " if place else ""

@@ -5,6 +5,7 @@ slot (and one W slot), and rank r runs its k-th forward in tick r + k. `zb_h1`, 
 each rank, packed into ticks.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 
@@ -210,22 +211,17 @@ def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: i
         placement=placement,
         forward=True,
     )
+    # A heap a rank: by stage from the last, then by microbatch.
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     waiting[0] = [(0, i) for i in range(microbatches)]
     ticks: list[list[Cell]] = []
     while any(waiting):
-        row: list[Cell] = []
-        for ready in waiting:
-            # By stage from the last, then by microbatch.
-            best = min(ready, key=lambda op: (-op[0], op[1]), default=None)
-            if best:
-                ready.remove(best)
-            row.append({"F": (best[1], best[0])} if best else {})
-        for cell in row:
-            for i, stage in cell.values():
-                if stage + 1 < table.num_stages:
-                    waiting[table.rank_of(stage + 1)].append((stage + 1, i))
-        ticks.append(row)
+        best = [heapq.heappop(ready) if ready else None for ready in waiting]
+        ticks.append([{"F": (op[1], -op[0])} if op else {} for op in best])
+        for minus_stage, i in filter(None, best):
+            stage = 1 - minus_stage
+            if stage < table.num_stages:
+                heapq.heappush(waiting[table.rank_of(stage)], (-stage, i))
     return table.with_ticks(ticks)
 
 
