@@ -12,7 +12,6 @@ their documents, and continues behind them.
 
 import functools
 import glob
-import json
 import multiprocessing
 import os
 import sys
@@ -27,6 +26,7 @@ from rich.progress import Progress
 
 from scripts import command_line
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import parse_json
 from ultrascale_jax.data import shards, tokenizer
 
 GROUP_BYTES = 1 << 20
@@ -219,14 +219,15 @@ def read_documents(
     readers = {".jsonl": read_json_lines, ".parquet": read_parquet}
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes))
-    for number, path in enumerate(paths):
-        before = sum(sizes[:number])
+    before = 0
+    for size, path in zip(sizes, paths, strict=True):
         for count, (text, done) in enumerate(readers.get(path.suffix, read_text)(path, field)):
             if text:
                 yield text
             if count % 256 == 0:
                 progress.update(task, completed=before + done)
-        progress.update(task, completed=before + sizes[number])
+        before += size
+        progress.update(task, completed=before)
 
 
 def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
@@ -248,12 +249,7 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
             done += len(line)
             if not line.strip():
                 continue
-            try:
-                document = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"input={str(path)!r}: line {number} is not JSON ({error})"
-                ) from error
+            document = parse_json(line, f"input={str(path)!r}: line {number}")
             text = document.get(field) if isinstance(document, dict) else None
             if not isinstance(text, str):
                 fix = f"line {number} has no text in {field!r}; give another --text-field"

@@ -29,7 +29,7 @@ def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> b
 
 
 def parse_json(content: bytes | str, what: str) -> Any:
-    """Parse JSON; `what` names it in an error.
+    """Parse JSON; an error begins with `what`.
 
     Raises `UserError` where the text is not UTF-8 or not JSON, is nested too deeply for Python, or holds an integer of
     more digits than Python reads.
@@ -37,11 +37,11 @@ def parse_json(content: bytes | str, what: str) -> Any:
     try:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what}: is not JSON ({error})") from None
+        raise UserError(f"{what} is not JSON ({error})") from None
 
 
 def read_json(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> dict[str, Any]:
     """Read the object in a JSON file; as `read_foreign` and `parse_json`."""
-    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}")
+    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:")
     require(isinstance(raw, dict), name, str(path), "must hold a JSON object")
     return raw

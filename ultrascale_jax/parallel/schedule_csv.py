@@ -23,9 +23,6 @@ from ultrascale_jax.parallel.schedule_table import Placement, Schedule, Schedule
 MOST_CELLS = 1_000_000
 """Cells of the largest table: 64 ranks times 512 micro-batches through two stages of each take a quarter of it."""
 
-SHOWN = 200
-"""Characters of a wrong cell that an error shows."""
-
 
 class _Entry(NamedTuple):
     rank: int
@@ -80,7 +77,7 @@ def read_csv(path: str | Path) -> Schedule:
         place = [f"row {error.rank + 1} (rank {error.rank})"] if error.rank is not None else []
         if error.rank is not None and error.tick is not None:
             place.append(f"column {error.tick + 1} (tick {error.tick})")
-            place.append(f"cell {rows[error.rank][error.tick].strip()[:SHOWN]!r}")
+            place.append(f"cell {rows[error.rank][error.tick].strip()!r}")
         if error.entry is not None:
             place.append(error.entry)
         where = f"{', '.join(place)}: " if place else ""

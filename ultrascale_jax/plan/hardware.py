@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, require
+from ultrascale_jax.config.foreign import read_foreign
 from ultrascale_jax.training.flops import peak_tflops
 
 TARGETS = Path(__file__).parent / "targets"
@@ -245,7 +246,7 @@ def find_gpu(name: str) -> Gpu:
         require(path.lower() in GPUS, "gpu", name, _near(path.lower(), GPUS) + fix)
         return GPUS[path.lower()]
     require(Path(path).is_file(), "gpu", name, "there is no such file")
-    described = _describe(Path(path).read_text(errors="replace"))
+    described = _describe(read_foreign(Path(path), name="gpu").decode(errors="replace"))
     missing = [key for key in ("kind", "memory_gib", "hbm_gbs", "cores") if not described[key]]
     fix = f"the file is no GpuTargetConfig with the {', '.join(missing)} of a GPU"
     require(not missing, "gpu", name, fix)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.plan.report import runs
 from ultrascale_jax.plan.report.figures import (
     WHOLE,
@@ -62,8 +62,7 @@ def read(path: str) -> Source:
     file = Path(path)
     suffix = file.suffix.lower()
     require(suffix in (".json", ".csv"), "file", path, "give a .json or .csv file, or a recipe")
-    require(file.is_file(), "file", path, "there is no such file")
-    data = file.read_bytes()
+    data = read_foreign(file, name="file", most=1 << 28)
     digest = hashlib.sha256(data).hexdigest()[:12]
     try:
         text = data.decode()
@@ -72,10 +71,7 @@ def read(path: str) -> Source:
     require(text.strip() != "", "file", path, "is empty")
     if suffix == ".csv":
         return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"file={path!r}: is not JSON: {error.msg} in line {error.lineno}") from None
+    content = parse_json(text, f"file={path!r}:")
     fix = f"has no field 'verb'; write it by `python -m scripts.plan VERB --json`, VERB {', '.join(READERS)}"
     require(isinstance(content, dict) and "verb" in content, "file", path, fix)
     verb = content["verb"]
