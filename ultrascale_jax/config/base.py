@@ -61,7 +61,8 @@ def check_numbers(section: str, values: Any) -> None:
                 fix = f"must be 0, or of a size from {least:.1e} to {most:.1e}"
                 require(in_float32(one), name, value, fix)
             elif isinstance(one, int):
-                require(abs(one) <= LARGEST, name, value, f"must be at most {LARGEST}")
+                fix = f"must be at {'most ' if one > 0 else 'least -'}{LARGEST}"
+                require(abs(one) <= LARGEST, name, value, fix)
 
 
 def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:

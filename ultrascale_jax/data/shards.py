@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ CHUNK_BYTES = 1 << 24
 MOST_INDEX_BYTES = 1 << 30
 """Largest index that is read; a shard takes about 300 bytes, and 15T tokens are 220,000 shards."""
 
-MOST_MAPS = 30_000
-"""Files that are mapped into memory at once; Linux allows a process 65,530 maps."""
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MOST_MAPS = 30_000 if _OPEN_FILES == resource.RLIM_INFINITY else min(30_000, _OPEN_FILES // 2)
+"""Files that are mapped into memory at once: each is an open file, and Linux allows a process 65,530 maps."""
 
 
 def text_hash(text: bytes) -> int:
