@@ -220,7 +220,7 @@ def broken(folder, damage):
     if damage == "vocabulary":  # 256 bytes do not fit
         config |= {"vocab_size": 128}
     elif damage == "layers":
-        config |= {"num_hidden_layers": 10**12}
+        config |= {"num_hidden_layers": 10**9}
     elif damage == "more layers":
         config |= {"num_hidden_layers": config["num_hidden_layers"] + 1}
     elif damage == "width":
@@ -241,7 +241,7 @@ def broken(folder, damage):
         ("vocabulary", "outside model.vocab_size=128"),
         ("layers", "must be at most 10000"),
         ("more layers", "missing from the checkpoint"),
-        ("width", "must be at most 2147483647"),
+        ("width", "a positive integer, at most 2147483647"),
         ("cut", "not a whole safetensors file"),
         ("tokenizer", "data.tokenizer="),
         ("tokenizer link", "link out of the checkpoint's folder"),
