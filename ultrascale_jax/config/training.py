@@ -94,7 +94,7 @@ class TrainConfig:
     eval_batches: int = 8
     """Global batches of one evaluation."""
     max_skipped: int = 10
-    """Stop after so many steps in a row whose loss or gradient norm is not finite, or a spike."""
+    """Stop after so many steps in a row whose loss, gradient norm or update is not finite, or that are spikes."""
 
     def __post_init__(self):
         names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")

@@ -39,7 +39,7 @@ class TrainState:
     step: jax.Array
     """Steps taken, skipped ones included; int32."""
     skipped: jax.Array
-    """Steps whose loss or gradient norm was not finite, or a spike; int32."""
+    """Steps whose loss, gradient norm or update was not finite, or that were spikes; int32."""
     skipped_in_a_row: jax.Array
     """Those since the last good step, in float16 only those that the loss scale cannot explain; int32."""
     loss_scale: LossScale | None
