@@ -45,17 +45,6 @@ def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(tmp_path, flags
     os.close(file)
 
 
-def test_a_file_that_the_user_names_may_be_a_link_but_nothing_else(tmp_path):
-    (tmp_path / "victim").write_text("content")
-    link, _, *others = strangers(tmp_path)
-    assert read_regular(link, follow=True) == b"content"
-    for path in others:
-        with pytest.raises(UserError, match="is not a regular file"):
-            read_regular(path, follow=True)
-    with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "nothing", follow=True)
-
-
 def test_what_is_refused_is_a_users_error_and_an_error_of_the_system(tmp_path):
     link, *_ = strangers(tmp_path)
     with pytest.raises(OSError, match="is a symbolic link; a run follows none inside") as refused:

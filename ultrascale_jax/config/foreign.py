@@ -14,9 +14,10 @@ MOST_BYTES = 1 << 24
 def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> bytes:
     """Read a whole regular file of at most `most` bytes; `name` is the field that an error names.
 
-    Raises `UserError` if it is missing, larger, or cannot be read.
+    Raises `UserError` if it is missing, not regular, larger, or cannot be read.
     """
-    require(path.is_file(), name, str(path), "there is no such file")
+    require(path.exists(), name, str(path), "there is no such file")
+    require(path.is_file(), name, str(path), "is not a regular file")
     fix = f"has more than {most:,} bytes, so it is not what it should be"
     try:
         with open(path, "rb") as file:

@@ -27,23 +27,22 @@ class NotRegular(UserError, OSError):
         return f"{self.filename} {self.strerror}{fix if self.strerror == LINK else ''}"
 
 
-def open_regular(path: Path | str, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file without waiting; returns its descriptor. It is also an `opener` for `open`.
 
     Args:
-        path: in a run directory; with `follow`, a file that the user named, which may be a link.
+        path: in a run directory.
         flags: those of `os.open`.
-        follow: whether to follow links.
 
     Raises:
         NotRegular: a link, FIFO, device, socket or folder is there.
         OSError: as `os.open`.
     """
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         file = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
+        if error.errno == errno.ELOOP:
             raise NotRegular(errno.ELOOP, LINK, path) from None
         if error.errno in (errno.ENXIO, errno.EISDIR):
             raise NotRegular(errno.ENXIO, NO_FILE, path) from None
@@ -55,9 +54,9 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY, *, follow: bool = F
     return file
 
 
-def read_regular(path: Path | str, *, follow: bool = False) -> bytes:
+def read_regular(path: Path | str) -> bytes:
     """Read a whole file. Raises as `open_regular`."""
-    with open(open_regular(path, follow=follow), "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         return file.read()
 
 
