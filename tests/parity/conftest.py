@@ -75,32 +75,30 @@ def run_alone(cfg: Config) -> Outcome:
     return run(cfg)
 
 
-@pytest.fixture(scope="session")
-def assert_equals_one_device():
-    """Refuses a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32.
+def compare(cfg: Config) -> None:
+    """Refuse a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32.
 
     That device has no accumulation, no sharding, no recomputation, the natural order of tokens and room for every
     choice of experts; it trains each model and data once.
     """
+    alone = dataclasses.replace(
+        cfg,
+        mesh=MeshConfig(fsdp=1),
+        pp=PipelineConfig(),
+        cp=ContextConfig(),
+        moe=dataclasses.replace(cfg.moe, dispatch="dropless", bound=BOUND, nodes=1, overlap=False),
+        train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
+    )
+    outcome, expected = run(cfg), run_alone(alone)
+    np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
+    np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    for path, gradient in expected.gradients.items():
+        largest = np.abs(gradient).max() or 1.0  # the bias of experts has no gradient
+        error = np.abs(outcome.gradients[path] - gradient).max() / largest
+        assert error < TOLERANCE, f"{path}: relative error {error:.1e}"
 
-    def compare(cfg: Config) -> None:
-        alone = dataclasses.replace(
-            cfg,
-            mesh=MeshConfig(fsdp=1),
-            pp=PipelineConfig(),
-            cp=ContextConfig(),
-            moe=dataclasses.replace(
-                cfg.moe, dispatch="dropless", bound=BOUND, nodes=1, overlap=False
-            ),
-            train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
-        )
-        outcome, expected = run(cfg), run_alone(alone)
-        np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)
-        assert outcome.gradients.keys() == expected.gradients.keys()
-        for path, gradient in expected.gradients.items():
-            largest = np.abs(gradient).max() or 1.0  # the bias of experts has no gradient
-            error = np.abs(outcome.gradients[path] - gradient).max() / largest
-            assert error < TOLERANCE, f"{path}: relative error {error:.1e}"
 
+@pytest.fixture(scope="session")
+def assert_equals_one_device():
     return compare

@@ -1,0 +1,87 @@
+"""All seven axes at once, 2 ranks each: 128 fake devices train as one does, also in fp8.
+
+The process of the tests has 8 devices, so each row has one of its own: `python -m tests.parity.test_seven_axes ROW`.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ultrascale_jax.config import (
+    AXES,
+    FP8,
+    Config,
+    DataConfig,
+    Experts,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+DEVICES = 2 ** len(AXES)
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=16, d_ff=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        experts=Experts(num=4, per_token=2, d_ff=8),
+    ),
+    mesh=MeshConfig(**dict.fromkeys(AXES, 2)),
+    data=DataConfig(source="synthetic", seq_len=32),
+    moe=MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    train=TrainConfig(steps=2, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
+)  # fmt: skip
+# Widths whose pieces fp8 takes; why there is one step stands in `test_fp8.py`.
+WIDER = {"d_model": 64, "num_kv_heads": 4, "head_dim": 16}
+ROWS = {
+    "fp32": BASE,
+    "fp8": dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(
+            BASE.model, **WIDER, experts=Experts(num=4, per_token=2, d_ff=64, shared=1)
+        ),
+        train=dataclasses.replace(BASE.train, steps=1, precision="fp8", remat="none"),
+    ),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ROWS)
+def test_all_seven_axes_train_as_one_device(name):
+    # A collective of 128 threads on few cores takes long: the limit of the other tests is for 8.
+    limit = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    env = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(DEVICES),
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {limit}",
+    }
+    command = [sys.executable, "-m", "tests.parity.test_seven_axes", name]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == f"{name}: {DEVICES} devices train as one"
+
+
+def main(name: str) -> None:
+    """Compare a row with one device; `AssertionError` says where they differ."""
+    from tests.parity.conftest import compare
+    from ultrascale_jax.training import precision
+    from ultrascale_jax.training.loop import make_loader
+
+    precision.COMPUTE |= dict.fromkeys(FP8, jnp.float32)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    cfg = ROWS[name].check(DEVICES)
+    segments = make_loader(cfg).batch(0)["segment_ids"]
+    assert (segments.max(axis=1) > segments.min(axis=1)).any(), "no row has two documents"
+    compare(cfg)
+    print(f"{name}: {jax.device_count()} devices train as one")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
