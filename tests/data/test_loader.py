@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale_jax.config import DataConfig, MeshConfig, UserError
-from ultrascale_jax.data.loader import Loader, UnreadableError, held_out_hashes
+from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash, held_out_hashes
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.shards import Corpus, Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
@@ -114,6 +114,10 @@ def test_a_batch_is_the_same_for_every_number_of_processes(texts, source, mask):
                 assert value.shape == (ROWS, 32) and value.dtype == np.int32
                 np.testing.assert_array_equal(np.concatenate([part[key] for part in parts]), value)
         assert a.batch_hash(step) == b.batch_hash(step)
+        for name in ("tokens", "targets"):
+            changed = whole[name].copy()
+            changed[-1, -1] += 1
+            assert batch_hash(whole | {name: changed}) != a.batch_hash(step) == batch_hash(whole)
 
 
 def test_the_order_is_set_by_the_seed_and_the_held_out_order_is_not(texts):

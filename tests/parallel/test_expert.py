@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,6 +62,8 @@ def routing(kind: str, experts: Experts = EXPERTS) -> np.ndarray:
         draws = np.random.default_rng(0).random((N, experts.num))
         return np.argsort(draws, axis=1)[:, :k].astype(np.int32)
     first = {"uniform": k * np.arange(N), "one_expert": np.full(N, 3), "one_rank": np.full(N, -k)}
+    # Of 4 x 2 ranks those with sp = 0 choose alike, those with sp = 1 all one rank.
+    first["one_rank_of_half"] = np.where(np.arange(N) // 16 % 2, -k, first["uniform"])
     return ((first[kind][:, None] + np.arange(k)) % experts.num).astype(np.int32)
 
 
@@ -111,12 +114,13 @@ def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
         region = jax.shard_map(layer, in_specs=(tokens, *in_specs), out_specs=(tokens, P()))
         return with_gradients(region, ids, d_y, *floats)
 
-    def put_and_run(ids):
+    def put_and_run(ids, way=lambda run: run):
         given = inputs(experts)
         names = ("d_y", "x", "weights", "w_gate", "w_up", "w_down")
         arrays = ids, *(given[name] for name in names)
         with jax.set_mesh(layout.mesh):
-            return jax.device_get(run(*jax.device_put(arrays, (tokens, tokens, *in_specs))))
+            placed = jax.device_put(arrays, (tokens, tokens, *in_specs))
+            return jax.device_get(way(run)(*placed))
 
     return put_and_run
 
@@ -201,6 +205,39 @@ LAYOUTS = {
     "inside_auto": Layout(4, kind=AxisType.Auto, inside=True),
     "sp2_inside": Layout(2, sp=2, inside=True),
 }
+
+
+def equations(jaxpr):
+    """Of a program and all that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("name", ["tight", "nodes2"])
+def test_ranks_that_talk_in_a_loop_leave_it_together(name):
+    """Else one waits for another for ever: where sp splits the experts, the rounds gather tokens over sp too."""
+    traced = program(DISPATCHES[name], Layout(4, sp=2))(routing("random"), lambda run: run.trace)
+    talking = 0
+    for loop in equations(traced.jaxpr):
+        if loop.primitive.name != "while":
+            continue
+        differs = loop.params["cond_jaxpr"].jaxpr.outvars[0].aval.mat.varying
+        inside = {
+            axis
+            for eqn in equations(loop.params["body_jaxpr"])
+            if eqn.primitive.name in ("all_to_all", "all_gather", "reduce_scatter", "psum")
+            for axis in np.atleast_1d(eqn.params.get("axis_name", eqn.params.get("axes")))
+        }
+        talking += bool(inside)
+        assert not differs & inside, f"a loop over rounds with collectives over {inside}"
+    assert talking > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_sp_may_need_different_numbers_of_rounds():
+    check(TIGHT, LAYOUTS["sp2"], routing("one_rank_of_half"))
 
 
 @pytest.mark.slow

@@ -263,6 +263,22 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
     assert_equal(run(gaps, *inputs, stages=stages), want)
 
 
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
+def test_idle_ticks_of_layers_add_nothing_not_even_nan(name):
+    """Where nothing has been stored yet the norm divides by zero, forward, backward and for the weights."""
+
+    def no_eps(p, x, context):
+        # As `layer`, whose eps is too small to be seen in a comparison to 1e-5.
+        h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * p["scale"][None, None] * context
+        y = x + jax.nn.silu(h @ p["w_in"]) @ p["w_out"]
+        return y, AUX * jnp.mean(y * y)
+
+    mesh = make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2])
+    stages = Stages(layer=no_eps, embed=embed, head=head, context=lambda batch: batch["angle"])
+    got = run(build(name, 2, 4), mesh, *make_params(4), microbatches(4, 2), stages=stages)
+    assert_equal(got, expected(4, 4, 2))
+
+
 @pytest.mark.slow
 def test_equal_lengths_may_leave_padding_on_every_stage():
     mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))

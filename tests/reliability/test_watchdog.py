@@ -59,8 +59,15 @@ def test_a_heartbeat_says_where_the_process_is_and_until_when_that_is_right(tmp_
 
 def test_the_bound_is_learned_and_one_that_is_given_is_for_repeated_sections(tmp_path):
     watch = Watch(Events(tmp_path, 0))
-    watch._longest |= {"step": 30.0, "save": 30.0}
-    assert (watch._bound_s("step"), watch._bound_s("save")) == (300.0, SAVE_FLOOR_S)
+    watch.begin(0)
+    for step, seconds in enumerate((2.0, 30.0, 7.0), start=1):  # the longest counts, not the last
+        watch._mark -= seconds
+        watch.beat(step)
+    for name, seconds in (("save", 30.0), ("compare", 40.0), ("compare", 7.0)):
+        with watch.section(name):
+            watch._mark -= seconds
+    bounds = [watch._bound_s(name) for name in ("step", "save", "compare")]
+    assert bounds == pytest.approx([300.0, SAVE_FLOOR_S, 400.0], abs=5)
     assert watch._bound_s("evaluate") == FIRST_S["evaluate"]
     given = Watch(Events(tmp_path, 0), hang_s=5.0)
     assert given._bound_s("step") == given._bound_s("save") == 5.0
