@@ -7,7 +7,7 @@ WORKERS ?= 2
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-all test-faults soak bench lint clean
+.PHONY: setup setup-dev train test test-fast test-all test-faults mutants soak bench lint clean
 
 setup: .venv/.installed
 
@@ -32,6 +32,10 @@ FAULTS := tests/faults tests/hostile tests/reliability tests/data \
 
 test-faults: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) $(FAULTS)
+
+# Bugs on purpose, each of which a test must notice; docs/mutants.md. Not in CI.
+mutants: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.mutants $(ARGS)
 
 soak: .venv/.installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.soak $(ARGS)

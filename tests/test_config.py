@@ -268,6 +268,7 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({**PP4, "pp__virtual": 3}, 8, "model.num_layers=8", "12 stages"),
         ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
         ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "multiple of 4"),
+        ({**PP4, "train__microbatches": 6}, 8, "train.microbatches=6", "multiple of 4"),
         ({**PP4, "pp__group": 6}, 8, "pp.group=6", "mesh.pp=4"),
         ({**PP4, "pp__group": 8}, 8, "train.microbatches=4", "multiple of 8"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),

@@ -133,8 +133,13 @@ def test_every_flipped_bit_is_found(tmp_path):
 
 def test_a_token_outside_the_vocabulary_is_refused_with_its_shard_and_place(tmp_path):
     write_folder(tmp_path)
-    with pytest.raises(ValueError, match=r"shard_00001\.tokens has token 11 at 2, outside .*=11"):
-        open_shards(tmp_path, 11, "t")
+    for size, at in (
+        (11, 2),
+        (13, 5),
+    ):  # a token as large as the vocabulary, the largest of its shard or not
+        words = rf"shard_00001\.tokens has token {size} at {at}, outside .*={size}"
+        with pytest.raises(ValueError, match=words):
+            open_shards(tmp_path, size, "t")
     assert open_shards(tmp_path, 14, "t").ends[-1] == 13
 
 
