@@ -131,4 +131,5 @@ def test_four_adamw_steps_lose_what_they_lose_in_torch(family, mesh):
         for _ in expected["losses"]:
             state, metrics = train_step(state, batch)
             losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-4)
+    # They agree to 1e-6; with half of the weight decay they differ by 5e-5.
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=3e-6)
