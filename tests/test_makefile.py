@@ -1,6 +1,9 @@
 """Set-up chooses a Python that really runs and is new enough, and does no work twice."""
 
+import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -138,25 +141,28 @@ def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout
     assert "find_python" not in commands
 
 
-@pytest.mark.parametrize(
-    ("target", "command"),
-    [
-        ("train", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.train debug --devices 8"),
-        ("test", "JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 debug --devices 8 tests"),
-        (
-            "test-faults",
-            'JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 -m "" debug --devices 8 tests/faults tests/hostile '
-            "tests/reliability tests/data tests/training/test_saving.py tests/training/test_verified.py "
-            "tests/training/test_replicas.py tests/training/test_spikes.py",
-        ),
-        ("soak", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.soak debug --devices 8"),
-        ("bench", "JAX_PLATFORMS=cpu .venv/bin/python -m scripts.bench debug --devices 8"),
-        ("lint", ".venv/bin/ruff check ."),
-    ],
-)
-def test_a_target_runs_its_command_in_the_environment(checkout, target, command):
-    lines = make(checkout, target, "ARGS=debug --devices 8").splitlines()
-    assert lines[0].strip() == command
+def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(checkout):
+    for target in ("train", "test", "test-fast", "test-all", "test-faults", "soak", "bench"):
+        commands = make(checkout, target, "ARGS=debug --devices 8").splitlines()
+        words = shlex.split(" ".join(commands))
+        assert words[:3] == ["JAX_PLATFORMS=cpu", ".venv/bin/python", "-m"], target
+        assert " ".join(commands).count(" debug --devices 8") == len(commands), target
+        for module in (words[i + 2] for i, word in enumerate(words) if word == ".venv/bin/python"):
+            assert importlib.util.find_spec(module), (target, module)
+        places = [word for word in words if word.startswith("tests")]
+        assert bool(places) == target.startswith("test")
+        assert all((ROOT / place).exists() for place in places), target
+
+
+def test_test_faults_runs_every_file_with_a_test_so_marked(checkout):
+    places = [ROOT / word for word in make(checkout, "test-faults").split() if "tests/" in word]
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^@pytest.mark.faults$", path.read_text(), re.MULTILINE)
+    ]
+    missing = [p for p in marked if not any(p.is_relative_to(place) for place in places)]
+    assert len(marked) > 3 and missing == []
 
 
 def test_on_a_host_with_gpus_the_run_sees_them_and_cuda_is_installed(checkout):

@@ -118,12 +118,12 @@ def test_a_cluster_may_be_written_out():
     assert (cluster.intra_gbs, cluster.inter_gbs) == (300.0, 12.5)
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_every_named_cluster_is_found_with_its_gpu(name):
-    gpu, network, source = CLUSTERS[name]
-    cluster = find_cluster(name, gpu, 16)
-    assert (cluster.gpu, cluster.inter_gbs, cluster.name) == (GPUS[gpu], network, name)
-    assert source
+def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
+    for name, (gpu, _, source) in CLUSTERS.items():
+        assert find_cluster(name, None, 16).gpu is find_gpu(gpu) and source
+        other = "l40s" if gpu != "l40s" else "h100"
+        with pytest.raises(UserError, match=f"its GPUs are {gpu}, not {other}; add --gpu {gpu}"):
+            find_cluster(name, other, 16)
 
 
 @pytest.mark.parametrize(

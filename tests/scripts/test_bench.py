@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs.shapes import LLAMA3_8B
 from scripts import bench
 from scripts.bench_peers import attention, bare_jax, grouped_gemm, kernels
 from scripts.bench_peers.contestant import pipelined
@@ -172,7 +173,8 @@ def test_attentions_programs_compute_what_their_names_say():
 
 def test_attention_is_timed_with_the_heads_of_llama_3_8b():
     specs = [bench.attention_part(n, tiny=False).spec for n in bench.ATTENTION_TOKENS]
-    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    heads = {name: getattr(LLAMA3_8B, name) for name in names}
     for spec in specs:
         assert spec | heads | {"implementation": "cudnn", "needs_gpu": True} == spec
     ring = attention.PROGRAMS[1]
