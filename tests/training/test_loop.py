@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.states import some_state
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -37,7 +38,7 @@ from ultrascale_jax.training.identity import describe
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 from ultrascale_jax.training.skips import Diverged
-from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step
 
 BASE = Config(
@@ -251,7 +252,7 @@ def test_a_finished_run_only_evaluates_again(straight, tmp_path):
 
 
 def with_infinite_weight(cfg):
-    state = init_state(cfg, mesh_of(cfg))
+    state = some_state(cfg, mesh_of(cfg))
     norm = jnp.full_like(state.params.final_norm[...], jnp.inf)
     leaves = [
         norm if leaf is state.params.final_norm[...] else leaf for leaf in jax.tree.leaves(state)
@@ -288,10 +289,20 @@ def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tm
 def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("some words " * 200)
     cfg = change(
-        BASE, data__source=f"text:{tmp_path}/one.txt", model__vocab_size=256, train__steps=1
+        BASE,
+        data__source=f"text:{tmp_path}/one.txt",
+        data__eval_fraction=0.0,
+        model__vocab_size=256,
+        train__steps=1,
+        log__run_dir=str(tmp_path / "run"),
     )
-    summary = run(change(cfg, data__eval_fraction=0.0), tmp_path / "run")
-    assert summary["eval_loss"] is None and summary["loss"] > 0
+    # A finished run evaluates without compiling a step.
+    loader = Loader(cfg.data, vocab_size=256, global_batch=8, seed=0)
+    with Checkpoints(cfg) as checkpoints:
+        state = some_state(cfg, mesh_of(cfg))
+        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    summary = train(cfg, mesh_of(cfg))
+    assert (summary["step"], summary["eval_loss"]) == (1, None)
     assert "no evaluation" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.states import some_state
 from ultrascale_jax.config import (
     LOSS_SCALES,
     CheckpointConfig,
@@ -30,7 +31,7 @@ from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.loss_scale import LossScale
 from ultrascale_jax.training.metrics import read_rows
 from ultrascale_jax.training.skips import Diverged
-from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import make_train_step
 
 BASE = Config(
@@ -60,7 +61,7 @@ def run(cfg, steps, spoil=lambda state: state):
     mesh = mesh_of(cfg)
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with jax.set_mesh(mesh):
-        state, step, metrics = spoil(init_state(cfg, mesh)), make_train_step(cfg), []
+        state, step, metrics = spoil(some_state(cfg, mesh)), make_train_step(cfg), []
         first = []
         for i in range(steps):
             state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
@@ -108,7 +109,7 @@ def alone():
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),
     [
-        ({"fsdp": 2, "tp": 2}, 1),
+        pytest.param({"fsdp": 2, "tp": 2}, 1, marks=pytest.mark.wide),
         pytest.param({"fsdp": 2, "sp": 2}, 2, marks=pytest.mark.wide),
         ({"pp": 2, "fsdp": 2}, 2),
     ],
@@ -159,7 +160,7 @@ def test_the_loop_counts_as_the_state_does(tmp_path):
     cfg = change(BASE, "train", loss_scale=4.0, max_skipped=2)
     cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
-    state = with_infinite_norm(init_state(cfg, mesh_of(cfg)))
+    state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
     with Checkpoints(cfg) as checkpoints:
         checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
     with pytest.raises(Diverged, match=r"2 steps in a row up to step 5 "):

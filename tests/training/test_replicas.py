@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import config as TINY
+from tests.states import some_state
 from ultrascale_jax.config import Experts
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability.events import Events, read_events
@@ -20,7 +21,6 @@ from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 from ultrascale_jax.training.replicas import Replicas, ReplicasDiffer, _fingerprints
-from ultrascale_jax.training.state import init_state
 
 
 def change(cfg, **sections):
@@ -76,14 +76,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    ["dp over tp", pytest.param("hybrid", marks=pytest.mark.wide), "pipelines", "experts"],
+)
 def test_every_flipped_bit_is_found_with_its_device_and_array(tmp_path, name):
     """Row 18, in parameters, moments and counters, in pieces as well as in what is whole."""
     cfg = change(BASE, **MESHES[name])
     mesh, events = mesh_of(cfg), Events(tmp_path, 0)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         replicas = Replicas(1, mesh, state, events)
         replicas.check(1, state)
         leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -107,7 +110,7 @@ def test_of_two_copies_both_are_named(tmp_path):
     cfg = change(BASE, mesh={"dp": 2})
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         replicas = Replicas(1, mesh, state, Events(tmp_path, 0))
         with pytest.raises(
             ReplicasDiffer, match=r"device 0 of .*device 1 of .*nothing tells which"
@@ -121,7 +124,7 @@ def test_nothing_but_fingerprints_travels():
     cfg = change(BASE, mesh={"dp": 2, "fsdp": 2, "tp": 2})
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         program = _fingerprints.lower(state).compile().as_text()
     count = len(jax.tree.leaves(state))
     kinds = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -134,7 +137,7 @@ def test_what_has_copies_is_told_at_the_start():
         cfg = change(BASE, mesh=sizes)
         mesh = mesh_of(cfg)
         with jax.set_mesh(mesh):
-            state = init_state(cfg, mesh)
+            state = some_state(cfg, mesh)
             replicas = Replicas(1, mesh, state, None)
             replicas.check(1, state)
             [note] = replicas.notes
@@ -159,16 +162,17 @@ def test_trained_copies_stay_equal_and_a_flip_stops_the_run_before_it_is_saved(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nan", "spike"])
-def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path, kind):
+def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     """The second result of the step is taken, so the run goes on as if nothing had been."""
     watch = {"rerun": True, "spike_sigma": 40.0, "spike_window": 4}
     cfg = change(BASE, mesh={"fsdp": 2}, watch=watch)
-    run(cfg, tmp_path / "faulty", (kind, 6))
+    run(cfg, tmp_path / "faulty", ("nan", 6), ("spike", 9))
     run(cfg, tmp_path / "sound")
     assert losses(tmp_path / "faulty") == losses(tmp_path / "sound")
-    [event] = [e for e in read_events(tmp_path / "faulty") if e["kind"] == "rerun"]
-    assert (event["step"], event["verdict"], event["skipped"]) == (6, "transient", [True, False])
+    told = [e for e in read_events(tmp_path / "faulty") if e["kind"] == "rerun"]
+    assert [(e["step"], e["verdict"], e["skipped"]) for e in told] == [
+        (step, "transient", [True, False]) for step in (6, 9)
+    ]
     assert all(event["kind"] != "rerun" for event in read_events(tmp_path / "sound"))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import config as TINY
+from tests.states import some_state
 from ultrascale_jax.config import Experts, WatchConfig
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability.events import read_events
@@ -21,7 +22,7 @@ from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.loop import make_loader, train
 from ultrascale_jax.training.metrics import read_rows
 from ultrascale_jax.training.skips import Diverged, reason, suspicious
-from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import apply_gradients
 
 
@@ -126,7 +127,7 @@ def test_one_number_that_is_not_finite_changes_no_bit(path):
     cfg = change(BASE, **PATHS[path])
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         step = jax.jit(lambda *args: apply_gradients(cfg, *args))
         rng = np.random.default_rng(0)
         sound = jax.tree.map(
@@ -236,6 +237,7 @@ def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
     assert str(tmp_path / "run/skipped.json") in str(stopped.value)
 
 
+@pytest.mark.slow
 def test_a_mesh_judges_as_one_device_does_and_saves_after_the_next_good_step(tmp_path):
     """The window and the rule are the same wherever they are computed."""
     cfg = change(BASE, mesh={"fsdp": 2, "sp": 2}, train={"steps": 8})

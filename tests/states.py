@@ -1,0 +1,42 @@
+"""Training states without a compilation, for tests to which the initializer's own numbers are nothing."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.training.state import TrainState, abstract_state, carry_on
+
+
+def some_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """A state at step 0: norms of one, biases and moments of zero, seeded weights that are the same on every mesh.
+
+    `init_state` compiles for two seconds of CPU a mesh; this puts numpy's numbers where they rest.
+    """
+    rng = np.random.default_rng(0)
+
+    def leaf(path, like):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = np.zeros(like.shape, like.dtype)
+        if name.startswith("params.") and "norm" in name:
+            value += 1
+        elif name.startswith("params.") and "bias" not in name:
+            value = (0.1 * rng.normal(size=like.shape)).astype(like.dtype)
+        return jax.device_put(value, like.sharding)
+
+    abstract = abstract_state(cfg, mesh)
+    state = jax.tree_util.tree_map_with_path(leaf, abstract)
+    parts = {"loss_scale": None, "spikes": None}
+    return carry_on(dataclasses.replace(state, **parts), abstract, cfg)
+
+
+def random_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """A state whose numbers are all different, moments and counters included."""
+    rng = np.random.default_rng(1)
+
+    def leaf(like):
+        return jax.device_put(rng.normal(size=like.shape).astype(like.dtype), like.sharding)
+
+    return jax.tree.map(leaf, abstract_state(cfg, mesh))
