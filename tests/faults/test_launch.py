@@ -32,7 +32,7 @@ def steps(job: Job) -> list[int]:
     return [row["step"] for row in job.rows() if "loss" in row] if job.run_dir.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_exception_on_one_rank_ends_all_and_is_said_last_and_no_secret_is_written(job, tmp_path):
     """Rows 3 and 26."""
     run = job(tmp_path / "run", fault="exception@3@1", **SECRETS)
@@ -51,7 +51,6 @@ def test_an_exception_on_one_rank_ends_all_and_is_said_last_and_no_secret_is_wri
         assert not any(secret in text for text in run.outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(("fault", "code"), [("exception@3@0", 70), ("exit@3@1", 1)])
 def test_a_coordinator_that_fails_and_a_rank_that_exits_end_all_too(job, tmp_path, fault, code):
@@ -73,7 +72,7 @@ def saved_once(run: Job) -> int:
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_sigterm_to_one_rank_saves_one_checkpoint_of_one_step_and_ends_all(job, tmp_path):
     """Row 5."""
     # Long, as JAX takes a second or so to agree on the step.
@@ -84,7 +83,7 @@ def test_sigterm_to_one_rank_saves_one_checkpoint_of_one_step_and_ends_all(job, 
     assert run.checkpoints() == [step]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_sigterm_to_the_groups_of_all_ranks_does_the_same(job, tmp_path):
     """Row 5."""
     run = job(tmp_path / "run", "--checkpoint.every", "0", "--train.steps", "100000")
@@ -95,7 +94,6 @@ def test_sigterm_to_the_groups_of_all_ranks_does_the_same(job, tmp_path):
     assert run.checkpoints() == [step]
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["alone", "joined"])
 def test_sigterm_to_one_rank_during_start_up_stops_all_and_is_not_lost(job, tmp_path, when):
@@ -145,7 +143,6 @@ def test_a_second_signal_during_the_save_costs_no_checkpoint(job, tmp_path, seco
     assert steps(again) == list(range(1, kept + 4))
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 def test_a_missing_peer_is_named_and_a_restart_may_help(job, tmp_path):
     """Row 25."""
@@ -160,7 +157,6 @@ def test_a_missing_peer_is_named_and_a_restart_may_help(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 def test_launches_that_cannot_be_are_refused_by_their_cause(job, tmp_path):
     """Row 25: SLURM without srun, two ranks with one number, a port in use, too few devices."""
@@ -194,7 +190,6 @@ def test_launches_that_cannot_be_are_refused_by_their_cause(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 def test_processes_with_certificates_train_and_a_stranger_is_refused(job, tmp_path):
     """Row 24."""
@@ -222,7 +217,7 @@ def _file(folder: Path, name: str) -> tuple[str, str]:
     return f"--dist.mtls-{name}", str(folder / f"{name}.pem")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_processes_share_the_check_of_the_token_shards_that_they_all_see(job, tmp_path):
     """Row 15: nothing is left unchecked, where all see one disk and where each host has its own copy."""
     folder, copy = tmp_path / "tokens", tmp_path / "copy"

@@ -33,7 +33,7 @@ def events_of(job, kind):
     return [event for event in read_events(job.run_dir) if event["kind"] == kind]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_wrong_numbers_are_skipped_and_the_run_goes_on_elsewhere(job, tmp_path):
     """Rows 13, 16 and 17: two processes skip what is not finite and what leaps; one process goes on with the same
     batches and, in another pipeline, mesh and ZeRO stage, the same losses.
