@@ -237,8 +237,14 @@ def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mesh", "fsdp=8"], "mesh='fsdp=8': the sizes multiply to 8, but there are 4"),
-        (["--pp.schedule", "no.csv"], "pp.schedule='no.csv': cannot be read: No such file"),
+        pytest.param(
+            *(["--mesh", "fsdp=8"], "mesh='fsdp=8': the sizes multiply to 8, but there are 4"),
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            *(["--pp.schedule", "no.csv"], "pp.schedule='no.csv': cannot be read: No such file"),
+            marks=pytest.mark.wide,
+        ),
         (["--pp.schedule", "bad.csv"], "pp.schedule='bad.csv': row 2 (rank 1), column 1 (tick 0)"),
     ],
 )

@@ -62,12 +62,12 @@ def test_importing_the_package_imports_the_standard_library_only():
     assert loaded - {"ultrascale_jax", "__main__"} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ultrascale_jax.__all__)
-def test_every_public_name_is_found_on_first_use(name):
-    value = getattr(ultrascale_jax, name)
-    assert callable(value)
-    assert value.__doc__
-    assert name in dir(ultrascale_jax)
+def test_every_public_name_is_found_on_first_use():
+    assert len(ultrascale_jax.__all__) > 30 and set(ultrascale_jax.__all__) <= set(
+        dir(ultrascale_jax)
+    )
+    values = {name: getattr(ultrascale_jax, name) for name in ultrascale_jax.__all__}
+    assert [name for name, x in values.items() if not (callable(x) and x.__doc__)] == []
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -83,7 +83,7 @@ def test_the_table_is_kept_in_the_order_of_its_list(tmp_path):
     assert memory_table.read(tmp_path / "none.csv") == []
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
     row = memory_table.measure(ROWS[7])
     assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[7]["xla_bytes"]), rel=0.02)

@@ -20,11 +20,11 @@ from scripts.bench_peers import attention, bare_jax, grouped_gemm, kernels
 from scripts.bench_peers.contestant import pipelined
 from scripts.bench_peers.report import Report, figures
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
+from tests.states import some_state
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.plan.compile import target_devices
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.state import init_state
 from ultrascale_jax.training.step import loss_and_gradients
 
 PARTS = bench.peer_parts(tiny=True)
@@ -36,7 +36,7 @@ def command(path, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("unrolled", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled):
     cfg = PARTS[0].cfg.check(1)
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
@@ -45,7 +45,7 @@ def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled
     positions = np.broadcast_to(np.arange(cfg.data.seq_len, dtype=np.int32), rows[:, 1:].shape)
     arrays = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "positions": positions}
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         batch = jax.device_put(arrays, jax.NamedSharding(mesh, act("BT")))
         weight = jnp.float32(1 / rows[:, 1:].size)
         step = jax.jit(lambda params: loss_and_gradients(cfg, params, batch, weight))
@@ -69,7 +69,7 @@ def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled
     )
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_peer_suite_times_every_contestant_and_skips_what_is_not_installed(tmp_path):
     path = tmp_path / "peer.json"
     done = subprocess.run(command(path, "--steps", "3"), capture_output=True, text=True)
@@ -249,7 +249,13 @@ def test_a_kernels_programs_have_rates_beside_the_roofline_and_errors(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, marks=() if kernel == "linear_cross_entropy" else pytest.mark.wide)
+        for kernel in bench.KERNEL_SHAPES
+    ],
+)
 def test_every_kernels_programs_run_without_a_gpu_by_xla(tmp_path, kernel):
     part = bench.kernel_part(kernel, "tiny", bench.KERNEL_SHAPES[kernel]["tiny"], True)
     whole, *rows = measured(tmp_path, part).rows
@@ -304,7 +310,7 @@ def test_the_goals_of_a_kernel_are_at_least_or_at_most(tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_an_interrupt_keeps_what_is_measured(tmp_path):
     path = tmp_path / "gpu.json"
     # A job in the background inherits that interrupts are ignored; a terminal's user has them.

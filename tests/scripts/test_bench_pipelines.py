@@ -16,7 +16,12 @@ from ultrascale_jax.plan.pipeline import lock_step_bubble
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
-    [("1f1b", 4, 6), ("interleaved", 2, 4), ("zb_uniform", 4, 4), ("zb_h1", 4, 8)],
+    [
+        pytest.param("1f1b", 4, 6, marks=pytest.mark.wide),
+        ("interleaved", 2, 4),
+        pytest.param("zb_uniform", 4, 4, marks=pytest.mark.wide),
+        ("zb_h1", 4, 8),
+    ],
 )
 def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, microbatches):
     schedule = build(name, ranks, microbatches, 2 if name == "interleaved" else 0)

@@ -68,7 +68,7 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
         ("llama3", {"pp": 2, "fsdp": 2}),
         pytest.param("qwen2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
         pytest.param("smollm2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
-        ("mixtral", {"fsdp": 2, "ep": 2}),
+        pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=pytest.mark.wide),
         ("deepseek_v3", {"pp": 2, "ep": 2, "tp": 2}),
     ],
 )
@@ -91,7 +91,7 @@ def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.wide), "fp16"])
 def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision):
     cfg, mesh = imported(FIXTURES / "qwen3", tmp_path / "run", precision, fsdp=2)
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
@@ -167,7 +167,7 @@ def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another
     assert f"# with a recipe whose {lost}" in train_command(deepseek, demo, [])
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_commands_import_go_on_training_and_export(tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
 

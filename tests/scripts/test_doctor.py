@@ -129,7 +129,7 @@ def doctor(*words: str, **environ: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_doctor_examines_two_processes_and_trains_on_them(tmp_path):
     given = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
 
 from scripts.generate import main, printable
+from tests.states import some_state
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -20,7 +19,6 @@ from ultrascale_jax.config import (
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.identity import describe
-from ultrascale_jax.training.state import init_state
 
 CFG = Config(
     model=ModelConfig(
@@ -37,7 +35,7 @@ def run_dir(tmp_path_factory):
     """A run directory with two checkpoints of a model that was never trained."""
     folder = tmp_path_factory.mktemp("run")
     cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(folder)))
-    state = init_state(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     with Checkpoints(cfg) as checkpoints:
         for step in (1, 2):
             checkpoints.save(state, describe(cfg, step, "data"), wait=True)
@@ -59,7 +57,10 @@ def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     assert text(capsys, run_dir, "--seed", "1") != first
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4,tp=2", "pp=2,fsdp=2,tp=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("fsdp=4,tp=2", marks=pytest.mark.wide), "pp=2,fsdp=2,tp=2"]
+)
 def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
     greedy = text(capsys, run_dir, "--temperature", "0")
     assert text(capsys, run_dir, "--temperature", "0", "--mesh", mesh) == greedy
@@ -81,11 +82,10 @@ def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, options, messa
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "scripts.generate", str(tmp_path), "--prompt", "x"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    [line] = ended.stderr.splitlines()
+def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--prompt", "x"])
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: run_dir=")
 
 

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from scripts.inspect_checkpoint import main
+from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, ModelConfig
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.reliability import manifest
 from ultrascale_jax.training.checkpoint import Checkpoints
 from ultrascale_jax.training.identity import describe
-from ultrascale_jax.training.state import init_state
 
 CFG = Config(
     model=ModelConfig(
@@ -29,7 +29,7 @@ CFG = Config(
 @pytest.fixture
 def run_dir(tmp_path):
     cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(tmp_path)))
-    state = init_state(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
     with Checkpoints(cfg) as checkpoints:
         for step in (1, 2):
             checkpoints.save(state, describe(cfg, step, "data"), wait=True)

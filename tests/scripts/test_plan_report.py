@@ -153,7 +153,7 @@ def test_an_interrupt_keeps_the_figures_that_are_done(tmp_path, capsys):
     assert 'id="best"' in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_recipe_is_computed_by_formulas(tmp_path, capsys):
     options = ("--gpus", "8", "--max-nodes", "1", "--train.global-batch", "64")
     paths, text = report(capsys, "debug", *options, "--out", tmp_path)

@@ -75,7 +75,7 @@ def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
     assert list((folder / "profile").rglob("perfetto_trace.json.gz"))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     folder, code, _, err = trained
     assert code == 0, err
@@ -98,7 +98,7 @@ def test_another_model_in_the_same_run_directory_is_refused_in_a_few_lines(train
     assert "model.d_ff: saved 64, now 128" in err and "Traceback" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
     # The first update is so large that no later loss is finite.
     code, _, err = train(tmp_path, "--devices 1 --optim.lr 1e38 --train.max-skipped 2")
@@ -107,7 +107,6 @@ def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
     assert [row["skipped"] for row in step_rows(tmp_path)][-2:] == [True, True]
 
 
-@pytest.mark.slow
 @pytest.mark.wide
 def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
     process = start(tmp_path, "--devices 1 --train.steps 1000000")
