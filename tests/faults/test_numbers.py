@@ -126,6 +126,7 @@ def test_a_loader_that_raises_on_one_rank_ends_the_job_with_its_reason(job, tmp_
     assert again.losses() == losses
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_refused_by_name_before_anything_is_compiled(tmp_path):
     """Rows 15 and 20: one line, and the code that no supervisor restarts."""
     folder, rng = tmp_path / "tokens", np.random.default_rng(0)

@@ -55,6 +55,7 @@ def test_any_command_line_is_read_or_refused_in_one_line(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(option=st.sampled_from(OPTIONS), value=st.one_of(texts, numbers.map(str)))
 def test_any_value_of_any_field_is_taken_or_refused_in_one_line(option, value):

@@ -56,6 +56,7 @@ def test_events_that_were_bent_are_read_without_the_bad_ones(tmp_path, data):
         assert all(isinstance(event["kind"], str) for event in read)
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(data=st.data(), name=st.sampled_from(["events.jsonl", "metrics.jsonl"]))
 def test_a_ledger_is_kept_of_a_run_whose_records_were_bent(run_dir, tmp_path, data, name):
@@ -202,6 +203,7 @@ def test_a_run_replaces_links_where_it_writes_whole_files_and_its_directory_may_
     assert (tmp_path / "out").is_symlink() and not (tmp_path / "out/config.json").is_symlink()
 
 
+@pytest.mark.slow
 @settings(BOUNDED, max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "25")))
 @given(data=st.data(), script=st.sampled_from(["generate", "export"]))
 def test_scripts_refuse_a_run_whose_config_was_bent_in_one_line(

@@ -88,6 +88,7 @@ def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
     assert only.ranking and only.winner is None
 
 
+@pytest.mark.slow
 def test_every_verdict_has_its_reason():
     search = searched(llama3_8b, 8)
     sections = search.rows(5)
@@ -153,6 +154,7 @@ def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
     assert found[len(near) :] == [kinds[1]] * 2
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_or_compile_after_all_loses():
     search = searched(llama3_8b, 8)
     answers = iter([ran(200 * GIB), NotCompiled("it crashed"), ran(step_s=30.0)])
@@ -244,6 +246,7 @@ def test_an_interrupt_keeps_what_was_found():
     assert 0 < early.counts["fits"] + early.counts["does not fit"] <= 100
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_closest_is_known():
     search = searched(llama3_70b, 8)
     assert search.winner is None and search.ranking == []

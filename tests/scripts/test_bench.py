@@ -92,6 +92,7 @@ def test_the_peer_suite_times_every_contestant_and_skips_what_is_not_installed(t
     assert report["goals"] == []
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
     path = tmp_path / "gpu.json"
     arguments = ["--suite", "gpu", "--minutes", "0.0001", "--out", str(path)]
@@ -181,6 +182,7 @@ def test_attention_is_timed_with_the_heads_of_llama_3_8b():
     assert len({spec["calls"] * attention.flops(ring, spec) for spec in specs}) == 1
 
 
+@pytest.mark.slow
 def test_the_products_of_experts_take_turns_and_each_has_a_row(tmp_path):
     options = bench.Options(suite="gpu", tiny=True, steps=2)
     report = Report(tmp_path / "gpu.json", "gpu", [])

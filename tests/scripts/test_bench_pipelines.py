@@ -33,6 +33,7 @@ def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, m
     assert row["tick_ms"] > 0 and row["seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe_v"])
 def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
     schedule = build(name, 2, 4)

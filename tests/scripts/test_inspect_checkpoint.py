@@ -79,6 +79,7 @@ def test_verified_ones_are_called_so_and_a_damaged_one_by_its_file(run_dir, caps
     assert shown(capsys, run_dir, "--step", 1)[0].endswith("verified")
 
 
+@pytest.mark.slow
 def test_without_a_manifest_the_arrays_are_read(run_dir, capsys):
     place = run_dir / "checkpoints/2"
     (place / manifest.NAME).unlink()

@@ -105,6 +105,7 @@ def report(capsys, *arguments: object) -> tuple[dict[str, Path], str]:
     return paths, text
 
 
+@pytest.mark.slow
 def test_measured_runs_become_the_playbooks_figures(tmp_path, capsys):
     paths, text = report(capsys, RUNS, "--out", tmp_path)
     assert set(paths) == {"best", "families", "axis_sizes", "runs"}
@@ -114,6 +115,7 @@ def test_measured_runs_become_the_playbooks_figures(tmp_path, capsys):
     assert "matplotlib" in text and "SHA-256" in text
 
 
+@pytest.mark.slow
 def test_plans_of_several_verbs_share_a_page(tmp_path, capsys):
     plans = []
     for content in (COMPILE, SEARCH, VALIDATE):

@@ -60,6 +60,7 @@ def test_fixed_fields_stay(capsys):
     assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
 
 
+@pytest.mark.slow
 def test_the_table_names_the_reasons(capsys):
     plan.main([*ARGUMENTS, "--top", "4"])
     text = capsys.readouterr().out

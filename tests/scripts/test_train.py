@@ -46,6 +46,7 @@ def trained(tmp_path_factory):
     return folder, *train(folder, f"{options} --sample 20 --profile 2:3")
 
 
+@pytest.mark.slow
 def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.train", "debug", "--run-dir", str(tmp_path)],

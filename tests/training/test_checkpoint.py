@@ -118,7 +118,8 @@ def on_pipeline(cfg, name):
 @pytest.mark.parametrize(
     ("optim", "pipelines"),
     [
-        ("adamw", ("pp2_zb_v", "pp4_interleaved", "pp2_1f1b")),
+        ("adamw", ("pp2_zb_v", "pp4_interleaved")),
+        pytest.param("adamw", ("pp4_interleaved", "pp2_1f1b"), marks=pytest.mark.wide),
         pytest.param("muon", ("pp2_1f1b", "pp4_1f1b"), marks=pytest.mark.wide),
         pytest.param("adamw", ("pp3_1f1b", "pp3_interleaved"), marks=pytest.mark.wide),
     ],
@@ -248,6 +249,8 @@ def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
 
 
+# TensorStore may have more to say of a failed save to a loop that Orbax has closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state, tmp_path, capsys):
     cfg = in_folder(BASE, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -438,6 +441,7 @@ def test_params_load_without_training_on_another_mesh(state, tmp_path):
         load_params(tmp_path, mesh, step=9)
 
 
+@pytest.mark.slow
 def test_params_of_a_pipeline_load_on_another_with_consecutive_layers(tmp_path):
     cfg = in_folder(on_pipeline(NINE, "pp4_interleaved"), tmp_path)
     save(cfg, init_state(cfg, mesh_of(cfg)), 1)

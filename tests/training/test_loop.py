@@ -142,6 +142,7 @@ def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
     assert rows[0]["tflops_per_device"] == pytest.approx(tflops)
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_taken_every_n_steps_and_at_the_end(straight):
     folder, summary = straight
     rows = eval_rows(folder)
@@ -150,6 +151,7 @@ def test_held_out_loss_is_taken_every_n_steps_and_at_the_end(straight):
     assert summary["eval_loss"] == rows[1]["eval_loss"] == pytest.approx(math.log(64), abs=0.2)
 
 
+@pytest.mark.slow
 def test_the_summary_tells_what_happened(straight):
     folder, summary = straight
     assert (summary["step"], summary["stopped"], summary["skipped"]) == (8, False, 0)
@@ -159,16 +161,19 @@ def test_the_summary_tells_what_happened(straight):
     assert summary["tokens_per_s"] == pytest.approx(8 * 32 / summary["step_s"])
 
 
+@pytest.mark.slow
 def test_the_config_is_left_in_the_run_directory(straight):
     saved = json.loads((straight[0] / "config.json").read_text())
     assert saved["model"]["d_model"] == 32 and saved["train"]["steps"] == 8
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_asked_steps_is_written_for_perfetto(straight):
     [trace] = (straight[0] / "profile").rglob("perfetto_trace.json.gz")
     assert trace.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     straight, tmp_path, capsys
 ):
@@ -242,6 +247,7 @@ def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_only_evaluates_again(straight, tmp_path):
     shutil.copytree(straight[0], tmp_path / "run")
     summary = run(BASE, tmp_path / "run")
@@ -260,6 +266,7 @@ def with_infinite_weight(cfg):
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tmp_path):
     cfg = change(BASE, log__run_dir=str(tmp_path), train__max_skipped=3)
     state = with_infinite_weight(cfg)
@@ -286,6 +293,7 @@ def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tm
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("some words " * 200)
     cfg = change(

@@ -136,6 +136,7 @@ def too_large(tmp_path_factory):
     return folder, train(cfg, mesh_of(cfg))
 
 
+@pytest.mark.slow
 def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too_large):
     folder, summary = too_large
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
@@ -156,6 +157,7 @@ def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (5, 3)
 
 
+@pytest.mark.slow
 def test_the_loop_counts_as_the_state_does(tmp_path):
     cfg = change(BASE, "train", loss_scale=4.0, max_skipped=2)
     cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
@@ -167,6 +169,7 @@ def test_the_loop_counts_as_the_state_does(tmp_path):
         train(cfg, mesh_of(cfg))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_it_and_other_types_may_take_over(too_large):
     folder, _ = too_large
     cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(folder)))

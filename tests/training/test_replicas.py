@@ -132,6 +132,7 @@ def test_nothing_but_fingerprints_travels():
     assert sent == [f"u32[8,{count},2]"]
 
 
+@pytest.mark.slow
 def test_what_has_copies_is_told_at_the_start():
     for sizes, share in (({"dp": 2}, "100.0%"), ({"fsdp": 8}, "0.7%"), ({}, "0.0%")):
         cfg = change(BASE, mesh=sizes)
@@ -176,6 +177,7 @@ def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     assert all(event["kind"] != "rerun" for event in read_events(tmp_path / "sound"))
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_back_is_persistent_and_the_step_is_skipped(tmp_path):
     """A model that has diverged gives the same bits twice."""
     cfg = change(BASE, watch={"rerun": True}, optim={"lr": 1e30, "clip_norm": 0.0})

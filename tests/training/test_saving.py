@@ -96,6 +96,7 @@ def failures(folder):
     return [row for row in read_events(folder) if row["kind"] == "save_failed"]
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_full_disk_is_told_in_a_line_each_and_the_next_good_save_works(
     state, tmp_path, small_disk, capfd

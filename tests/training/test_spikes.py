@@ -173,6 +173,7 @@ def spiked(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_spike_is_skipped_and_its_batch_kept(spiked):
     """Row 17."""
     found = rows(spiked)
@@ -183,6 +184,7 @@ def test_a_spike_is_skipped_and_its_batch_kept(spiked):
     assert event["batch_hash"] == found[9]["batch_hash"] == make_loader(BASE).batch_hash(9)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_has_the_window_and_skips_the_same_step(spiked, tmp_path):
     """Row 17: the window is saved in the checkpoint."""
     shutil.copytree(spiked, tmp_path / "run")
@@ -201,6 +203,7 @@ def test_a_run_that_resumes_has_the_window_and_skips_the_same_step(spiked, tmp_p
     assert int(states[0].spikes.accepted) == 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("watch", "accepted"),
     [

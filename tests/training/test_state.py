@@ -104,7 +104,10 @@ MIXED = dataclasses.replace(
             *("pp2_1f1b", (0, 1, None, None, None, None), (None, None, 0, 1, 2, None)),
             marks=pytest.mark.wide,
         ),
-        ("pp2_zb_v", (0, 1, *(None,) * 6), (None, None, 2, None, 0, None, 1, None)),
+        pytest.param(
+            *("pp2_zb_v", (0, 1, *(None,) * 6), (None, None, 2, None, 0, None, 1, None)),
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position(name, dense, experts):
@@ -160,6 +163,7 @@ def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim
     assert stacked == {"adamw": 3 * (matrices + vectors), "muon": 2 * matrices + 3 * vectors}[optim]
 
 
+@pytest.mark.slow
 def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
     cfg = on(
         "pp2_1f1b", dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, num_layers=4))

@@ -129,6 +129,7 @@ def resume(folder, **checkpoint):
         return checkpoints.resume(abstract_state(cfg, mesh()), lambda meta, place: [])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_its_files_and_arrays_on_record(run):
     folder, expected = run
     place = step_folder(folder, 6)
