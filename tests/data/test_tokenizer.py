@@ -26,7 +26,6 @@ def bpe_path(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 @given(st.text())
 def test_bytes_round_trip_any_text(text):
     tokenizer = ByteTokenizer()
