@@ -148,7 +148,7 @@ def test_the_test_half_is_predicted_as_documented(held_out):
     assert statistics.median(errors) < 0.11
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_constants_fitted_on_one_model_predict_the_other(rows):
     for model, other in (("1B", "8B"), ("8B", "1B")):
         software = calibrate(row for row in rows if row.model == model)
@@ -157,7 +157,7 @@ def test_constants_fitted_on_one_model_predict_the_other(rows):
         assert statistics.median(cell.first_choice for cell in found) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_constants_in_use_are_the_fit_of_the_calibration_half(rows):
     # Begun 30% off; what the rows determine well comes back, the rest is held by the prior.
     start = dataclasses.replace(

@@ -116,7 +116,7 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
                 process.ready()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
     options = bench.Options(suite="gpu", tiny=True, steps=2)
     report = Report(tmp_path / "gpu.json", "gpu", [])

@@ -177,7 +177,7 @@ def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     assert all(event["kind"] != "rerun" for event in read_events(tmp_path / "sound"))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_fault_that_comes_back_is_persistent_and_the_step_is_skipped(tmp_path):
     """A model that has diverged gives the same bits twice."""
     cfg = change(BASE, watch={"rerun": True}, optim={"lr": 1e30, "clip_norm": 0.0})
