@@ -485,7 +485,7 @@ def test_speed_is_that_of_the_run():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_compiled_step_does_the_operations_that_the_model_needs():
     from ultrascale_jax.plan.compile import compile_step
 

@@ -224,7 +224,7 @@ def measured(tmp_path, *parts):
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_kernels_programs_have_rates_beside_the_roofline_and_errors(tmp_path):
     M, D = bench.KERNEL_SHAPES["rms_norm"]["tiny"]
     report = measured(
