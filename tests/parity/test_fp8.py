@@ -51,22 +51,14 @@ TABLE = {
         {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1}, {}, {"first_layers": 1},
     ),
 }  # fmt: skip
-FAST = {"fsdp2_sp2_tp2"}
-WIDE = dict.fromkeys(
-    (
-        "ep2_fsdp2",
-        "pp2_fsdp2",
-        "rowwise_sp2_tp2",
-        "fsdp4_accumulated_zero2",
-    ),
-    pytest.mark.wide,
-)
-"""Rows that the others imply."""
+# One scale for a tensor over three axes that split it. Scales of rows and blocks need no other device: their products
+# are in models/test_fp8.py. Stages and experts run the same products.
+SLOW = {"fsdp2_sp2_tp2"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in FAST else WIDE.get(n, pytest.mark.slow)) for n in TABLE],
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else pytest.mark.wide) for n in TABLE],
 )
 def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monkeypatch):
     for low in FP8:
