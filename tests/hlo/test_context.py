@@ -51,9 +51,9 @@ def needed_flops(cfg) -> float:
 @pytest.mark.parametrize(
     ("strategy", "excess"),
     [
-        ("zigzag", 1.0),
+        pytest.param("zigzag", 1.0, marks=pytest.mark.slow),
         # The last rank sees all of the n blocks, half of its own; the mean rank half of them.
-        pytest.param("ring", (RANKS - 0.5) / (RANKS / 2), marks=pytest.mark.slow),
+        pytest.param("ring", (RANKS - 0.5) / (RANKS / 2), marks=pytest.mark.wide),
         pytest.param("allgather", 1.0, marks=pytest.mark.wide),
         pytest.param("ulysses", 1.0, marks=pytest.mark.slow),
     ],
@@ -68,9 +68,10 @@ def test_the_busiest_rank_does_the_mean_of_the_attention_but_in_a_plain_ring(
 @pytest.mark.parametrize(
     ("context", "moved"),
     [
-        ({}, {"collective-permute"}),
+        pytest.param({}, {"collective-permute"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "ulysses"}, {"all-to-all"}, marks=pytest.mark.slow),
-        pytest.param({"ulysses": 2}, {"collective-permute", "all-to-all"}, marks=pytest.mark.slow),
+        # The two above in one program.
+        pytest.param({"ulysses": 2}, {"collective-permute", "all-to-all"}, marks=pytest.mark.wide),
     ],
     ids=["zigzag", "ulysses", "zigzag x ulysses"],
 )

@@ -25,6 +25,7 @@ def products(step: CompiledStep) -> dict[str, int]:
     return {"fp8": low, "bf16": len(gemms(step)) - low}
 
 
+@pytest.mark.slow
 def test_each_product_is_fp8_and_zero3_gathers_bytes(compiled):
     cfg, step = compiled(8, {"fsdp": 8}, precision="fp8", remat="full")
     # Forward, again but for the last of a layer, and the two gradients.
@@ -74,7 +75,8 @@ def test_scales_for_blocks_are_our_kernels(compiled):
     assert len(calls) == 3 * MATRICES
 
 
-@pytest.mark.slow
+# Loops around the layers of the other tests.
+@pytest.mark.wide
 def test_accumulation_and_pipelines_lose_no_fp8_product(compiled):
     run = {"precision": "fp8", "microbatches": 4, "global_batch": 32, "remat": "none"}
     _, accumulated = compiled(8, {"fsdp": 4, "sp": 2}, zero=2, **run)
@@ -86,7 +88,8 @@ def test_accumulation_and_pipelines_lose_no_fp8_product(compiled):
     assert found == {"fp8": (1 + 1 + 3 + 2) * MATRICES, "bf16": heads}
 
 
-@pytest.mark.slow
+# models/test_fp8.py has the products of experts, kernels/test_fp8_matmul.py their kernels on H100s.
+@pytest.mark.wide
 def test_experts_are_batched_fp8_products(compiled):
     experts = Experts(num=8, per_token=2, d_ff=512)
     _, step = compiled(8, {"ep": 8}, experts=experts, precision="fp8", remat="none")
