@@ -108,7 +108,14 @@ def test_recomputation_does_not_change_what_was_kept(precision):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "sp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({}, marks=pytest.mark.wide),
+        pytest.param({"fsdp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_largest_magnitude_of_each_layers_matrices_is_found(mesh):
     model = ModelConfig(
         vocab_size=64, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8
