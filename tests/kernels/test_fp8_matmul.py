@@ -97,7 +97,16 @@ def test_what_is_no_block_scaled_product_fails_loudly(h100s):
         ),
         # The next tile's blocks are loaded before the end of this one; programs of two tiles, one and none.
         pytest.param((128, 384, 1024), 1, E4M3, "tile", jnp.bfloat16, 2, id="chain"),
-        pytest.param((256, 128, 512), 1, E4M3, "block", jnp.bfloat16, 2, id="chain of one"),
+        pytest.param(
+            (256, 128, 512),
+            1,
+            E4M3,
+            "block",
+            jnp.bfloat16,
+            2,
+            id="chain of one",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_the_kernel_in_the_interpreter_equals_the_reference_and_has_no_races(

@@ -142,7 +142,7 @@ def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(shape, p
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.slow)],
+    ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.wide)],
 )
 def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
     compiled, name, monkeypatch, capfd
