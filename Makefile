@@ -5,6 +5,9 @@ ARGS ?=
 WORKERS ?= 2
 # The extra that brings CUDA's libraries, where there is a GPU: `make train GPU=cuda13`, or `GPU=` for none.
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
+# One worker runs all tests of a file, so that it compiles once what they share; in the order of the folders, since the
+# files with few tests, which come last by themselves, are those that compile most.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
 .PHONY: setup setup-dev train test test-fast test-all test-faults mutants soak bench lint clean
@@ -17,21 +20,22 @@ train: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.train $(ARGS)
 
 test: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) tests
+	$(PYTEST) $(ARGS) tests
 
 test-fast: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults and not wide" $(ARGS) tests
+	$(PYTEST) -m "not slow and not faults and not wide" $(ARGS) tests
 
 # With rows of tables that other rows imply, and all faults.
 test-all: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) tests
+	$(PYTEST) -m "" $(ARGS) tests
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/reliability tests/data \
 	$(addprefix tests/training/test_,saving.py verified.py replicas.py spikes.py)
 
+# They share no program, and wait more than they compile: any worker takes the next test.
 test-faults: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS) $(FAULTS)
+	$(PYTEST) --dist load -m "" $(ARGS) $(FAULTS)
 
 # Bugs on purpose, each of which a test must notice; docs/mutants.md. Not in CI.
 mutants: .venv/.installed-dev
