@@ -147,7 +147,7 @@ def quantize_fp8(M: int, K: int) -> list[Work]:
     ) -> Work:
         def run(name: str) -> Callable:
             def call(*arrays):
-                from ultrascale_jax import kernels
+                from ultrascale_jax.kernels import quantize_fp8 as kernels
 
                 more = (1e-5,) if weight else ()
                 return getattr(kernels, function)(*arrays, *more, scaling, implementation=name)

@@ -161,7 +161,8 @@ def test_a_file_that_is_no_table_is_refused(file, content, message):
 
 
 def test_a_file_that_is_not_there_is_refused(file, tmp_path):
-    assert refusal(file) == refusal(tmp_path) == "there is no such file"
+    assert refusal(file) == "there is no such file"
+    assert refusal(tmp_path) == "is not a regular file"
 
 
 def test_stages_that_are_neither_a_loop_nor_a_v_are_refused(file):

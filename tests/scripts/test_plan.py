@@ -106,7 +106,7 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
         (["compile", "debug", "--gpu", ""], "gpu=''"),
         (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be at most"),
         (["compile", "debug", "--devices", "2"], "Unrecognized options: --devices"),
-        (["memory", "debug", "--seq-len", "1000000007"], "data.seq_len=1000000007"),
+        (["memory", "debug", "--seq-len", "1000000007"], "train.global_batch=16"),
         (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
         (["memory", "mixtral_8x7b", "--mesh", "ep=16", "--gpus", "16"], "mesh.ep=16: must divide"),
         (["memory", "mixtral_8x7b", "--moe.nodes", "3"], "moe.nodes=3: must divide mesh.ep=8"),

@@ -96,7 +96,7 @@ def test_a_figure_is_drawn(tmp_path, capsys):
         (["--figure", "own.png"], "figure='own.png': name one schedule"),
         (["1f1b", "--figure", "own.txt"], "figure='own.txt': must end in .png"),
         (["1f1b", "--csv", "/proc/own.csv"], "'/proc/own.csv': cannot be written"),
-        (["missing.csv"], "pp.schedule='missing.csv': cannot be read"),
+        (["missing.csv"], "pp.schedule='missing.csv': there is no such file"),
         (["own.csv", "--ranks", "2"], "ranks=2: the table has its own"),
         (["auto", "--memory-cap", "1", "--virtual", "2"], "memory_cap=1: "),
         (["interleaved", "--microbatches", "6"], "train.microbatches=6: "),
