@@ -43,7 +43,7 @@ def losses(rows):
     return {row["step"]: row["loss"].hex() for row in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_killed_worker_costs_steps_and_no_bit_of_the_losses(launch, undisturbed):
     """Row 1. The ledger knows the restart, and no more steps are done again than lie between two checkpoints."""
     run = launch(fault="kill@10@1")

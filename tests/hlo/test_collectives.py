@@ -143,6 +143,8 @@ def test_zero2_scatters_gradients_every_micro_batch(compiled):
     assert not [c for c in step.collectives if c.kind == "all-gather" and c.loops]
 
 
+# Implied by the rows of ZeRO and by parity over dp x cp x sp.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_hybrid_sharding_reduces_only_the_shard_over_replicas(compiled):
     cfg, step = compiled(64, {"dp": 8, "fsdp": 8})

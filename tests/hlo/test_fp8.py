@@ -43,6 +43,8 @@ def test_rows_have_scales_of_their_own_and_cublaslt_multiplies(compiled):
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
 
 
+# Implied by models/test_fp8.py, which reads what a layer keeps from its jaxpr.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compiled):
     mesh, run = {"fsdp": 8}, {"remat": "none", "zero": 3}
@@ -65,6 +67,8 @@ def test_gradients_of_weights_may_stay_bfloat16(compiled):
     assert products(step) == {"fp8": 2 * MATRICES, "bf16": MATRICES + HEAD}
 
 
+# Implied by models/test_fp8.py, and by kernels/test_fp8_matmul.py on the same shapes.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_scales_for_blocks_are_our_kernels(compiled):
     _, step = compiled(8, {"fsdp": 8}, precision="fp8_block", remat="none")

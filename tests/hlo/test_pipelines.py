@@ -88,6 +88,8 @@ def test_one_loop_holds_forward_and_backward_so_that_they_overlap(piped):
     assert 3 in {count for name, count in flash.items() if bodies[name][-1:] == (depth,)}
 
 
+# Implied by parallel/test_buffers.py: slots of a schedule do not grow with its micro-batches.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_memory_of_1f1b_is_flat_in_micro_batches(piped):
     few, many = (piped(m)[1].temporary_bytes for m in (8, 32))

@@ -204,6 +204,8 @@ def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(kernel
     check(got, tiny.want, ROUNDED)
 
 
+# Implied by the reference's blocks, which join, and the kernel's blocks, which are the reference's.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_kernels_blocks_join_to_the_whole_in_the_interpreter(kernel):
     blocks = case((1, 384, 1, 1, 64), (100, 130, 154), window=90)

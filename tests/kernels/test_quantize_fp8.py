@@ -206,6 +206,8 @@ def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(scaling, dtype, p
     same(alone, *quantized(x[:128], scaling, dtype, power_of_2))
 
 
+# No run takes these kernels.
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rms_norm", "swiglu"])
 @pytest.mark.parametrize(
@@ -234,6 +236,8 @@ def test_kernels_that_quantise_what_they_make_equal_the_reference(kind, scaling,
     assert np.mean(np.asarray(values) == np.asarray(want.values)) > 0.99
 
 
+# Implied by attention's kernel, the largest.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_h100s_run_one_kernel_that_keeps_all_in_registers(compiled, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

@@ -120,7 +120,9 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
 # Warpgroups have more rows than are loaded ahead, or none; the second D is cut into the narrowest chunks.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "programs"), [(RMS_NORM["tiny"], 1), ((3, 384), 2)], ids=["long", "short"]
+    ("shape", "programs"),
+    [pytest.param(RMS_NORM["tiny"], 1, marks=pytest.mark.wide), ((3, 384), 2)],
+    ids=["long", "short"],
 )
 def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(shape, programs):
     x, residual, weight, dy, dtotal = arrays(shape, jnp.bfloat16)

@@ -58,9 +58,15 @@ def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> 
     ("model", "sizes", "virtual", "placement"),
     [
         pytest.param("llama", {"pp": 4, "fsdp": 2}, 1, "loop", marks=pytest.mark.wide),
-        ("windows_in_upper_layers", {"pp": 2, "dp": 2, "tp": 2}, 2, "loop"),
+        pytest.param(
+            "windows_in_upper_layers",
+            {"pp": 2, "dp": 2, "tp": 2},
+            2,
+            "loop",
+            marks=pytest.mark.wide,
+        ),
         ("deepseek", {"pp": 2, "ep": 2, "tp": 2}, 1, "loop"),
-        ("llama", {"pp": 2, "tp": 4}, 2, "v"),
+        pytest.param("llama", {"pp": 2, "tp": 4}, 2, "v", marks=pytest.mark.wide),
     ],
 )
 def test_a_pipeline_writes_what_one_device_writes(model, sizes, virtual, placement):

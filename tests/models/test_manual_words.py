@@ -124,10 +124,9 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
     ("mesh", "tied"),
     [
         (PP_SP_TP, True),
-        (PP_FSDP_SP, False),
         *(
             pytest.param(*case, marks=pytest.mark.wide)
-            for case in ((PP_SP_TP, False), (PP_FSDP_SP, True))
+            for case in ((PP_SP_TP, False), (PP_FSDP_SP, False), (PP_FSDP_SP, True))
         ),
     ],
     ids=str,

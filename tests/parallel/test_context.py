@@ -208,7 +208,10 @@ def test_every_strategy_is_dense_attention(context, n, kind):
 @pytest.mark.parametrize(
     ("n", "together"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.wide)], ids=["2x2", "2x4"]
 )
-@pytest.mark.parametrize("strategy", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zigzag", *(pytest.param(name, marks=pytest.mark.wide) for name in ("ring", "allgather"))],
+)
 def test_a_ring_of_groups_that_exchange_heads_is_dense_attention(strategy, n, together, kind):
     context = ContextConfig(strategy=strategy, ulysses=together)
     check_kind(context, n, kind, ["gqa", "mqa"] if n == 4 else GQA)
@@ -237,7 +240,7 @@ def test_documents_at_the_extremes(context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", slow_but(set(), PLAIN))
+@pytest.mark.parametrize("context", wide_but({"zigzag", "ulysses"}, PLAIN))
 def test_random_documents(context):
     T = 4 * PIECE[4]
 

@@ -126,7 +126,6 @@ FAST = {"fsdp2_sp2_tp2_qwen3"}
 # attention in parallel/test_context.py, dispatches and experts split by tp in parallel/test_expert.py, auxiliary losses
 # in models/test_moe.py.
 SLOW = {
-    "cp2",
     "dp2_cp2_sp2_zero1",
     "ep2_cp2_sp2_deepseek",
 }

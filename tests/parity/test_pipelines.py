@@ -73,14 +73,12 @@ TABLE = {
     "1f1b_cp4_ulysses": ({"pp": 2, "cp": 4}, {}, {"remat": "full"}, LLAMA, {"strategy": "ulysses"}),
 }  # fmt: skip
 
-# What `make test` runs of it: a pipeline beside each axis but dp, ticks of all three kinds of operations, stages of
-# different lengths, a divergent one, experts, and two forms of recomputation. Schedules, stashes and numbers of stages
-# differ in the executor alone, which parallel/test_pipeline.py compares with one device for all of them.
+# What `make test` runs of it: a pipeline beside fsdp, sp, cp and ep (models/test_manual_words.py has tp), ticks of all
+# three kinds of operations, stages of different lengths, experts, and two forms of recomputation. Schedules, stashes and
+# numbers of stages differ in the executor alone, which parallel/test_pipeline.py compares with one device for all.
 SLOW = {
     "zb_uniform_fsdp_sp",
     "1f1b_fsdp_cp_zigzag",
-    "1f1b_sp_tp_more_than_kv_heads",
-    "zb_v_divergent",
     "1f1b_ep_fsdp_mixed",
 }
 # The other rows evaluate: forward operations alone are one table for each placement of stages.

@@ -220,6 +220,8 @@ def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
     assert verdicts[0] == "best"
 
 
+# Implied by scripts/test_plan_search.py, which is interrupted too.
+@pytest.mark.wide
 def test_an_interrupt_keeps_what_was_found():
     search = searched(llama3_8b, 8)
     count = 0
@@ -246,6 +248,8 @@ def test_an_interrupt_keeps_what_was_found():
     assert 0 < early.counts["fits"] + early.counts["does not fit"] <= 100
 
 
+# Implied by scripts/test_plan_search.py, which prints it.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_if_nothing_fits_the_closest_is_known():
     search = searched(llama3_70b, 8)

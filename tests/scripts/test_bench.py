@@ -139,6 +139,8 @@ def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
     assert report.goals == []
 
 
+# Implied by kernels/test_attention.py.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_attentions_programs_compute_what_their_names_say():
     spec = bench.attention_part(64, tiny=True).spec
@@ -275,6 +277,8 @@ def test_without_a_gpu_a_kernel_is_skipped_with_the_reason(tmp_path):
     assert (row["status"], row["reason"]) == ("skipped", "JAX sees no GPU, only cpu")
 
 
+# Implied by tests/kernels, which compile these kernels for H100s.
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("model", bench.KERNEL_MODELS)
 @pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))

@@ -18,7 +18,7 @@ from ultrascale_jax.plan.pipeline import lock_step_bubble
     ("name", "ranks", "microbatches"),
     [
         pytest.param("1f1b", 4, 6, marks=pytest.mark.wide),
-        ("interleaved", 2, 4),
+        pytest.param("interleaved", 2, 4, marks=pytest.mark.wide),
         pytest.param("zb_uniform", 4, 4, marks=pytest.mark.wide),
         ("zb_h1", 4, 8),
     ],
@@ -34,7 +34,7 @@ def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zb_h1", "dualpipe_v"])
+@pytest.mark.parametrize("name", ["zb_h1", pytest.param("dualpipe_v", marks=pytest.mark.wide)])
 def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
     schedule = build(name, 2, 4)
     row = measure(schedule, 0.001, divergent=True)

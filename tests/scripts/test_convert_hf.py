@@ -68,7 +68,7 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
         ("llama3", {"pp": 2, "fsdp": 2}),
         pytest.param("qwen2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
         pytest.param("smollm2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
-        ("mixtral", {"fsdp": 2, "ep": 2}),
+        pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=pytest.mark.wide),
         pytest.param("deepseek_v3", {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
     ],
 )

@@ -441,6 +441,8 @@ def test_params_load_without_training_on_another_mesh(state, tmp_path):
         load_params(tmp_path, mesh, step=9)
 
 
+# Implied by test_a_checkpoint_depends_on_neither_pipeline_nor_schedule.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_params_of_a_pipeline_load_on_another_with_consecutive_layers(tmp_path):
     cfg = in_folder(on_pipeline(NINE, "pp4_interleaved"), tmp_path)

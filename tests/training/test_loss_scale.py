@@ -105,6 +105,8 @@ def alone():
     return run(BASE, 3)
 
 
+# Implied by test_step.py's AdamW with a loss scale, and by parity.
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),

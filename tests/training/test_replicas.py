@@ -145,6 +145,8 @@ def test_what_has_copies_is_told_at_the_start():
         assert note.startswith(share)
 
 
+# Implied by test_every_flipped_bit_is_found_with_its_device_and_array and by faults/test_numbers.py.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_trained_copies_stay_equal_and_a_flip_stops_the_run_before_it_is_saved(tmp_path):
     """Row 18: every number of the state is computed to the same bits on all copies, until a device errs."""
@@ -162,6 +164,8 @@ def test_trained_copies_stay_equal_and_a_flip_stops_the_run_before_it_is_saved(t
     assert losses(folder) == losses(tmp_path / "sound") and len(losses(folder)) == 12
 
 
+# Implied by faults/test_numbers.py.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     """The second result of the step is taken, so the run goes on as if nothing had been."""

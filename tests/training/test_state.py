@@ -127,6 +127,8 @@ def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position(name, den
                 np.testing.assert_array_equal(row, 0 if layer is None else expected[layer])
 
 
+# Implied by parity of pipelines with uneven layers.
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.wide)])
 def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim):
