@@ -43,7 +43,7 @@ def test_rows_have_scales_of_their_own_and_cublaslt_multiplies(compiled):
     assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
 
 
-# Implied by models/test_fp8.py, which reads what a layer keeps from its jaxpr.
+# Implied by test_what_is_kept_of_an_activation_is_a_byte_each in models/test_fp8.py.
 @pytest.mark.wide
 @pytest.mark.slow
 def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compiled):

@@ -74,7 +74,7 @@ TABLE = {
 }  # fmt: skip
 
 # What `make test` runs of it: a pipeline beside fsdp, sp, cp and ep (models/test_manual_words.py has tp), ticks of all
-# three kinds of operations, stages of different lengths, experts, and two forms of recomputation. Schedules, stashes and
+# three kinds of operations, stages of different lengths, experts, two forms of recomputation. Schedules, stashes and
 # numbers of stages differ in the executor alone, which parallel/test_pipeline.py compares with one device for all.
 SLOW = {
     "zb_uniform_fsdp_sp",
