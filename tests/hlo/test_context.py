@@ -111,8 +111,6 @@ def recipe(request, compile_once):
     return step, simulate_step(step, find_cluster(None, "h100", num_gpus))
 
 
-# Implied by the planner's memory formula for the same recipes.
-@pytest.mark.wide
 @pytest.mark.slow
 def test_recipes_fit(recipe):
     step, _ = recipe

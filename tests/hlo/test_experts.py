@@ -59,8 +59,6 @@ NAMES = pytest.mark.parametrize(
 
 
 @NAMES
-# Implied by the planner's memory of experts beside XLA's, and by parallel/test_expert.py.
-@pytest.mark.wide
 def test_nothing_is_as_large_as_tokens_times_experts_times_a_width(run, name):
     """Not even inside a fusion. Bytes are cuBLAS's own room."""
     cfg, step = run(name)

@@ -105,6 +105,8 @@ def test_memory_of_afab_grows_with_micro_batches(piped):
     assert grown == pytest.approx(24 * slope, rel=0.1)
 
 
+# Implied by parallel/test_pipeline.py: one scan over the ticks, whose count is data.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_program_does_not_grow_with_micro_batches(piped):
     few, many = (piped(m)[1] for m in (8, 32))

@@ -65,8 +65,8 @@ def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> 
             "loop",
             marks=pytest.mark.wide,
         ),
-        ("deepseek", {"pp": 2, "ep": 2, "tp": 2}, 1, "loop"),
-        pytest.param("llama", {"pp": 2, "tp": 4}, 2, "v", marks=pytest.mark.wide),
+        pytest.param("deepseek", {"pp": 2, "ep": 2, "tp": 2}, 1, "loop", marks=pytest.mark.wide),
+        ("llama", {"pp": 2, "tp": 4}, 2, "v"),
     ],
 )
 def test_a_pipeline_writes_what_one_device_writes(model, sizes, virtual, placement):
