@@ -43,6 +43,7 @@ def test_the_second_example_plans_a_13b_model_without_jax():
     assert done.stdout.splitlines()[1] == "activations: attention matrix products"
 
 
+@pytest.mark.slow
 def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
     names: dict = {}
     (source,) = examples(PIPELINES)
@@ -62,6 +63,7 @@ def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
         np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_attention_over_a_split_sequence_is_dense_attention():
     names: dict = {}
     (source,) = examples(CONTEXT)

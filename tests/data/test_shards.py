@@ -160,6 +160,7 @@ def test_a_shard_name_that_is_not_a_plain_name_of_its_own_is_refused(tmp_path, n
         load_index(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_index_of_200_000_shards_is_read(tmp_path):
     """In a second; it took an hour to compare every name with every other."""
     names = [f"shard_{number:06d}" for number in range(200_000)]

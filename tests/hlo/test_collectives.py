@@ -48,6 +48,7 @@ def operands(found: list[Collective]) -> list[int]:
 
 
 @SIZES
+@pytest.mark.slow
 def test_zero3_gathers_each_matrix_once_forward_and_once_backward(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
     shards = sorted(size * BF16 // num_devices for size in matrices(cfg).values())

@@ -44,6 +44,7 @@ def outcome(words):
 
 @BOUNDED
 @given(words=st.lists(WORDS, max_size=6))
+@pytest.mark.slow
 def test_any_command_line_is_read_or_refused_in_one_line(tmp_path, monkeypatch, words):
     """Row 21."""
     monkeypatch.chdir(tmp_path)

@@ -159,6 +159,7 @@ FOLDERS = ("heartbeats", "stacks", "checkpoints")
 FILES = ("lock", "events.jsonl", "metrics.jsonl", "heartbeats/0", "stacks/rank0.attempt0.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_a_link_or_a_fifo_in_a_run_directory_is_refused_and_not_written_through(
     run_dir, tmp_path, name

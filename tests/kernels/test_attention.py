@@ -51,6 +51,7 @@ def test_the_oracles_gradients_are_its_differences(qkv, which):
     np.testing.assert_allclose(np.sum(gradient * step), difference, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_gradient(qkv):
     def loss(recompute):
         return lambda *qkv: jnp.sum(

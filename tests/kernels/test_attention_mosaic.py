@@ -282,6 +282,7 @@ def kernels(text: str) -> int:
     return len(re.findall("custom_call_target=.mosaic", text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -62,6 +62,7 @@ references = {bound: jax.jit(with_gradients("xla", bound)) for bound in (0.5, 1.
 @example([0, 0, 0, 64], 0.5)
 @example([16, 32, 48, 64], 1.0)
 @settings(deadline=None, max_examples=60, derandomize=True)
+@pytest.mark.slow
 def test_the_reference_equals_a_loop_over_experts_for_any_sizes_and_bounds(ends, bound):
     sizes = np.diff(np.sort(ends), prepend=0).astype(np.int32)
     x, w, dy = arrays(ROWS, EXPERTS, 6, 5)
@@ -199,6 +200,7 @@ def compiled(mesh, implementation: str, R: int, E: int, D: int, F: int):
         return jax.jit(run).lower(*given).compile(compiler_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

@@ -225,6 +225,7 @@ def test_a_layer_is_its_routed_experts_and_the_shared_ones(name):
         assert_close(run(name).grads[part], getattr(dense, f"d{part}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_balance_adds_is_the_formula_of_the_paper(name):
     found, moe = run(name).aux, LAYERS[name][1]
@@ -233,6 +234,7 @@ def test_what_balance_adds_is_the_formula_of_the_paper(name):
     assert np.any(found) == bool(moe.aux_loss or moe.z_loss)
 
 
+@pytest.mark.slow
 def test_rows_of_zeros_go_to_no_expert():
     """They are a pipeline's idle ticks: all alike, they would fill one expert, and take the most rounds."""
     cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS["softmax"])

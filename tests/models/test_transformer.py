@@ -45,6 +45,7 @@ def logits(model, *args):
     return np.asarray(compute_logits(model, *args))
 
 
+@pytest.mark.slow
 def test_a_logit_depends_on_no_later_token():
     model, x = make(), tokens()
     changed = x.copy()
@@ -77,6 +78,7 @@ def test_only_relative_positions_matter():
     )
 
 
+@pytest.mark.slow
 def test_a_window_hides_older_tokens():
     cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "num_layers": 1})
     model, x = make(cfg), tokens()
@@ -87,6 +89,7 @@ def test_a_window_hides_older_tokens():
     assert np.abs(a[:, 1] - b[:, 1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_only_upper_layers_use_the_window_when_told_so():
     cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "first_window_layer": 2})
     everywhere = ModelConfig(**{**vars(CFG), "sliding_window": 2})

@@ -231,6 +231,7 @@ def borders_at_the_chunks(starts):
     starts[0, edges] = starts[1, np.add(edges, 1)] = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", slow_but({"zigzag", "ulysses"}, PLAIN))
 def test_documents_at_the_extremes(context):
     for place in (one_document, every_token_a_document, borders_at_the_chunks):

@@ -334,6 +334,7 @@ def test_capacity_drops_and_counts_what_has_no_room_and_nothing_else(moe, layout
 
 @settings(max_examples=30, deadline=None, database=None)
 @given(seed=st.integers(0, 2**32 - 1), hot=st.integers(2, EXPERTS.num), share=st.floats(0, 1))
+@pytest.mark.slow
 def test_what_capacity_drops_follows_the_rule_whatever_is_chosen(seed, hot, share):
     ids = skewed(seed, hot, share)
     found, dropped = program(FULL, Layout(8))(ids)
@@ -342,6 +343,7 @@ def test_what_capacity_drops_follows_the_rule_whatever_is_chosen(seed, hot, shar
     assert_equal(found, ids, EXPERTS, kept)
 
 
+@pytest.mark.slow
 def test_the_result_has_the_type_of_the_tokens():
     """In bfloat16, with weights in float32, and close to what float64 has."""
     given, ids = inputs(EXPERTS), routing("random")
@@ -392,6 +394,7 @@ def test_what_does_not_fit_is_refused_in_one_line(axis, ep, moe, shape, message)
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
     found = []
     for name in ("sp", "data"):

@@ -192,6 +192,7 @@ def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash)
     assert_equal(got, expected(layers, 8, 4))
 
 
+@pytest.mark.slow
 def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monkeypatch):
     def refuse(*args):
         raise AssertionError("cut in two")
@@ -204,6 +205,7 @@ def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monk
         run(build("zb_h1", 2, 2), *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("virtual", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])
 def test_a_table_of_forward_operations_gives_the_loss(virtual, placement):
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
@@ -284,6 +286,7 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
     assert_equal(run(gaps, *inputs, stages=stages), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
 def test_idle_ticks_of_layers_add_nothing_not_even_nan(name):
     """Where nothing has been stored yet the norm divides by zero, forward, backward and for the weights."""

@@ -137,6 +137,7 @@ def test_models_that_the_trainer_does_not_have_are_refused():
     assert not enumerate_runs(debug, cluster(), {}, ("fsdp",)).refusal
 
 
+@pytest.mark.slow
 def test_what_the_trainer_is_told_is_the_run():
     for run in enumerate_runs(debug, cluster(), {}, SPLIT).runs:
         assert Run.of(configured(debug, run), 8) == run

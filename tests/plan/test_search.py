@@ -106,6 +106,7 @@ def test_every_verdict_has_its_reason():
             assert (words if abs(share) >= 0.001 else "as fast") in verdict
 
 
+@pytest.mark.slow
 def test_the_reason_is_the_part_that_costs_the_most():
     search = searched(llama3_8b, 8)
     best = search.winner
@@ -120,6 +121,7 @@ def test_the_reason_is_the_part_that_costs_the_most():
         assert verdict.endswith(f"slower: {name} {costs[name] / best.estimate.step_s:+.1%}")
 
 
+@pytest.mark.slow
 def test_what_is_compiled_replaces_the_formula():
     search = searched(llama3_8b, 8)
     seen = []

@@ -38,6 +38,7 @@ def on(sizes, spec, x):
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_layout_of_every_type_has_the_fingerprint_of_one_device(dtype):
     x = random(dtype)

@@ -131,6 +131,7 @@ def test_tokenizer_files_travel_along_in_both_directions(tmp_path):
         assert not (place / "modeling_evil.py").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
     imported(FIXTURES / "qwen3", tmp_path / "run")
     with pytest.raises(ValueError, match=r"run_dir=.*has checkpoints already"):

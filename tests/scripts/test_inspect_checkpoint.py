@@ -52,6 +52,7 @@ def largest(place):
     return max((path for path in place.rglob("d/*")), key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_has_a_line(run_dir, capsys):
     first, second = shown(capsys, run_dir)
     assert first.split()[0] == "1" and second.split()[0] == "2"

@@ -115,6 +115,7 @@ def test_a_narrow_terminal_gets_whole_words(capsys):
         assert len(row) <= width and "…" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_an_interrupt_shows_the_ranking_so_far():
     cfg = command_line.load_recipe("llama3_8b")
     found = Search(cfg, find_cluster(None, "h100", 8))
@@ -130,6 +131,7 @@ def test_an_interrupt_shows_the_ranking_so_far():
     assert found.step_s(found.winner) == 3.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_ends_with_130(capsys):
     def interrupt(*_):
         raise KeyboardInterrupt

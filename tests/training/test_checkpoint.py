@@ -78,6 +78,7 @@ def save(cfg, state, *steps):
             checkpoints.save(state, describe(cfg, step, "data-1"), wait=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 1}, {"dp": 2, "fsdp": 2, "sp": 2}, {"fsdp": 2, "tp": 4}]
 )

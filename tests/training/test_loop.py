@@ -327,6 +327,7 @@ def start(cfg, **environ):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_during_start_up_stops_the_run_before_its_first_step(straight, tmp_path):
     with SigtermListener() as sigterm:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -152,6 +152,7 @@ def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too
     assert summary["step"] == 16
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
     cfg = change(BASE, "train", loss_scale=4.0)
     state, metrics, _ = run(cfg, 5, with_infinite_norm)

@@ -76,6 +76,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["dp over tp", pytest.param("hybrid", marks=pytest.mark.wide), "pipelines", "experts"],

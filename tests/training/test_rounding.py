@@ -125,6 +125,7 @@ def alone():
     return bits_of(CFG)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_the_bits_depend_on_the_layer_and_not_on_the_mesh_and_nothing_travels(alone, name):
     bits, text = bits_of(MESHES[name])

@@ -187,6 +187,7 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path, mom
 WAY_OUT = r"max_failures=2 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"
 
 
+@pytest.mark.slow
 def test_after_enough_failures_in_a_row_the_run_ends_with_the_cause_and_the_way_out(
     state, tmp_path
 ):

@@ -121,6 +121,7 @@ def with_huge_moments(state):
     return dataclasses.replace(state, opt_state=opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -227,6 +228,7 @@ def test_a_run_may_resume_with_another_guard(spiked, watch, accepted):
     assert (None if state.spikes is None else int(state.spikes.accepted)) == accepted
 
 
+@pytest.mark.slow
 def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
     """Row 16: stop after k with a dump of the batches, and with the checkpoints of good steps."""
     cfg = change(BASE, train={"max_skipped": 3}, checkpoint={"every": 1, "keep": 2})

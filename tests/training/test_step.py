@@ -71,6 +71,7 @@ def same_bits(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
     before, after, metrics = run(variant(train={"z_loss": 0.1}), steps=2, poison=True)
     assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
@@ -168,6 +169,7 @@ def test_muon_is_the_same_on_one_device_and_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
     """By 0.2 of the rate in the mean square, each layer on its own (arXiv 2502.16982, section 2.2)."""
     cfg = variant(
@@ -205,6 +207,7 @@ def test_evaluation_sums_what_training_averages(two_steps, microbatches):
     assert int(count) == int((loader.batch(0)["targets"] >= 0).sum()) == int(metrics[0]["tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clip_norm", "precision"), [(0.0, "fp32"), (1.0, "fp16")])
 def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
     clip_norm, precision

@@ -142,6 +142,7 @@ def test_a_checkpoint_has_its_files_and_arrays_on_record(run):
     assert notes == [f"resumed from {place}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "words"),
     [
@@ -268,6 +269,7 @@ def test_a_file_that_was_read_wrongly_once_is_read_again(run, monkeypatch):
     assert step == 6 and bits(state) == expected[6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize(
     "error",
@@ -304,6 +306,7 @@ def unsealed(folder, step):
 
 
 # Orbax drops the reads that it has not begun when one fails.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "do",
@@ -354,6 +357,7 @@ def test_what_may_be_a_hosts_fault_is_not_called_damage_without_a_proof(run, mon
     assert refused.value.exit_code == 70 and place.is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -464,6 +468,7 @@ def test_when_all_are_damaged_nothing_starts_anew_by_itself(run):
     ]
 
 
+@pytest.mark.slow
 def test_params_come_from_the_newest_good_one_and_nothing_is_renamed(run, capsys):
     folder, expected = run
     flip(array_files(step_folder(folder, 6))[0], 1000)
