@@ -91,7 +91,8 @@ def _checked(compile_program: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_program)
     def compile_checked(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any):
         given = list(options.env_option_overrides)
-        for scheduler in (None, *SCHEDULERS):
+        others = [name for name in SCHEDULERS if name not in os.environ["XLA_FLAGS"]]
+        for scheduler in (None, *others):
             options.env_option_overrides = given + ([(SCHEDULER, scheduler)] if scheduler else [])
             executable = compile_program(backend, computation, devices, options, *rest)
             text = executable.hlo_modules()[0].to_string() if backend.platform == "cpu" else ""
