@@ -8,6 +8,7 @@ import resource
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from tests.states import random_state
@@ -205,6 +206,14 @@ def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
             assert bits(metrics) == bits(again)
     assert bits(state) == bits(resumed)
     assert np.any(state.params.blocks.moe.bias[...])
+
+
+def test_a_save_does_not_ask_jax_whether_the_job_was_told_to_stop(state, tmp_path, monkeypatch):
+    """JAX takes the number of the last question for how far a process is, and Orbax's is that of a step."""
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    save(in_folder(BASE, tmp_path), state, 1, 2)
+    assert asked == []
 
 
 def test_array_names_are_attribute_paths(state):

@@ -135,13 +135,18 @@ class Checkpoints:
         """
         # The policies' type hints do not fit the class that takes them (Orbax 0.12).
         policies: Any = ocp.training
-        return ocp.training.Checkpointer(
+        opened: Any = ocp.training.Checkpointer(
             str(self.folder),
             context=_context(),
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
+        # `StopRequest` alone asks JAX whether the job was told to stop. Orbax asks as well, in a save and in the thread
+        # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would
+        # choose a point to stop at that lies behind it.
+        opened._manager.reached_preemption = lambda step: False
+        return opened
 
     @property
     def _orbax(self) -> ocp.training.Checkpointer:
