@@ -16,17 +16,25 @@ def some_state(cfg: Config, mesh: Mesh) -> TrainState:
     `init_state` compiles for two seconds of CPU a mesh; this puts numpy's numbers where they rest.
     """
     rng = np.random.default_rng(0)
+    abstract = abstract_state(cfg, mesh)
+
+    def numbers(name, shape):
+        if not name.startswith("params.") or "bias" in name:
+            return np.zeros(shape)
+        return np.ones(shape) if "norm" in name else 0.1 * rng.normal(size=shape)
 
     def leaf(path, like):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        value = np.zeros(like.shape, like.dtype)
-        if name.startswith("params.") and "norm" in name:
-            value += 1
-        elif name.startswith("params.") and "bias" not in name:
-            value = (0.1 * rng.normal(size=like.shape)).astype(like.dtype)
-        return jax.device_put(value, like.sharding)
+        if name.startswith("params.blocks."):  # each layer has its numbers, wherever it rests
+            order = abstract.params.order_of(name.removeprefix("params."))
+            here = [row for row, layer in enumerate(order) if layer is not None]
+            layers = numbers(name, (len(here), *like.shape[1:]))
+            value = np.zeros(like.shape)
+            value[here] = layers[[order[row] for row in here]]
+        else:
+            value = numbers(name, like.shape)
+        return jax.device_put(value.astype(like.dtype), like.sharding)
 
-    abstract = abstract_state(cfg, mesh)
     state = jax.tree_util.tree_map_with_path(leaf, abstract)
     parts = {"loss_scale": None, "spikes": None}
     return carry_on(dataclasses.replace(state, **parts), abstract, cfg)

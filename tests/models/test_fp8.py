@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.states import some_state
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.kernels.quantize_fp8 import dequantize, quantize_fp8
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models import fp8
 from ultrascale_jax.training.precision import fp8_of, recipe
-from ultrascale_jax.training.state import init_state
 
 M, K, N = 40, 160, 136
 PRECISIONS = ["fp8", "fp8_rowwise", "fp8_block"]
@@ -127,7 +127,7 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found(mesh):
     ).check(math.prod(mesh.values()))
     devices = make_mesh(cfg.mesh, jax.devices()[: math.prod(mesh.values())])
     with jax.set_mesh(devices):
-        params = init_state(cfg, devices).params
+        params = some_state(cfg, devices).params
         found = jax.jit(lambda params: fp8_of(cfg, params).amaxes)(params)  # pyrefly: ignore
     blocks = params.blocks
     wanted = {f"attn.w_{n}": getattr(blocks.attn, f"w_{n}") for n in "qkvo"}

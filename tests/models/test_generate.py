@@ -1,16 +1,27 @@
 """Generation through a pipeline: the tokens are those of one device, however the layers rest."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from ultrascale_jax.config import Experts, LatentAttention, MeshConfig, ModelConfig, UserError
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    UserError,
+)
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.parallel.schedules import layer_order
 
 LAYERS = 5
 LLAMA = ModelConfig(
@@ -36,48 +47,46 @@ MODELS = {
 }
 
 
-def make(cfg: ModelConfig, order, key: jax.Array) -> Transformer:
+def large(cfg: Config, mesh: Mesh) -> Transformer:
     """A model whose weights are large enough for its tokens to depend on every layer."""
-    return jax.tree.map(lambda p: p * 8, Transformer(cfg, key, order))
+    return jax.tree.map(lambda p: p * 8, some_state(cfg, mesh).params)
 
 
-def tokens(cfg: ModelConfig, sizes: dict[str, int], virtual: int, placement) -> np.ndarray:
+def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
     """Eight tokens after each of four prompts, always the most likely."""
-    mesh = MeshConfig(**({"fsdp": 1} | sizes))
-    num_devices = int(np.prod(list(mesh.sizes.values())))
-    order = layer_order(mesh.pp, virtual, placement, LAYERS) if mesh.pp > 1 else None
+    train = TrainConfig(microbatches=4)
+    cfg = Config(model=model, mesh=MeshConfig(**({"fsdp": 1} | sizes)), pp=pp, train=train)
+    mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
-    with jax.set_mesh(make_mesh(mesh, jax.devices()[:num_devices])):
-        key = jax.random.key(0)
-        model = jax.jit(make, static_argnums=(0, 1))(cfg, order, key)
-        return np.asarray(generate(model, prompts, 8, temperature=0, key=key))
+    with jax.set_mesh(mesh):
+        found = generate(large(cfg, mesh), prompts, 8, temperature=0, key=jax.random.key(0))
+        return np.asarray(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "sizes", "virtual", "placement"),
+    ("model", "sizes", "schedule"),
     [
-        pytest.param("llama", {"pp": 4, "fsdp": 2}, 1, "loop", marks=pytest.mark.wide),
+        pytest.param("llama", {"pp": 4, "fsdp": 2}, "1f1b", marks=pytest.mark.wide),
         pytest.param(
             "windows_in_upper_layers",
             {"pp": 2, "dp": 2, "tp": 2},
-            2,
-            "loop",
+            "interleaved",
             marks=pytest.mark.wide,
         ),
-        pytest.param("deepseek", {"pp": 2, "ep": 2, "tp": 2}, 1, "loop", marks=pytest.mark.wide),
-        ("llama", {"pp": 2, "tp": 4}, 2, "v"),
+        pytest.param("deepseek", {"pp": 2, "ep": 2, "tp": 2}, "1f1b", marks=pytest.mark.wide),
+        ("llama", {"pp": 2, "tp": 4}, "zb_v"),
     ],
 )
-def test_a_pipeline_writes_what_one_device_writes(model, sizes, virtual, placement):
-    found = tokens(MODELS[model], sizes, virtual, placement)
-    np.testing.assert_array_equal(found, tokens(MODELS[model], {}, 1, "loop"))
+def test_a_pipeline_writes_what_one_device_writes(model, sizes, schedule):
+    found = tokens(MODELS[model], sizes, PipelineConfig(schedule=schedule))
+    np.testing.assert_array_equal(found, tokens(MODELS[model], {}, PipelineConfig()))
     assert len(np.unique(found)) > 8
 
 
 def test_a_vocabulary_that_the_pipeline_does_not_divide_is_refused():
     key = jax.random.key(0)
     with jax.set_mesh(make_mesh(MeshConfig(pp=3, fsdp=1), jax.devices()[:3])):
-        model = jax.eval_shape(lambda key: make(MODELS["llama"], None, key), key)
+        model = jax.eval_shape(lambda key: Transformer(MODELS["llama"], key), key)
         with pytest.raises(UserError, match=r"model\.vocab_size=32: .*=3"):
             generate(model, np.ones((1, 1), np.int32), 1, key=key)

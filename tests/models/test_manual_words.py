@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import abstract_mesh, make_mesh
@@ -20,7 +21,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.sharding import act, manual, specs, varying
 from ultrascale_jax.training.remat import remat
-from ultrascale_jax.training.state import init_state, initial_state
+from ultrascale_jax.training.state import initial_state
 from ultrascale_jax.training.step import loss_and_gradients, objective
 from ultrascale_jax.training.zero import reduce_gradients, use
 
@@ -110,7 +111,7 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
         return loss, grads
 
     with jax.set_mesh(mesh):
-        params = init_state(cfg, mesh).params
+        params = some_state(cfg, mesh).params
         batch = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0).batch(0)
         batch = jax.device_put(batch, NamedSharding(mesh, act("BT")))
         weight = jnp.float32(1 / batch["targets"].size)

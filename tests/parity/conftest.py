@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.states import some_state
 from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig
 from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.loop import make_loader
-from ultrascale_jax.training.state import canonical, init_state
 from ultrascale_jax.training.step import (
     apply_gradients,
     loss_and_gradients,
@@ -42,6 +43,18 @@ class Outcome(NamedTuple):
     evaluation: float | None
 
 
+def by_name(grads: Transformer) -> dict[str, np.ndarray]:
+    """Each gradient, its layers as the model runs them."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        name, value = jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)
+        if name.startswith("blocks."):
+            order = grads.order_of(name)
+            value = value[[order.index(i) for i in range(len(order) - order.count(None))]]
+        found[name] = value
+    return found
+
+
 def run(cfg: Config, evaluates: bool = True) -> Outcome:
     """Train `cfg`, which is checked, on the first devices, and evaluate at the end if told to."""
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
@@ -55,17 +68,14 @@ def run(cfg: Config, evaluates: bool = True) -> Outcome:
 
     losses, first = [], {}
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         sharding = NamedSharding(mesh, act("BT"))
         for i in range(cfg.train.steps):
             batch = jax.device_put(loader.batch(i), sharding)
             (state, metrics), grads = step(state, batch)
             losses.append(float(metrics["loss"]))
             if i == 0:
-                leaves = jax.tree_util.tree_leaves_with_path(
-                    canonical(grads, state.params.order_of)
-                )
-                first = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+                first = by_name(grads)
         evaluation = None
         if evaluates:
             nats, tokens = make_eval_step(cfg)(state.params, batch)

@@ -71,4 +71,5 @@ def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monk
         fp8=Fp8Config(**fp8),
         train=dataclasses.replace(BASE.train, **train),
     )
-    assert_equals_one_device(cfg.check(math.prod(mesh.values())))
+    evaluates = name not in SLOW  # the products of a forward pass are those of training
+    assert_equals_one_device(cfg.check(math.prod(mesh.values())), evaluates)

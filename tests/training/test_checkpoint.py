@@ -97,7 +97,9 @@ def test_a_state_returns_bit_for_bit_on_any_mesh(state, tmp_path, sizes):
     assert [leaf.sharding for leaf in jax.tree.leaves(loaded)] == shardings
 
 
-NINE = dataclasses.replace(BASE, model=dataclasses.replace(MODEL, num_layers=9))
+NINE = dataclasses.replace(
+    BASE, model=dataclasses.replace(MODEL, num_layers=9), optim=OptimConfig()
+)
 PIPELINES = {
     "alone": ({}, PipelineConfig()),
     "pp2_1f1b": ({"pp": 2, "fsdp": 2, "sp": 2}, PipelineConfig()),
@@ -120,7 +122,9 @@ def on_pipeline(cfg, name):
 @pytest.mark.parametrize(
     ("optim", "pipelines"),
     [
-        ("adamw", ("pp2_zb_v", "pp4_interleaved")),
+        # On to another pipeline the way leads through the same form.
+        ("adamw", ("pp4_interleaved",)),
+        pytest.param("adamw", ("pp2_zb_v", "pp4_interleaved"), marks=pytest.mark.wide),
         pytest.param("adamw", ("pp4_interleaved", "pp2_1f1b"), marks=pytest.mark.wide),
         pytest.param("muon", ("pp2_1f1b", "pp4_1f1b"), marks=pytest.mark.wide),
         pytest.param("adamw", ("pp3_1f1b", "pp3_interleaved"), marks=pytest.mark.wide),

@@ -48,7 +48,8 @@ BASE = Config(
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(steps=8, global_batch=8, precision="fp32", eval_every=4, eval_batches=2),
-    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    # The step's program depends on no number of steps, so these tests compile one.
+    optim=OptimConfig(lr=1e-2, warmup_steps=2, schedule="constant"),
     checkpoint=CheckpointConfig(every=4),
 )
 
@@ -362,7 +363,6 @@ def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
         log__run_dir=str(tmp_path),
         train__eval_every=0,
     )
-    endless = change(endless, optim__schedule="constant")
     process = start(endless)
     try:
         wait_for_steps(process)
@@ -392,7 +392,6 @@ def test_two_processes_train_as_one_and_a_sigterm_to_one_saves_one_step_of_both(
         train__eval_every=0,
         log__run_dir=str(tmp_path),
     )
-    two = change(two, optim__schedule="constant")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -126,7 +126,10 @@ def alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp2_tp2", pytest.param("pp2_fsdp2", marks=pytest.mark.wide), "pp2_interleaved"],
+)
 def test_the_bits_depend_on_the_layer_and_not_on_the_mesh_and_nothing_travels(alone, name):
     bits, text = bits_of(MESHES[name])
     for got, want in zip(bits, alone, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.states import some_state
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -29,7 +30,6 @@ from ultrascale_jax.training import saving
 from ultrascale_jax.training.checkpoint import Checkpoints, SaveFailed
 from ultrascale_jax.training.identity import describe
 from ultrascale_jax.training.metrics import RunLog, read_rows
-from ultrascale_jax.training.state import init_state
 
 BASE = Config(
     model=ModelConfig(
@@ -52,7 +52,7 @@ def meta(step):
 
 @pytest.fixture(scope="module")
 def state():
-    return init_state(BASE, make_mesh(BASE.mesh, jax.devices()[:1]))
+    return some_state(BASE, make_mesh(BASE.mesh, jax.devices()[:1]))
 
 
 def mounted(tmp_path, *words):
@@ -151,7 +151,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_saving import *
 folder, moment = Path(sys.argv[2]), sys.argv[3]
-state = init_state(BASE, make_mesh(BASE.mesh, jax.devices()[:1]))
+state = some_state(BASE, make_mesh(BASE.mesh, jax.devices()[:1]))
 with Checkpoints(in_folder(folder)) as checkpoints:
     checkpoints.save(state, meta(1), wait=True)
     if moment == "before":

@@ -251,11 +251,13 @@ def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mesh_judges_as_one_device_does_and_saves_after_the_next_good_step(tmp_path):
-    """The window and the rule are the same wherever they are computed."""
-    cfg = change(BASE, mesh={"fsdp": 2, "sp": 2}, train={"steps": 8})
-    cfg = change(cfg, checkpoint={"every": 6, "keep": 1})
-    run(cfg, tmp_path / "run", ("spike", 6), ("spike", 8))
-    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [6, 8]
-    # That of step 6 waited; the last one is written in any case, but deletes none.
-    assert steps(tmp_path / "run/checkpoints") == [7, 8]
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 1}, pytest.param({"fsdp": 2, "sp": 2}, marks=pytest.mark.wide)], ids=str
+)
+def test_a_save_waits_for_the_next_good_step(tmp_path, mesh):
+    """The window and the rule are the same wherever they are computed: loss and norm are whole on every device."""
+    cfg = change(BASE, mesh=mesh, checkpoint={"every": 10, "keep": 1})
+    run(cfg, tmp_path / "run", ("spike", 10), ("spike", 12))
+    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [10, 12]
+    # That of step 10 waited; the last one is written in any case, but deletes none.
+    assert steps(tmp_path / "run/checkpoints") == [11, 12]

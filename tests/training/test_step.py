@@ -22,7 +22,7 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.sharding import act
 from ultrascale_jax.training.optim import optimizer, schedule
-from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.state import abstract_state
 from ultrascale_jax.training.step import (
     apply_gradients,
     loss_and_gradients,
@@ -100,7 +100,8 @@ def test_a_finite_step_changes_every_parameter_and_resets_the_row(two_steps):
         (0, {"model": {"d_model": 33}, "mesh": {"fsdp": 4, "sp": 1}}),
         (1, {"optim": {"moment_dtype": "bfloat16"}}),
         pytest.param(2, {}, marks=pytest.mark.wide),
-        (3, {}),
+        # Implied by tests/parity, and by types/test_recipes.py.
+        pytest.param(3, {}, marks=pytest.mark.wide),
     ],
 )
 def test_a_step_keeps_types_and_shardings_and_the_loss_falls(zero, sections):
@@ -178,11 +179,12 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
     )
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        params = init_state(cfg, mesh).params
-        draws = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
-        grads = jax.tree.map(lambda p: jax.random.normal(next(draws), p.shape), params)
+        params = some_state(cfg, mesh).params
+        rng = np.random.default_rng(0)
+        grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
         # A layer whose gradients are small is moved as far as the other.
-        grads = jax.tree.map(lambda g: g.at[1].multiply(1e-3) if len(g) == 2 else g, grads)
+        for layers in jax.tree.leaves(grads.blocks):
+            layers[1] *= 1e-3
         muon = optimizer(cfg)
         updates, _ = jax.jit(muon.update)(grads, muon.init(params), params)
     attn, mlp = updates.blocks.attn, updates.blocks.mlp
@@ -224,7 +226,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
 
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        state = init_state(cfg, mesh)
+        state = some_state(cfg, mesh)
         adam, *others = jax.tree.map(
             lambda x: x + 2 if x.dtype == jnp.int32 else x, state.opt_state
         )

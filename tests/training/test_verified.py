@@ -36,7 +36,7 @@ from ultrascale_jax.training import verified
 from ultrascale_jax.training.checkpoint import Checkpoints, NothingLeft
 from ultrascale_jax.training.identity import check_same_run, describe
 from ultrascale_jax.training.loading import load_params
-from ultrascale_jax.training.state import abstract_state, init_state
+from ultrascale_jax.training.state import abstract_state
 
 BASE = Config(
     model=ModelConfig(
@@ -71,7 +71,7 @@ def state_of(step):
     def leaf(x):
         return jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
 
-    return jax.tree.map(leaf, init_state(BASE, mesh()))
+    return jax.tree.map(leaf, abstract_state(BASE, mesh()))
 
 
 @pytest.fixture(scope="module")
