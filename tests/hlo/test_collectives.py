@@ -107,7 +107,10 @@ def test_tensor_parallel_half_blocks_all_reduce_once_each_way(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter")])
+@pytest.mark.parametrize(
+    ("zero", "kind"),
+    [pytest.param(0, "all-reduce", marks=pytest.mark.wide), (1, "reduce-scatter")],
+)
 def test_accumulated_gradients_are_reduced_once_a_step(compiled, zero, kind):
     cfg, step = compiled(8, {"fsdp": 8}, zero=zero, microbatches=2)
     m = cfg.model

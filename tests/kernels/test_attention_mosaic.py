@@ -172,7 +172,7 @@ EXACT, ROUNDED = (1e-6, 1e-5, 1e-6), (4e-3, 1e-3, 1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.wide), 9])
 def test_the_reference_takes_ranges_and_blocks_join_to_the_whole(window):
     small = case((1, 64, 4, 2, 8), (25, 10, 29), window, jnp.float32)
     check(whole(small, attention_forward, attention_backward), small.want, EXACT)

@@ -38,7 +38,7 @@ from ultrascale_jax.training.step import loss_and_gradients, make_train_step
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
 # What these add to the others is read from their config.json (test_hf_config.py), or is in two of the others.
-WIDE = ("llama2", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe")
+WIDE = ("llama2", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe", "smollm2")
 REFERENCES = [
     "qwen3",
     *(pytest.param(family, marks=pytest.mark.wide) for family in ("llama3", "mixtral")),

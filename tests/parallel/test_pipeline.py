@@ -149,12 +149,12 @@ def expected(num_layers, count, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
-# The others are made of the same ticks; their tables are run by test_schedules.py.
+# The others are made of the same ticks, 1f1b and zb_uniform are run below; test_schedules.py runs their tables.
 @pytest.mark.parametrize(
     "name",
     [
         name
-        if name in ("1f1b", "interleaved", "zb_uniform", "dualpipe_v")
+        if name in ("interleaved", "dualpipe_v")
         else pytest.param(name, marks=pytest.mark.wide)
         for name in SCHEDULES
     ],

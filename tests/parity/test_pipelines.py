@@ -66,9 +66,6 @@ TABLE = {
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},
     ),
     "1f1b_ep_fsdp_mixed": ({"pp": 2, "ep": 2, "fsdp": 2}, {}, {"zero": 3, "microbatches": 4}, MIXED),
-    "zb_uniform_ep_fsdp_mixed": (
-        {"pp": 2, "ep": 2, "fsdp": 2}, {"schedule": "zb_uniform"}, {"zero": 2, "microbatches": 4}, MIXED,
-    ),
     "1f1b_ep_cp_mixed_input": (
         {"pp": 2, "ep": 2, "cp": 2}, {"stash": "input"}, {"zero": 2, "remat": "full"}, MIXED,
     ),
@@ -76,15 +73,15 @@ TABLE = {
     "1f1b_cp4_ulysses": ({"pp": 2, "cp": 4}, {}, {"remat": "full"}, LLAMA, {"strategy": "ulysses"}),
 }  # fmt: skip
 
-# What `make test` runs of it: a pipeline beside fsdp, cp and ep (models/test_manual_words.py has sp and tp), ticks of
-# all three kinds of operations, stages of different lengths, experts, two forms of recomputation. Schedules, stashes
-# and numbers of stages differ in the executor alone, which parallel/test_pipeline.py compares with one device for all.
+# What `make test` runs of it: a pipeline beside fsdp, cp, ep and sp (models/test_manual_words.py has tp), ticks of all
+# three kinds of operations, experts, two forms of recomputation. Schedules, stashes, stages of different lengths and
+# their number differ in the executor alone, which parallel/test_pipeline.py compares with one device for all.
 SLOW = {
     "1f1b_fsdp_cp_zigzag",
-    "zb_uniform_ep_fsdp_mixed",
+    "zb_h1_ep_sp_experts",
 }
 # The other rows evaluate: forward operations alone are one table for each placement of stages.
-UNEVALUATED = {"zb_uniform_ep_fsdp_mixed", "1f1b_sp_tp_more_than_kv_heads"}
+UNEVALUATED = {"zb_h1_ep_sp_experts", "1f1b_sp_tp_more_than_kv_heads"}
 
 
 BALANCED = MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01)

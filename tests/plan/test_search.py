@@ -32,6 +32,12 @@ def searched(cfg, num_gpus, fixed=""):
     return search
 
 
+@pytest.fixture(scope="module")
+def predicted():
+    """Llama 3 8B on 8 GPUs by formula; nothing is compiled, so tests may share it."""
+    return searched(llama3_8b, 8)
+
+
 def ran(size=GIB, step_s=5.0, **parts):
     return Compiled(peak_bytes=size, step_s=step_s, parts=parts or {"work": step_s})
 
@@ -42,8 +48,8 @@ def compiled(search, evaluate, most):
 
 
 @pytest.mark.slow
-def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs():
-    search = searched(llama3_8b, 8)
+def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted):
+    search = predicted
     cluster = find_cluster(None, "h100", 8)
     runs = enumerate_runs(llama3_8b, cluster, {}, ("pp", "dp", "fsdp", "sp", "tp")).runs
     fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
@@ -89,8 +95,8 @@ def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
 
 
 @pytest.mark.slow
-def test_every_verdict_has_its_reason():
-    search = searched(llama3_8b, 8)
+def test_every_verdict_has_its_reason(predicted):
+    search = predicted
     sections = search.rows(5)
     verdicts = [verdict for _, verdict in sections["the best of each mesh"]]
     assert verdicts.count("best") == 1 and len(verdicts) == 5
@@ -107,8 +113,8 @@ def test_every_verdict_has_its_reason():
 
 
 @pytest.mark.slow
-def test_the_reason_is_the_part_that_costs_the_most():
-    search = searched(llama3_8b, 8)
+def test_the_reason_is_the_part_that_costs_the_most(predicted):
+    search = predicted
     best = search.winner
     for candidate, verdict in search.rows(5)["one change to the best"]:
         if not search.fits(candidate) or "slower: " not in verdict:
@@ -123,7 +129,7 @@ def test_the_reason_is_the_part_that_costs_the_most():
 
 @pytest.mark.slow
 def test_what_is_compiled_replaces_the_formula():
-    search = searched(llama3_8b, 8)
+    search = searched(llama3_8b, 8, "dp=1,tp=1")
     seen = []
 
     def evaluate(cfg):
@@ -158,7 +164,7 @@ def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
 
 @pytest.mark.slow
 def test_what_does_not_fit_or_compile_after_all_loses():
-    search = searched(llama3_8b, 8)
+    search = searched(llama3_8b, 8, "dp=1,tp=1")
     answers = iter([ran(200 * GIB), NotCompiled("it crashed"), ran(step_s=30.0)])
 
     def evaluate(cfg):
@@ -175,7 +181,7 @@ def test_what_does_not_fit_or_compile_after_all_loses():
 
 
 def test_two_that_are_compiled_are_compared_by_what_the_compiler_says():
-    search = searched(llama3_8b, 8)
+    search = searched(llama3_8b, 8, "dp=1,tp=1")
     answers = [ran(step_s=3.0, gemm=2.0, exposed=1.0), ran(step_s=2.0, gemm=1.9, exposed=0.1)]
     pending = iter(answers)
     slow, fast = compiled(search, lambda cfg: next(pending), 2)
@@ -204,13 +210,13 @@ def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
 
 
 def test_if_nothing_compiled_fits_more_is_tried():
-    search = searched(llama3_8b, 8)
+    search = searched(llama3_8b, 8, "dp=1,tp=1")
     assert len(compiled(search, lambda cfg: ran(200 * GIB), 2)) == 4
     assert search.winner.compiled is None
 
 
 def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
-    search = searched(llama3_8b, 8)
+    search = searched(llama3_8b, 8, "dp=1,tp=1")
     best = search.winner.run
 
     def evaluate(cfg):
@@ -306,8 +312,8 @@ def test_experts_are_split_across_nodes_where_nothing_else_fits_or_if_asked():
     assert {c.run.mesh.ep for c in tight.ranking} == {16}
 
 
-def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
-    assert {c.run.mesh.cp for c in searched(llama3_8b, 8).ranking} == {1}
+def test_short_sequences_are_split_over_cp_where_nothing_else_fits(predicted):
+    assert {c.run.mesh.cp for c in predicted.ranking} == {1}
     # One sequence, and a tensor group of no more than 8: without cp only a pipeline employs 16 GPUs.
     one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))
     assert searched(one, 16).winner.run.mesh.cp == 2

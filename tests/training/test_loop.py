@@ -193,7 +193,8 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
 
 
-@pytest.mark.slow
+# Implied by test_checkpoint.py's states on any mesh, tests/parity, and a loader that has no mesh.
+@pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):
     cut(straight, tmp_path / "run")
     # The tokens of a row are in another order there.
