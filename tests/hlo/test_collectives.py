@@ -58,6 +58,7 @@ def test_zero3_gathers_each_matrix_once_forward_and_once_backward(compiled, num_
         assert sum(c.result_bytes for c in gathers) == sum(matrices(cfg).values()) * BF16
 
 
+@pytest.mark.slow
 @SIZES
 def test_zero3_scatters_each_gradient_once_per_layer(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
@@ -70,6 +71,7 @@ def test_zero3_scatters_each_gradient_once_per_layer(compiled, num_devices):
     assert pick(forward, "reduce-scatter", "fsdp") == []
 
 
+@pytest.mark.slow
 def test_zero3_moves_nothing_else_in_the_layer_loops(compiled):
     cfg, step = compiled(8, {"fsdp": 8})
     forward, backward = layer_loops(step, cfg)

@@ -81,6 +81,7 @@ def test_an_unknown_gpu_is_refused_with_those_that_there_are():
         target_devices(8, "tpu")
 
 
+@pytest.mark.slow
 def test_a_missing_plugin_names_the_extra():
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_PLUGIN],

@@ -181,6 +181,7 @@ def test_a_link_or_a_fifo_in_a_run_directory_is_refused_and_not_written_through(
         assert contents(victims) == before
 
 
+@pytest.mark.slow
 def test_a_run_replaces_links_where_it_writes_whole_files_and_its_directory_may_be_one(
     run_dir, tmp_path
 ):

@@ -212,7 +212,8 @@ def test_the_kernels_blocks_join_to_the_whole_in_the_interpreter(kernel):
     check(joined(blocks, *kernel, cut=128), blocks.want, ROUNDED)
 
 
-@pytest.mark.slow
+# test_programs_visit_the_tiles_that_meet_their_ranges_and_no_others has its plan.
+@pytest.mark.wide
 def test_the_kernel_reads_no_keys_that_no_query_of_a_tile_sees(kernel):
     tokens = 384
     skipped = case((1, tokens, 1, 1, 64), (256, 128))

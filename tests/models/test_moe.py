@@ -270,6 +270,7 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
     np.testing.assert_allclose(found, [0.5, 4 * 0.5], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_monitors_cotangent_is_what_the_router_did(name):
     _, scores, ids = chosen(name)
@@ -281,6 +282,7 @@ def test_the_monitors_cotangent_is_what_the_router_did(name):
     assert monitor[9] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_routers_gradient_is_the_slope_of_result_and_balance(name):
     """Where the choices, and the shares that the loss counts, stay as they are."""

@@ -61,6 +61,7 @@ def test_layers_in_the_order_of_a_pipeline_are_not_run_one_after_the_other():
         jax.eval_shape(lambda m: m.logits(tokens(), positions()), model)
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_separate_rows():
     model, x = make(), tokens(rows=1)
     segments = np.array([[1] * 5 + [2] * 7], np.int32)
@@ -106,7 +107,8 @@ def test_only_upper_layers_use_the_window_when_told_so():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [{"fsdp": 1}, pytest.param({"fsdp": 2, "tp": 4}, marks=pytest.mark.slow)],
+    # Implied by test_generate.py and scripts/test_generate.py, which split heads.
+    [{"fsdp": 1}, pytest.param({"fsdp": 2, "tp": 4}, marks=pytest.mark.wide)],
     ids=["one_device", "fsdp2_tp4"],
 )
 def test_greedy_generation_equals_recomputing_every_prefix(mesh):

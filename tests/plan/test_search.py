@@ -147,7 +147,7 @@ def test_what_is_compiled_replaces_the_formula():
 
 @pytest.mark.slow
 def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
-    search = searched(llama3_70b, 64, "dp=1,tp=1")
+    search = searched(llama3_70b, 64, "dp=1,tp=1,sp=8")
     ours = [c for c in search.ranking if not c.refusal]
     kinds = list(dict.fromkeys(kind(c.run) for c in ours))
     near = {kind(c.run) for c in ours if c.estimate.step_s <= PROMISING * ours[0].estimate.step_s}
@@ -192,7 +192,7 @@ def test_two_that_are_compiled_are_compared_by_what_the_compiler_says():
 
 @pytest.mark.slow
 def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
-    search = searched(llama3_70b, 64, "dp=1,tp=1")
+    search = searched(llama3_70b, 64, "dp=1,tp=1,sp=8")
     before = {c.run: search.step_s(c) for c in search.ranking}
     pending = iter([ran(step_s=20.0), ran(step_s=40.0)])
     first, second = [c.run for c in search.compile(lambda cfg: next(pending), 2)]

@@ -85,6 +85,7 @@ with failures.guarded(stuck if sys.argv[1] == "stuck" else None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [

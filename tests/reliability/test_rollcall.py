@@ -71,6 +71,7 @@ def test_all_go_on_when_all_are_there_and_the_port_is_free_again():
         again.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_the_ones_that_are_missing_are_named_in_time():
     results, _ = meet({"processes": 4, "dist": DistConfig(timeout_s=3)}, {"processes": 4})
     assert isinstance(results[0], NotJoined)
@@ -235,6 +236,7 @@ def test_without_files_to_open_the_oldest_silent_connection_is_closed_too(monkey
     assert results == again == [f"127.0.0.1:{port}"]
 
 
+@pytest.mark.slow
 def test_who_is_told_to_stop_waits_a_while_for_the_others_and_ends_well(monkeypatch):
     monkeypatch.setattr(rollcall, "STOP_S", 3.0)
     told = {"stop": lambda: True}
@@ -305,6 +307,7 @@ def test_with_certificates_the_roll_is_called_over_mutual_tls(certificates):
     assert str(results[0]).startswith("127.0.0.1:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stranger", ["plain", "other"])
 def test_who_has_no_certificate_of_the_authority_is_refused(certificates, stranger):
     """Row 24."""

@@ -109,6 +109,7 @@ def test_restarts_that_bring_no_new_step_end_after_the_third_and_wait_longer(
     assert end["code"] == 70
 
 
+@pytest.mark.slow
 def test_an_outage_of_more_than_three_restarts_ends_no_run(tmp_path):
     """Five restarts fail at once, as where storage is gone; then it is back."""
     body = """
@@ -125,6 +126,7 @@ def test_with_no_restart_allowed_there_is_none_whatever_the_time(tmp_path):
     assert len(told(tmp_path, "spawn")) == 1
 
 
+@pytest.mark.slow
 def test_restarts_go_on_while_each_brings_a_new_step(tmp_path):
     body = """
     train(0, attempt)
@@ -152,6 +154,7 @@ def test_there_are_no_more_restarts_than_allowed(tmp_path, capfd):
     assert "no restart: there were 1, and --max-restarts is 1" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(tmp_path, capfd):
     """Row 4: here the supervisor finds out, because no watchdog does."""
     body = """

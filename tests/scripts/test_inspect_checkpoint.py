@@ -59,6 +59,7 @@ def test_every_checkpoint_has_a_line(run_dir, capsys):
     assert f"jax {jax.__version__}" in first and "fsdp=2" in first and first.endswith("complete")
 
 
+@pytest.mark.slow
 def test_a_list_of_a_hundred_bytes_asks_for_no_device(run_dir):
     code = "import sys; from scripts.inspect_checkpoint import main; main(sys.argv[1:]); "
     code += "assert not {'jax', 'orbax'} & set(sys.modules)"

@@ -218,6 +218,7 @@ def test_a_disk_that_was_unmounted_is_not_mistaken_for_the_folder_below(
             subprocess.run(words, check=True, timeout=30)
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_disk_that_does_not_answer_is_told_and_bounded(state, tmp_path, freezable_disk, capsys):
     """Row 12: it is frozen while a checkpoint is written."""

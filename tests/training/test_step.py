@@ -71,7 +71,8 @@ def same_bits(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-@pytest.mark.slow
+# Implied by test_spikes.py (one number that is not finite) and test_loop.py (steps that are not).
+@pytest.mark.wide
 def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
     before, after, metrics = run(variant(train={"z_loss": 0.1}), steps=2, poison=True)
     assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
@@ -84,6 +85,7 @@ def two_steps():
     return run(variant(train={"z_loss": 0.1}), steps=2)
 
 
+@pytest.mark.slow
 def test_a_finite_step_changes_every_parameter_and_resets_the_row(two_steps):
     before, after, metrics = two_steps
     for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
@@ -195,6 +197,7 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
             np.testing.assert_allclose(np.sqrt(np.mean(np.square(layer))), 0.2 * 1e-2, rtol=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_evaluation_sums_what_training_averages(two_steps, microbatches):
     before, _, metrics = two_steps

@@ -49,6 +49,10 @@ BASE = Config(
 STEPS = (2, 4, 6)
 
 
+WIDE = pytest.mark.wide
+"""Rows that `make test-faults` runs: another cause with the effect of a row that `make test` has."""
+
+
 def mesh():
     return make_mesh(BASE.mesh, jax.devices()[:2])
 
@@ -147,7 +151,10 @@ def test_a_checkpoint_has_its_files_and_arrays_on_record(run):
     ("do", "words"),
     [
         (lambda place: flip(array_files(place)[0], 1000), "d/.* has other bytes than were saved"),
-        (lambda place: zero(array_files(place)[0]), "d/.* has other bytes than were saved"),
+        pytest.param(
+            *(lambda place: zero(array_files(place)[0]), "d/.* has other bytes than were saved"),
+            marks=WIDE,
+        ),
         (lambda place: os.truncate(array_files(place)[0], 1000), "is 1000 bytes long, and was"),
         (lambda place: array_files(place)[0].unlink(), "d/.* is missing"),
         (lambda place: (place / METADATA).unlink(), f"{METADATA} is missing"),
@@ -156,7 +163,9 @@ def test_a_checkpoint_has_its_files_and_arrays_on_record(run):
             lambda place: (place / "params/link").symlink_to("/etc"),
             "params/link is a symbolic link",
         ),
-        (lambda place: shutil.rmtree(place / "train"), "train/.* is missing"),
+        pytest.param(
+            *(lambda place: shutil.rmtree(place / "train"), "train/.* is missing"), marks=WIDE
+        ),
     ],
 )
 def test_a_damaged_one_is_put_aside_by_name_and_the_one_before_is_used(run, capsys, do, words):
@@ -240,7 +249,9 @@ def nothing_renamed(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "4", "6"]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize(
+    "code", [errno.EIO, *(pytest.param(code, marks=WIDE) for code in (errno.ESTALE, errno.ENOMEM))]
+)
 @pytest.mark.parametrize("name", ["_digest", "files", "_read"])
 def test_a_file_that_cannot_be_read_now_is_not_taken_for_damage(run, monkeypatch, name, code):
     folder, expected = run
@@ -275,9 +286,9 @@ def test_a_file_that_was_read_wrongly_once_is_read_again(run, monkeypatch):
     "error",
     [
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"),
-        ValueError('RESOURCE_EXHAUSTED: Error opening "zarr3" driver'),
-        MemoryError(),
-        TimeoutError("a barrier"),
+        pytest.param(ValueError('RESOURCE_EXHAUSTED: Error opening "zarr3" driver'), marks=WIDE),
+        pytest.param(MemoryError(), marks=WIDE),
+        pytest.param(TimeoutError("a barrier"), marks=WIDE),
         OSError(errno.EIO, "Input/output error"),
     ],
 )
@@ -311,10 +322,10 @@ def unsealed(folder, step):
 @pytest.mark.parametrize(
     "do",
     [
-        lambda place: os.truncate(array_files(place)[0], 1000),
+        pytest.param(lambda place: os.truncate(array_files(place)[0], 1000), marks=WIDE),
         lambda place: array_files(place)[0].unlink(),
         lambda place: (place / "params/manifest.ocdbt").write_bytes(b"none"),
-        lambda place: shutil.rmtree(place / "train"),
+        pytest.param(lambda place: shutil.rmtree(place / "train"), marks=WIDE),
     ],
 )
 def test_one_without_a_manifest_that_does_not_load_where_an_older_one_does_is_damaged(run, do):
@@ -362,11 +373,11 @@ def test_what_may_be_a_hosts_fault_is_not_called_damage_without_a_proof(run, mon
     ("old", "new"),
     [
         (b'"params/embed"', b'"params/embee"'),
-        (b'"d_model"', b'"d_modem"'),
+        pytest.param(b'"d_model"', b'"d_modem"', marks=WIDE),
         (b'"d_ff": 64', b'"d_ff": 65'),
-        (b'"optim"', b'"optin"'),
-        (b'"fingerprint": "data-1"', b'"fingerprint": "data-3"'),
-        (b'"custom_metadata"', b'"custom_metadatb"'),
+        pytest.param(b'"optim"', b'"optin"', marks=WIDE),
+        pytest.param(b'"fingerprint": "data-1"', b'"fingerprint": "data-3"', marks=WIDE),
+        pytest.param(b'"custom_metadata"', b'"custom_metadatb"', marks=WIDE),
         (b'"item_handlers"', b'"item_handlert"'),
     ],
 )
