@@ -2,7 +2,8 @@
 
 BIN := .venv/bin
 ARGS ?=
-WORKERS ?= 2
+# One more than the cores of a small machine: some tests wait for processes.
+WORKERS ?= 3
 # The extra that brings CUDA's libraries, where there is a GPU: `make train GPU=cuda13`, or `GPU=` for none.
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
 # One worker runs all tests of a file, so that it compiles once what they share; in the order of the folders, since the
@@ -33,9 +34,9 @@ test-all: .venv/.installed-dev
 FAULTS := tests/faults tests/hostile tests/reliability tests/data \
 	$(addprefix tests/training/test_,saving.py verified.py replicas.py spikes.py)
 
-# They share no program, and wait more than they compile: any worker takes the next test.
+# They share no program, so any worker takes the next test. Two workers: jobs of four processes have bounds to keep.
 test-faults: .venv/.installed-dev
-	$(PYTEST) --dist load -m "" $(ARGS) $(FAULTS)
+	$(PYTEST) -n 2 --dist load -m "" $(ARGS) $(FAULTS)
 
 # Bugs on purpose, each of which a test must notice; docs/mutants.md. Not in CI.
 mutants: .venv/.installed-dev
