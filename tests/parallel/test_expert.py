@@ -152,7 +152,7 @@ EP = {
 # `tight`, which is dropless with more rounds, on one rank and on all; two nodes and capacity have tests below.
 STAY = {
     *(("tight", ep) for ep in (1, 8)),
-    *((name, 8) for name in ("overlap", "nodes4")),
+    ("overlap", 8),
     ("allgather", 4),
 }
 CASES = [

@@ -149,13 +149,11 @@ def expected(num_layers, count, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stash", ["residuals", pytest.param("input", marks=pytest.mark.wide)])
-# The others are made of the same ticks, 1f1b and zb_uniform are run below; test_schedules.py runs their tables.
+# The others are made of the same ticks; 1f1b, zb_uniform, zb_v and dualpipe_v are run below.
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("interleaved", "dualpipe_v")
-        else pytest.param(name, marks=pytest.mark.wide)
+        name if name == "interleaved" else pytest.param(name, marks=pytest.mark.wide)
         for name in SCHEDULES
     ],
 )
@@ -290,7 +288,7 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("name", ["zb_h1", pytest.param("zb_v", marks=pytest.mark.wide)])
 def test_idle_ticks_of_layers_add_nothing_not_even_nan(name):
     """Where nothing has been stored yet the norm divides by zero, forward, backward and for the weights."""
 

@@ -54,7 +54,8 @@ BASE = Config(
 )
 
 RUN = """
-import json, os, sys
+import json, math, sys
+import jax
 from ultrascale_jax import distributed
 from ultrascale_jax.config import DistConfig
 from ultrascale_jax.mesh import make_mesh
@@ -62,7 +63,8 @@ from ultrascale_jax.training.identity import config_from_dict
 from ultrascale_jax.training.loop import train
 distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=10))
 cfg = config_from_dict(json.loads(sys.argv[1]))
-train(cfg, make_mesh(cfg.mesh))
+devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+train(cfg, make_mesh(cfg.mesh, devices))
 """
 
 
@@ -364,7 +366,9 @@ def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
         log__run_dir=str(tmp_path),
         train__eval_every=0,
     )
-    process = start(endless)
+    process = start(
+        endless, JAX_NUM_CPU_DEVICES="8"
+    )  # as here, so that either finds the other's programs
     try:
         wait_for_steps(process)
         process.send_signal(signal.SIGTERM)
