@@ -69,7 +69,7 @@ def test_the_busiest_rank_does_the_mean_of_the_attention_but_in_a_plain_ring(
     ("context", "moved"),
     [
         pytest.param({}, {"collective-permute"}, marks=pytest.mark.slow),
-        # parallel/test_context.py counts what they exchange by their results.
+        # Their results are in parallel/test_context.py.
         pytest.param({"strategy": "ulysses"}, {"all-to-all"}, marks=pytest.mark.wide),
         pytest.param({"ulysses": 2}, {"collective-permute", "all-to-all"}, marks=pytest.mark.wide),
     ],

@@ -17,6 +17,7 @@ EXPERTS = Experts(num=16, per_token=2, d_ff=512)
 RUNS = {
     # Without further rounds, which are the same program again in a loop.
     "ep4_fsdp2_overlap": ({"fsdp": 2, "ep": 4}, {"overlap": True, "dispatch": "capacity"}),
+    "ep4_fsdp2_overlap_rounds": ({"fsdp": 2, "ep": 4}, {"overlap": True}),
     "ep2_fsdp2_cp2": ({"fsdp": 2, "ep": 2, "cp": 2}, {}),
 }
 
@@ -54,8 +55,12 @@ def moves(cfg: Config, step: CompiledStep, body: str) -> list[Collective]:
 
 
 # With cp the experts are gathered over one axis more, and nothing else differs but overlap.
+STAYS = "ep4_fsdp2_overlap"
 NAMES = pytest.mark.parametrize(
-    "name", ["ep4_fsdp2_overlap", pytest.param("ep2_fsdp2_cp2", marks=pytest.mark.wide)]
+    "name", [n if n == STAYS else pytest.param(n, marks=pytest.mark.wide) for n in RUNS]
+)
+OVERLAPPING = pytest.mark.parametrize(
+    "name", [STAYS, pytest.param("ep4_fsdp2_overlap_rounds", marks=pytest.mark.wide)]
 )
 
 
@@ -117,8 +122,9 @@ def products_beside(cfg: Config, step: CompiledStep, body: str) -> list[int]:
     return found
 
 
-def test_with_overlap_half_of_the_exchanges_run_beside_the_products_of_the_other_half(run):
-    cfg, step = run("ep4_fsdp2_overlap")
+@OVERLAPPING
+def test_with_overlap_half_of_the_exchanges_run_beside_the_products_of_the_other_half(run, name):
+    cfg, step = run(name)
     for body in layer_loops(cfg, step):
         found = products_beside(cfg, step, body)
         assert sum(map(bool, found)) >= len(found) / 2
