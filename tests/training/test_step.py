@@ -80,39 +80,45 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 2, 2)
 
 
+# Without ZeRO the width need not divide.
+UNDIVIDED = variant(
+    model={"d_model": 33},
+    mesh={"fsdp": 4, "sp": 1},
+    train={"zero": 0, "microbatches": 2, "z_loss": 0.1},
+)
+
+
 @pytest.fixture(scope="module")
-def two_steps():
-    return run(variant(train={"z_loss": 0.1}), steps=2)
+def undivided():
+    return run(UNDIVIDED, steps=8)
 
 
 @pytest.mark.slow
-def test_a_finite_step_changes_every_parameter_and_resets_the_row(two_steps):
-    before, after, metrics = two_steps
+def test_a_finite_step_changes_every_parameter_and_resets_the_row(undivided):
+    before, after, metrics = undivided
     for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
         assert np.abs(old - np.asarray(new)).max() > 0
-    assert (int(after.step), int(after.skipped_in_a_row)) == (2, 0)
+    assert (int(after.step), int(after.skipped_in_a_row)) == (8, 0)
     assert not any(m["skipped"] for m in metrics)
+    assert after.params.embed.get_value().sharding.shard_shape((64, 33)) == (64, 33)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("zero", "sections"),
+    ("zero", "optim"),
     [
-        # Without ZeRO the width need not divide.
-        (0, {"model": {"d_model": 33}, "mesh": {"fsdp": 4, "sp": 1}}),
+        (0, {}),
         # Implied by test_rounding.py, whose moments are bfloat16.
-        pytest.param(1, {"optim": {"moment_dtype": "bfloat16"}}, marks=pytest.mark.wide),
+        pytest.param(1, {"moment_dtype": "bfloat16"}, marks=pytest.mark.wide),
         pytest.param(2, {}, marks=pytest.mark.wide),
         # Implied by tests/parity, and by types/test_recipes.py.
         pytest.param(3, {}, marks=pytest.mark.wide),
     ],
 )
-def test_a_step_keeps_types_and_shardings_and_the_loss_falls(zero, sections):
-    cfg = variant(train={"zero": zero, "microbatches": 2}, **sections)
-    _, after, metrics = run(cfg, steps=8)
+def test_a_step_keeps_types_and_shardings_and_the_loss_falls(zero, optim, undivided):
+    cfg = variant(train={"zero": zero, "microbatches": 2}, optim=optim) if zero else UNDIVIDED
+    _, after, metrics = run(cfg, steps=8) if zero else undivided
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    if zero == 0:
-        assert after.params.embed.get_value().sharding.shard_shape((64, 33)) == (64, 33)
     moments = {leaf.dtype for leaf in jax.tree.leaves(after.opt_state[0].mu)}
     assert moments == {jnp.dtype("bfloat16" if zero == 1 else "float32")}
     expected = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
@@ -199,14 +205,17 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_evaluation_sums_what_training_averages(two_steps, microbatches):
-    before, _, metrics = two_steps
+def test_evaluation_sums_what_training_averages(undivided, microbatches):
+    before, _, metrics = undivided
     loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
-    mesh = make_mesh(CFG.mesh, jax.devices()[:4])
+    mesh = make_mesh(UNDIVIDED.mesh, jax.devices()[:4])
+    cfg = dataclasses.replace(
+        UNDIVIDED, train=dataclasses.replace(UNDIVIDED.train, microbatches=microbatches)
+    )
     with jax.set_mesh(mesh):
-        params = some_state(CFG, mesh).params
+        params = some_state(UNDIVIDED, mesh).params
         assert same_bits(params, before.params)
-        nats, count = make_eval_step(variant(train={"microbatches": microbatches, "z_loss": 0.1}))(
+        nats, count = make_eval_step(cfg)(
             params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT")))
         )
     np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)
