@@ -1,4 +1,4 @@
-"""H100s that are not there, and kernels over rows compiled for them."""
+"""The GPU interpreter, H100s that are not there, and kernels over rows compiled for them."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.device import vary_alike
 from ultrascale_jax.parallel.manual import smap
 from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+
+
+@pytest.fixture
+def interpreted() -> Callable:
+    """`interpreted(run, *arrays)`: `run` as one program, its kernels in the GPU interpreter; a race raises."""
+
+    def run_once(run, *arrays):
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            return jax.block_until_ready(jax.jit(run)(*arrays))
+
+    return run_once
 
 
 @pytest.fixture(scope="module")
