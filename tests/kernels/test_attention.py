@@ -1,44 +1,74 @@
 """The attention reference against dense float64 numpy."""
 
+import functools
+from typing import NamedTuple
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
 from ultrascale_jax.kernels.attention import attention
 
-
-@pytest.fixture(params=[4, 2, 1], ids=["mha", "gqa", "mqa"])
-def qkv(request):
-    keys = jax.random.split(jax.random.key(request.param), 3)
-    shapes = [(2, 13, 4, 8), (2, 13, request.param, 8), (2, 13, request.param, 8)]
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
 SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
 INDEX = np.arange(13, dtype=np.int32)
+CASES = [(window, packed) for window in (None, 1, 4) for packed in (False, True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("packed", [False, True])
-def test_reference_equals_dense_float64(qkv, window, packed):
+@pytest.fixture(params=[4, 2, 1], ids=["mha", "gqa", "mqa"])
+def key_heads(request):
+    return request.param
+
+
+@functools.cache
+def arrays(key_heads: int) -> list[np.ndarray]:
+    """q, k, v and the cotangent of the result."""
+    rng = np.random.default_rng(key_heads)
+    return [rng.normal(size=(2, 13, n, 8)).astype(np.float32) for n in (4, key_heads, key_heads, 4)]
+
+
+class Computed(NamedTuple):
+    """What is compared; pairs are `(result, gradients of q, k and v)`."""
+
+    cases: list
+    """A pair for each of `CASES`."""
+    recomputed: tuple
+    """The pair of documents without a window."""
+    tail: jax.Array
+    """The result of the queries from 9 on, without documents or a window."""
+
+
+@functools.cache
+def computed(key_heads: int) -> Computed:
+    """Everything from one program: to compile many costs more."""
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        def pair(packed, **options):
+            options["segment_ids"] = (SEGMENTS, SEGMENTS) if packed else None
+            out, pull_back = jax.vjp(lambda *a: attention(*a, q_index=INDEX, **options), q, k, v)
+            return out, pull_back(d_out)
+
+        cases = [pair(packed, window=window) for window, packed in CASES]
+        tail = attention(q[:, 9:], k, v, q_index=INDEX[9:])
+        return Computed(cases, pair(True, recompute=True), tail)
+
+    return run(*arrays(key_heads))
+
+
+@pytest.mark.parametrize(("window", "packed"), CASES)
+def test_reference_equals_dense_float64(key_heads, window, packed):
+    out, gradients = computed(key_heads).cases[CASES.index((window, packed))]
     segments = SEGMENTS if packed else None
-    pair = (SEGMENTS, SEGMENTS) if packed else None
-    d_out = jax.random.normal(jax.random.key(0), qkv[0].shape)
-    out, pull_back = jax.vjp(
-        lambda *qkv: attention(*qkv, q_index=INDEX, segment_ids=pair, window=window), *qkv
-    )
-    expected = dense_attention(*qkv, d_out, segment_ids=segments, window=window)
-    gradients = expected.dq, expected.dk, expected.dv
-    for got, want in zip((out, *pull_back(d_out)), (expected.out, *gradients), strict=True):
+    expected = dense_attention(*arrays(key_heads), segment_ids=segments, window=window)
+    wanted = expected.out, expected.dq, expected.dk, expected.dv
+    for got, want in zip((out, *gradients), wanted, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
-def test_the_oracles_gradients_are_its_differences(qkv, which):
-    qkv = [np.asarray(x, np.float64) for x in qkv]
+def test_the_oracles_gradients_are_its_differences(key_heads, which):
+    qkv = [np.asarray(x, np.float64) for x in arrays(key_heads)[:3]]
     d_out, step = np.random.default_rng(0).normal(size=(2, *qkv[0].shape))
     step, options = step[:, :, : qkv[which].shape[2]], {"segment_ids": SEGMENTS, "window": 4}
 
@@ -51,30 +81,18 @@ def test_the_oracles_gradients_are_its_differences(qkv, which):
     np.testing.assert_allclose(np.sum(gradient * step), difference, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_recomputing_changes_no_gradient(qkv):
-    def loss(recompute):
-        return lambda *qkv: jnp.sum(
-            jnp.sin(
-                attention(
-                    *qkv, q_index=INDEX, segment_ids=(SEGMENTS, SEGMENTS), recompute=recompute
-                )
-            )
-        )
-
-    plain = jax.grad(loss(False), (0, 1, 2))(*qkv)
-    recomputed = jax.grad(loss(True), (0, 1, 2))(*qkv)
-    for a, b in zip(plain, recomputed, strict=True):
+def test_recomputing_changes_no_gradient(key_heads):
+    plain = computed(key_heads).cases[CASES.index((None, True))]
+    leaves = jax.tree.leaves(plain), jax.tree.leaves(computed(key_heads).recomputed)
+    for a, b in zip(*leaves, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_queries_may_start_later_than_keys(qkv):
-    q, k, v = qkv
-    whole = attention(q, k, v, q_index=INDEX)
-    tail = attention(q[:, 9:], k, v, q_index=INDEX[9:])
-    np.testing.assert_allclose(tail, whole[:, 9:], atol=1e-6)
+def test_queries_may_start_later_than_keys(key_heads):
+    whole, _ = computed(key_heads).cases[CASES.index((None, False))]
+    np.testing.assert_allclose(computed(key_heads).tail, np.asarray(whole)[:, 9:], atol=1e-6)
 
 
-def test_forced_cudnn_fails_loudly_without_a_gpu(qkv):
+def test_forced_cudnn_fails_loudly_without_a_gpu(key_heads):
     with pytest.raises(ValueError, match=r"model\.attention='cudnn'"):
-        attention(*qkv, q_index=INDEX, implementation="cudnn")
+        attention(*arrays(key_heads)[:3], q_index=INDEX, implementation="cudnn")
