@@ -56,7 +56,8 @@ def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
         return jnp.sum((x @ shared - batches["y"].reshape(-1, shared.shape[1])) ** 2)
 
     arrays = (names["blocks"], names["shared"], names["batches"])
-    want, (blocks, shared) = jax.value_and_grad(loss, (0, 1))(*arrays)
+    want, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays)
+    blocks, shared = map(np.asarray, gradients)
     np.testing.assert_allclose(names["loss"], want, rtol=1e-5)
     for name, expected in (("blocks", blocks[names["order"]]), ("shared", shared)):
         got = names[f"{name}_gradient"]
@@ -92,12 +93,12 @@ def test_the_layer_of_experts_has_the_gradients_of_a_dense_loop():
             y += weight * ((jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e])
         return jnp.sum(y**2), y
 
-    want, y = jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*names["arrays"])
+    want, y = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True))(*names["arrays"])
     np.testing.assert_allclose(names["y"], y, rtol=1e-5, atol=1e-5)
     for got, expected in zip(names["grads"], want, strict=True):
-        scale = float(jnp.max(jnp.abs(expected)))
+        scale = np.abs(expected).max()
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * scale)
-    assert int(names["dropped"].sum()) == 0
+    assert np.asarray(names["dropped"]).sum() == 0
 
 
 def test_a_norm_and_a_product_in_fp8_are_those_of_float32_but_for_what_fp8_rounds():
