@@ -1,10 +1,11 @@
 """Products in fp8: what they compute, what they keep, and the scales of weights."""
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,86 +26,102 @@ def recipe_of(precision: str, **changes) -> fp8.Recipe:
     return dataclasses.replace(found, **changes)
 
 
-def arrays(*, groups: tuple[int, ...] = ()) -> list[jax.Array]:
+def arrays(groups: tuple[int, ...] = ()) -> list[np.ndarray]:
     """x, w and the gradient of their product, with rows of very different sizes."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shapes = (*groups, M, K), (*groups, K, N), (*groups, M, N)
-    found = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    spread = 2.0 ** jnp.linspace(-3, 3, M)[:, None]
-    return [found[0] * jnp.broadcast_to(spread, found[0].shape), *found[1:]]
+    x, w, g = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return [x * 2 ** np.linspace(-3, 3, M, dtype=np.float32)[:, None], w, g]
 
 
-def with_gradients(how: fp8.Recipe):
+def as_multiplied(x: jax.Array, along: str, dtype=fp8.E4M3) -> jax.Array:
+    """x as it is after it was quantised."""
+    return dequantize(quantize_fp8(x, along, dtype=dtype, power_of_2=True), x.dtype)
+
+
+def turn(x):
+    return x.swapaxes(-1, -2)
+
+
+class Computed(NamedTuple):
+    plain: list[np.ndarray]
+    """The product and the gradients of x and w."""
+    factors: list[tuple[np.ndarray, np.ndarray]]
+    """The quantised operands of each, their dims in the order of the product."""
+    in_bf16: list[np.ndarray] | None = None
+    """As `plain`, with the weight's gradient multiplied in the type of compute."""
+    recomputed: list[np.ndarray] | None = None
+    """As `plain`, where `jax.checkpoint` rounds what it keeps, by a function that knows no e4m3 above 240."""
+
+
+@functools.cache
+def computed(precision: str, groups: tuple[int, ...]) -> Computed:
+    how = recipe_of(precision)
+    of_x, of_w = {"tensor": ("tensor",) * 2, "row": ("row",) * 2, "block": ("block", "tile")}[
+        how.scaling
+    ]
+    of_g = fp8.E5M2 if precision == "fp8" else fp8.E4M3
+    layer = functools.partial(fp8.batched, how)
+    bf16 = functools.partial(fp8.batched, dataclasses.replace(how, wgrad="bf16"))
+    everything = jax.checkpoint_policies.everything_saveable
+
+    def with_gradients(layer, x, w, g):
+        y, pull_back = jax.vjp(layer, x, w)
+        return [y, *pull_back(g)]
+
+    @jax.jit
     def run(x, w, g):
-        y, pull_back = jax.vjp(lambda x, w: fp8.batched(how, x, w), x, w)
-        return y, *pull_back(g)
+        factors = [
+            (as_multiplied(x, of_x), turn(as_multiplied(turn(w), of_w))),
+            (as_multiplied(g, of_x, of_g), turn(as_multiplied(w, of_w))),
+            (as_multiplied(turn(x), of_x), turn(as_multiplied(turn(g), of_x, of_g))),
+        ]
+        plain = with_gradients(layer, x, w, g)
+        if groups:
+            return Computed(plain, factors)
+        kept = jax.checkpoint(layer, policy=everything, prevent_cse=False)
+        return Computed(plain, factors, *(with_gradients(f, x, w, g) for f in (bf16, kept)))
 
-    return jax.jit(run)
-
-
-def as_multiplied(x: jax.Array, along: str, dtype=fp8.E4M3) -> np.ndarray:
-    """x as it is after it was quantised, float64."""
-    return np.asarray(
-        dequantize(quantize_fp8(x, along, dtype=dtype, power_of_2=True), x.dtype), np.float64
-    )
+    return jax.tree.map(np.asarray, run(*arrays(groups)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [(), (3,)], ids=["one", "experts"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_products_are_those_of_the_quantised_operands(precision, groups):
-    how = recipe_of(precision)
-    of_x, of_w = {"tensor": ("tensor",) * 2, "row": ("row",) * 2, "block": ("block", "tile")}[
-        how.scaling
-    ]
-    x, w, g = arrays(groups=groups)
-    turn = lambda a: jnp.swapaxes(a, -1, -2)  # noqa: E731
-    of_g = fp8.E5M2 if precision == "fp8" else fp8.E4M3
-    w_NK, w_KN = as_multiplied(turn(w), of_w), as_multiplied(w, of_w)
-    wanted = [
-        as_multiplied(x, of_x) @ turn(w_NK),
-        as_multiplied(g, of_x, of_g) @ turn(w_KN),
-        as_multiplied(turn(x), of_x) @ turn(as_multiplied(turn(g), of_x, of_g)),
-    ]
+    x, w, g = arrays(groups)
+    found = computed(precision, groups)
+    wanted = [np.float64(left) @ np.float64(right) for left, right in found.factors]
     exact = [x @ w, g @ turn(w), turn(x) @ g]
-    for got, want, true in zip(with_gradients(how)(x, w, g), wanted, exact, strict=True):
+    for got, want, true in zip(found.plain, wanted, exact, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
         noise = np.linalg.norm(got - true) / np.linalg.norm(true)
         # Each operand is off by up to half of 1/8 (e4m3) or 1/4 (e5m2), uniformly: 1/sqrt(3) of it in the mean.
-        assert noise < math.hypot(1 / 16, 1 / (8 if of_g == fp8.E5M2 else 16)) / math.sqrt(3)
+        assert noise < math.hypot(1 / 16, 1 / (8 if precision == "fp8" else 16)) / math.sqrt(3)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weight_gradients_may_be_multiplied_in_the_type_of_compute(precision):
-    x, w, g = arrays()
-    _, _, dw = with_gradients(recipe_of(precision, wgrad="bf16"))(x, w, g)
-    np.testing.assert_allclose(dw, x.T @ g, rtol=1e-5, atol=1e-4)
+    x, _, g = arrays()
+    found = computed(precision, ()).in_bf16
+    assert found is not None
+    np.testing.assert_allclose(found[2], x.T @ g, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_kept_of_an_activation_is_a_byte_each(precision):
     x, w, _ = arrays()
     how = recipe_of(precision)
-    _, pull_back = jax.vjp(lambda x: fp8.batched(how, x, w), x)
+    pull_back = jax.eval_shape(lambda x: jax.vjp(lambda x: fp8.batched(how, x, w), x)[1], x)
     kept = [a for a in jax.tree.leaves(pull_back) if a.size == x.size]
     assert [a.dtype.itemsize for a in kept] == [1]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_recomputation_does_not_change_what_was_kept(precision):
-    """`jax.checkpoint` rounds what it keeps, by a function that knows no e4m3 above 240."""
-    x, w, g = arrays()
-    how = recipe_of(precision)
-
-    def gradient(layer):
-        return jax.jit(lambda x, w: jax.vjp(layer, x, w)[1](g))(x, w)
-
-    def layer(x, w):
-        return fp8.batched(how, x, w)
-
-    everything = jax.checkpoint_policies.everything_saveable
-    kept = gradient(jax.checkpoint(layer, policy=everything, prevent_cse=False))
-    for got, want in zip(kept, gradient(layer), strict=True):
+    found = computed(precision, ())
+    assert found.recomputed is not None
+    for got, want in zip(found.recomputed, found.plain, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
