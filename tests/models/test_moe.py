@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
 from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
@@ -30,44 +30,67 @@ ROUTERS = {
 }
 
 
+class Routed(NamedTuple):
+    """What a router makes of `logits` [67, X]. The last three rows have equal numbers; a bias changes most choices."""
+
+    logits: np.ndarray
+    bias: np.ndarray | None
+    cotangent: np.ndarray
+    """Of the weights."""
+    found: tuple[np.ndarray, ...]
+    """Ids, weights and probabilities."""
+    plain: tuple[np.ndarray, ...]
+    """The same without the bias."""
+    grads: tuple[np.ndarray, np.ndarray]
+    """Of logits and bias; a router that has no bias is given one of zeros."""
+
+
 @functools.cache
-def drawn(name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits [64, X] and, if the router has one, a bias that changes most choices."""
+def run_router(name: str) -> Routed:
     experts, rng = ROUTERS[name], np.random.default_rng(0)
-    logits = 2 * rng.normal(size=(64, experts.num)).astype(np.float32)
-    bias = rng.normal(size=experts.num).astype(np.float32)
-    return logits, bias if experts.bias else None
+    ties = np.zeros((3, experts.num))
+    ties[1, -1] = ties[2, 1::2] = 1
+    logits = np.concatenate([2 * rng.normal(size=(64, experts.num)), ties]).astype(np.float32)
+    drawn = rng.normal(size=experts.num).astype(np.float32)
+    bias = drawn if experts.bias else None
+    cotangent = rng.normal(size=(67, experts.per_token)).astype(np.float32)
+
+    @jax.jit
+    def run(logits, bias, cotangent, used):
+        pull_back = jax.vjp(lambda *a: route(a[0], experts, a[1])[1], logits, used)[1]
+        return route(logits, experts, bias), route(logits, experts), pull_back(cotangent)
+
+    used = np.zeros_like(drawn) if bias is None else bias
+    results = jax.tree.map(np.asarray, run(logits, bias, cotangent, used))
+    return Routed(logits, bias, cotangent, *results)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_chooses_and_weighs_as_its_formula_says(name):
-    experts, (logits, bias) = ROUTERS[name], drawn(name)
-    ids, weights, probabilities = route(logits, experts, bias)
-    scores, expected = routed(logits, experts, bias)
-    assert ids.dtype == jnp.int32
+    experts, case = ROUTERS[name], run_router(name)
+    ids, weights, probabilities = case.found
+    scores, expected = routed(case.logits, experts, case.bias)
+    assert ids.dtype == np.int32
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_allclose(weights, weighed(scores, expected, experts), rtol=1e-5)
     np.testing.assert_allclose(probabilities, scores / scores.sum(1, keepdims=True), rtol=1e-5)
 
 
 def test_a_bias_moves_the_choice_and_not_the_weight():
-    experts, (logits, bias) = ROUTERS["deepseek_v3"], drawn("deepseek_v3")
-    assert bias is not None
-    ids, weights, probabilities = route(logits, experts, bias)
-    plain, _, same = route(logits, experts)
+    experts, case = ROUTERS["deepseek_v3"], run_router("deepseek_v3")
+    ids, weights, probabilities = case.found
+    plain, _, same = case.plain
     assert np.mean(np.sort(ids) != np.sort(plain)) > 0.2
     np.testing.assert_array_equal(probabilities, same)
-    scores = routed(logits, experts)[0]
-    np.testing.assert_allclose(weights, weighed(scores, np.asarray(ids), experts), rtol=1e-5)
+    scores = routed(case.logits, experts)[0]
+    np.testing.assert_allclose(weights, weighed(scores, ids, experts), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_of_equal_scores_the_first_is_chosen_and_none_twice(name):
-    experts = ROUTERS[name]
-    logits = np.zeros((3, experts.num), np.float32)
-    logits[1, -1] = logits[2, 1::2] = 1
-    ids = np.asarray(route(logits, experts)[0])
-    np.testing.assert_array_equal(ids, routed(logits, experts)[1])
+    experts, case = ROUTERS[name], run_router(name)
+    ids = case.plain[0][-3:]
+    np.testing.assert_array_equal(ids, routed(case.logits[-3:], experts)[1])
     assert all(len(set(row)) == experts.per_token for row in ids)
 
 
@@ -75,20 +98,14 @@ def test_of_equal_scores_the_first_is_chosen_and_none_twice(name):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gradients_go_through_the_weights_and_not_through_the_choice(name):
     """They are the slopes of the weights of the experts that are chosen; the bias has none."""
-    experts, (logits, bias) = ROUTERS[name], drawn(name)
-    direction = np.random.default_rng(1).normal(size=logits.shape)
-    cotangent = np.random.default_rng(2).normal(size=(64, experts.per_token)).astype(np.float32)
-    used = jnp.zeros(experts.num) if bias is None else bias
-
-    def total(logits, bias):
-        return jnp.sum(route(logits, experts, bias)[1] * cotangent)
-
-    grads, bias_grads = jax.grad(total, (0, 1))(logits, used)
-    ids = routed(logits, experts, bias)[1]
+    experts, case = ROUTERS[name], run_router(name)
+    direction = np.random.default_rng(1).normal(size=case.logits.shape)
+    grads, bias_grads = case.grads
+    ids = routed(case.logits, experts, case.bias)[1]
 
     def along(step: float) -> float:
-        scores, _ = routed(logits + step * direction, experts)
-        return float(np.sum(weighed(scores, ids, experts) * cotangent))
+        scores, _ = routed(case.logits + step * direction, experts)
+        return float(np.sum(weighed(scores, ids, experts) * case.cotangent))
 
     slope = (along(1e-5) - along(-1e-5)) / 2e-5
     assert np.vdot(grads, direction) == pytest.approx(slope, rel=1e-4)
@@ -138,20 +155,26 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, dy, daux
 
 
+def some_layer(cfg: ModelConfig, mesh: Mesh) -> MoE:
+    """Numbers larger than in training, for a router with opinions and experts that count."""
+    rng = np.random.default_rng(3)
+
+    def numbers(like, dims, on):
+        std = {"X": 0.2, "Z": 0.0}.get(dims, 0.4)
+        value = (std * rng.normal(size=like.shape)).astype(like.dtype)
+        return jax.device_put(value, NamedSharding(mesh, like.sharding.spec))
+
+    return map_params(numbers, jax.eval_shape(lambda: MoE(cfg, jax.random.key(1))))
+
+
 @functools.cache
 def run(name: str) -> Layer:
     model, moe, sizes = LAYERS[name]
     cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS[model])
-    bias = 0.2 * np.random.default_rng(3).normal(size=8).astype(np.float32)
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
-    def both(x, dy, daux):
-        # Larger than in training, for a router with opinions and experts that count.
-        start = map_params(
-            lambda p, dims, on: bias if dims == "X" else 20 * p, MoE(cfg, jax.random.key(1))
-        )
-
+    def both(start, x, dy, daux):
         def layer(params):
             used = map_params(
                 lambda p, dims, on: gather_param(p, dims, on, jnp.float32, cfg), params
@@ -159,7 +182,7 @@ def run(name: str) -> Layer:
             return used(x, moe)
 
         (y, aux), pull_back = jax.vjp(layer, start)
-        return y, aux, start, pull_back((dy, daux))[0]
+        return y, aux, pull_back((dy, daux))[0]
 
     def named(tree):
         names = (path for path, _ in jax.tree.leaves_with_path(tree))
@@ -169,7 +192,8 @@ def run(name: str) -> Layer:
 
     with jax.set_mesh(mesh):
         places = (NamedSharding(mesh, act(dims)) for dims in ("BRD", "BRD", "BR"))
-        y, aux, params, grads = both(*map(jax.device_put, inputs(), places))
+        params = some_layer(cfg, mesh)
+        y, aux, grads = both(params, *map(jax.device_put, inputs(), places))
         return Layer(np.asarray(y), np.asarray(aux), named(params), named(grads))
 
 
@@ -245,9 +269,10 @@ def test_rows_of_zeros_go_to_no_expert():
         y_BRD, _ = moe(jax.reshard(rows, act("BRD")), MoEConfig())
         return jnp.sum(y_BRD), y_BRD
 
-    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    with jax.set_mesh(mesh):
         run = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICKLY)
-        grads, y_BRD = run(MoE(cfg, jax.random.key(0)))
+        grads, y_BRD = jax.tree.map(np.asarray, run(some_layer(cfg, mesh)))
     assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
     assert np.sum(grads.monitor[...][:8]) == 8 * cfg.experts.per_token
 
@@ -260,12 +285,12 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
 
     def aux(w_router):
         x_BRD = jax.reshard(np.ones((2, 4, D), np.float32), act("BRD"))
-        moe = map_params(
-            lambda p, dims, on: w_router if dims == "DX" else p, MoE(cfg, jax.random.key(0))
-        )
+        moe = map_params(lambda p, dims, on: w_router if dims == "DX" else p, layer)
         return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1])
 
-    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        layer = some_layer(cfg, mesh)
         found = jax.jit(jax.vmap(aux), compiler_options=QUICKLY)(np.stack([0 * favour, favour]))
     np.testing.assert_allclose(found, [0.5, 4 * 0.5], rtol=1e-5)
 
