@@ -1,6 +1,7 @@
 """Rotary frequencies equal those of `transformers` for every stretch, and the angles hold at a million tokens."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ MODEL = ModelConfig(d_model=32, num_heads=2, num_kv_heads=2, head_dim=16)
 LLAMA = dataclasses.replace(MODEL, rope_theta=500_000.0)
 YARN_64 = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64, attention_factor=1.5)
 YARN_1M = RopeScaling(kind="yarn", factor=128.0, high_freq_factor=4.0)
+STRETCHED = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
 
 # `inv_freq` and `attention_scaling` of transformers 5.23's LlamaRotaryEmbedding(LlamaConfig(hidden_size=32,
 # num_attention_heads=2, head_dim=16, rope_parameters=...)) with torch 2.13, to eight digits. NTK-aware is there the
@@ -122,13 +124,23 @@ EXPECTED = {
 }
 
 
+@functools.cache
+def of_64_positions() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Cosine and sine of each row of `EXPECTED`."""
+    cfgs = {
+        name: dataclasses.replace(model, rope_scaling=scaling)
+        for name, (model, scaling, *_) in EXPECTED.items()
+    }
+    run = jax.jit(lambda positions: {name: rotary(positions, cfg) for name, cfg in cfgs.items()})
+    return jax.tree.map(np.asarray, run(np.arange(64, dtype=np.int32)[None]))
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_frequencies_and_magnitude_are_those_of_transformers(name):
     model, scaling, magnitude, inv_freq = EXPECTED[name]
     cfg = dataclasses.replace(model, rope_scaling=scaling)
     np.testing.assert_allclose(frequencies(cfg), inv_freq, rtol=1e-6)
-    positions = jnp.arange(64, dtype=jnp.int32)[None]
-    cos, sin = (np.asarray(t) for t in rotary(positions, cfg))
+    cos, sin = of_64_positions()[name]
     np.testing.assert_allclose(np.hypot(cos, sin), magnitude, rtol=1e-6)
     angle = np.arange(64)[None, :, None] * np.array(inv_freq)[None, None, :]
     np.testing.assert_allclose(cos, magnitude * np.cos(angle), rtol=0, atol=1e-5)
@@ -151,36 +163,43 @@ def test_the_fastest_dim_stays_and_the_slowest_is_divided_by_the_factor(kind):
     assert np.all(np.diff(share) <= 1e-12)
 
 
+rotary_of_stretched = jax.jit(lambda positions: rotary(positions, STRETCHED))
+
+
 @pytest.mark.parametrize("start", [0, 8192, 2**17, 2**20, 2**24, 2**30])
 def test_angles_are_right_to_1e_6_at_any_position(start):
-    cfg = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
     positions = np.arange(start - 500, start + 500, dtype=np.int32).clip(0)
-    rope = jax.jit(lambda positions: rotary(positions, cfg))(positions[None])
-    angle = positions[None, :, None].astype(np.float64) * frequencies(cfg)[None, None, :]
+    rope = rotary_of_stretched(positions[None])
+    angle = positions[None, :, None].astype(np.float64) * frequencies(STRETCHED)[None, None, :]
     for got, function in zip(rope, (np.cos, np.sin), strict=True):
         expected = YARN_1M.magnitude * function(angle)
         np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-6)
 
 
 def test_scores_depend_on_the_distance_alone_a_million_tokens_in():
-    cfg = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
-    q_BTNH, k_BTNH = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 128))
+    q_BTNH, k_BTNH = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 128)).astype(np.float32)
+
+    @jax.jit
+    def score(q_at_BT, k_at_BT):
+        pairs = (q_BTNH, q_at_BT), (k_BTNH, k_at_BT)
+        q, k = (rotate(x, rotary(at_BT, STRETCHED)) for x, at_BT in pairs)
+        return jnp.sum(q * k)
+
     scores = []
     for start in (0, 2**20 - 64):
-        at = [jnp.full((1, 1), start + offset, jnp.int32) for offset in (50, 3)]
-        q, k = (rotate(x, rotary(p, cfg)) for x, p in zip((q_BTNH, k_BTNH), at, strict=True))
-        scores.append(float(jnp.sum(q * k)))
+        at = (np.full((1, 1), start + offset, np.int32) for offset in (50, 3))
+        scores.append(float(score(*at)))
     np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=1e-4)
 
 
 def test_positions_split_over_a_mesh_give_the_same_angles():
     cfg = dataclasses.replace(LLAMA, rope_scaling=YARN_1M)
     positions = np.arange(2**20 - 64, 2**20, dtype=np.int32).reshape(4, 16)
-    alone = rotary(jnp.asarray(positions), cfg)
+    run = jax.jit(lambda positions: rotary(positions, cfg))
+    alone = run(positions)
     mesh = make_mesh(MeshConfig(fsdp=2, cp=4))
     with jax.set_mesh(mesh):
-        split = jax.device_put(positions, NamedSharding(mesh, act("BT")))
-        there = jax.jit(lambda positions: rotary(positions, cfg))(split)
+        there = run(jax.device_put(positions, NamedSharding(mesh, act("BT"))))
     for a, b in zip(alone, there, strict=True):
         assert jax.typeof(b).sharding.spec == P(*act("BT"), None)
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=0, atol=1e-7)
