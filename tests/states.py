@@ -1,10 +1,11 @@
 """Training states without a compilation, for tests to which the initializer's own numbers are nothing."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.training.state import TrainState, abstract_state, carry_on
@@ -38,6 +39,18 @@ def some_state(cfg: Config, mesh: Mesh) -> TrainState:
     state = jax.tree_util.tree_map_with_path(leaf, abstract)
     parts = {"loss_scale": None, "spikes": None}
     return carry_on(dataclasses.replace(state, **parts), abstract, cfg)
+
+
+def some_module[M](make: Callable[[], M], *, std: float, norm: float = 1.0) -> M:
+    """What `make` makes on the mesh that is set: the scales of norms are `norm`, the rest is seeded, of this std."""
+    rng, mesh = np.random.default_rng(0), jax.sharding.get_mesh()
+
+    def numbers(path, like):
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        value = np.full(like.shape, norm) if is_norm else std * rng.normal(size=like.shape)
+        return jax.device_put(value.astype(like.dtype), NamedSharding(mesh, like.sharding.spec))
+
+    return jax.tree_util.tree_map_with_path(numbers, jax.eval_shape(make))
 
 
 def random_state(cfg: Config, mesh: Mesh) -> TrainState:

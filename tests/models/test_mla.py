@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.states import some_module
 from ultrascale_jax.config import (
     ContextConfig,
     LatentAttention,
@@ -80,8 +81,7 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
         return out, grads, dx_BRD
 
     @jax.jit
-    def whole(*arrays):
-        inputs = jax.tree.map(lambda p: 3 * p, MLA(cfg, jax.random.key(0))), *arrays
+    def whole(*inputs):
         rests = specs(inputs)
         if by_pieces:
             return smap(both, in_specs=rests, out_specs=(rests[1], *rests[:2]))(*inputs)
@@ -94,7 +94,8 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
             jax.device_put(value, NamedSharding(mesh, spec))
             for value, spec in zip((x, g, positions, documents), place, strict=True)
         )
-        return jax.tree.map(np.asarray, whole(*arrays))
+        mla = some_module(lambda: MLA(cfg, jax.random.key(0)), std=0.06, norm=3.0)
+        return jax.tree.map(np.asarray, whole(mla, *arrays))
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
+from tests.states import some_module
 from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.layers import gather_param, map_params
@@ -155,16 +156,9 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, dy, daux
 
 
-def some_layer(cfg: ModelConfig, mesh: Mesh) -> MoE:
-    """Numbers larger than in training, for a router with opinions and experts that count."""
-    rng = np.random.default_rng(3)
-
-    def numbers(like, dims, on):
-        std = {"X": 0.2, "Z": 0.0}.get(dims, 0.4)
-        value = (std * rng.normal(size=like.shape)).astype(like.dtype)
-        return jax.device_put(value, NamedSharding(mesh, like.sharding.spec))
-
-    return map_params(numbers, jax.eval_shape(lambda: MoE(cfg, jax.random.key(1))))
+def some_layer(cfg: ModelConfig) -> MoE:
+    """On the mesh that is set; numbers larger than in training, for a router with opinions and experts that count."""
+    return some_module(lambda: MoE(cfg, jax.random.key(0)), std=0.4)
 
 
 @functools.cache
@@ -192,7 +186,7 @@ def run(name: str) -> Layer:
 
     with jax.set_mesh(mesh):
         places = (NamedSharding(mesh, act(dims)) for dims in ("BRD", "BRD", "BR"))
-        params = some_layer(cfg, mesh)
+        params = some_layer(cfg)
         y, aux, grads = both(params, *map(jax.device_put, inputs(), places))
         return Layer(np.asarray(y), np.asarray(aux), named(params), named(grads))
 
@@ -269,10 +263,9 @@ def test_rows_of_zeros_go_to_no_expert():
         y_BRD, _ = moe(jax.reshard(rows, act("BRD")), MoEConfig())
         return jnp.sum(y_BRD), y_BRD
 
-    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         run = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICKLY)
-        grads, y_BRD = jax.tree.map(np.asarray, run(some_layer(cfg, mesh)))
+        grads, y_BRD = jax.tree.map(np.asarray, run(some_layer(cfg)))
     assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
     assert np.sum(grads.monitor[...][:8]) == 8 * cfg.experts.per_token
 
@@ -288,9 +281,8 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
         moe = map_params(lambda p, dims, on: w_router if dims == "DX" else p, layer)
         return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1])
 
-    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        layer = some_layer(cfg, mesh)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        layer = some_layer(cfg)
         found = jax.jit(jax.vmap(aux), compiler_options=QUICKLY)(np.stack([0 * favour, favour]))
     np.testing.assert_allclose(found, [0.5, 4 * 0.5], rtol=1e-5)
 

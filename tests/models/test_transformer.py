@@ -1,10 +1,12 @@
 """Properties of the decoder: causality, documents, positions, generation."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.states import some_module
 from ultrascale_jax.config import MeshConfig, ModelConfig
 from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
@@ -13,6 +15,8 @@ from ultrascale_jax.models.transformer import Transformer
 CFG = ModelConfig(
     vocab_size=32, d_model=16, d_ff=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
 )
+WINDOWS = dataclasses.replace(CFG, sliding_window=2)
+MIXED = dataclasses.replace(WINDOWS, first_window_layer=2)
 T = 12
 
 
@@ -22,16 +26,18 @@ def one_device():
         yield
 
 
-make_random = jax.jit(lambda cfg, key: Transformer(cfg, key), static_argnums=0)
-
-
-def make(cfg=CFG, scale=8.0):
-    """A random model, its weights large enough for logits to differ clearly."""
-    return jax.tree.map(lambda p: p * scale, make_random(cfg, jax.random.key(0)))
+def make(cfg=CFG):
+    """A random model on the mesh that is set, its weights large enough for logits to differ clearly."""
+    return some_module(lambda: Transformer(cfg, jax.random.key(0)), std=0.16, norm=8.0)
 
 
 def tokens(rows=2, length=T, seed=0):
     return np.random.default_rng(seed).integers(0, 32, (rows, length)).astype(np.int32)
+
+
+def followed_by_zeros(*rows):
+    """Rows of T tokens, for which there is a program: what stands after a prefix changes none of its logits."""
+    return np.stack([np.pad(row, (0, T - len(row))) for row in rows])
 
 
 def positions(rows=2, length=T):
@@ -67,9 +73,8 @@ def test_packed_documents_equal_separate_rows():
     segments = np.array([[1] * 5 + [2] * 7], np.int32)
     packed_positions = np.array([[*range(5), *range(7)]], np.int32)
     packed = logits(model, x, packed_positions, segments)
-    first = logits(model, x[:, :5], positions(1, 5))
-    second = logits(model, x[:, 5:], positions(1, 7))
-    np.testing.assert_allclose(packed, np.concatenate([first, second], axis=1), atol=1e-4)
+    first, second = logits(model, followed_by_zeros(x[0, :5], x[0, 5:]), positions())
+    np.testing.assert_allclose(packed[0], np.concatenate([first[:5], second[:7]]), atol=1e-4)
 
 
 def test_only_relative_positions_matter():
@@ -81,23 +86,21 @@ def test_only_relative_positions_matter():
 
 @pytest.mark.slow
 def test_a_window_hides_older_tokens():
-    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "num_layers": 1})
-    model, x = make(cfg), tokens()
+    """Each of three layers reaches one token back."""
+    model, x = make(WINDOWS), tokens()
     changed = x.copy()
     changed[:, 0] = (changed[:, 0] + 1) % 32
     a, b = logits(model, x, positions()), logits(model, changed, positions())
-    np.testing.assert_array_equal(a[:, 2:], b[:, 2:])
+    np.testing.assert_array_equal(a[:, 4:], b[:, 4:])
     assert np.abs(a[:, 1] - b[:, 1]).max() > 1e-3
 
 
 @pytest.mark.slow
 def test_only_upper_layers_use_the_window_when_told_so():
-    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 2, "first_window_layer": 2})
-    everywhere = ModelConfig(**{**vars(CFG), "sliding_window": 2})
-    nowhere = ModelConfig(**{**vars(CFG), "sliding_window": 2, "first_window_layer": 3})
+    nowhere = dataclasses.replace(WINDOWS, first_window_layer=3)
     x = tokens()
-    mixed = logits(make(cfg), x, positions())
-    assert np.abs(mixed - logits(make(everywhere), x, positions())).max() > 1e-3
+    mixed = logits(make(MIXED), x, positions())
+    assert np.abs(mixed - logits(make(WINDOWS), x, positions())).max() > 1e-3
     assert np.abs(mixed - logits(make(nowhere), x, positions())).max() > 1e-3
     np.testing.assert_array_equal(
         logits(make(nowhere), x, positions()), logits(make(), x, positions())
@@ -112,29 +115,27 @@ def test_only_upper_layers_use_the_window_when_told_so():
     ids=["one_device", "fsdp2_tp4"],
 )
 def test_greedy_generation_equals_recomputing_every_prefix(mesh):
-    cfg = ModelConfig(**{**vars(CFG), "sliding_window": 5, "first_window_layer": 1})
-    prompt = tokens(rows=2, length=4)
-    # What stands after a prefix changes none of its logits, so that one program takes them all.
-    expected, model = np.concatenate([prompt, np.zeros((2, 6), np.int32)], axis=1), make(cfg)
-    for end in range(4, 10):
-        expected[:, end] = logits(model, expected, positions(2, 10))[:, end - 1].argmax(-1)
+    prompt, model = tokens(rows=2, length=4), make(MIXED)
+    expected = followed_by_zeros(*prompt)
+    for end in range(4, T):
+        expected[:, end] = logits(model, expected, positions())[:, end - 1].argmax(-1)
     with jax.set_mesh(
         make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
     ):
-        model = make(cfg)
-        out = generate(model, prompt, 6, temperature=0, key=jax.random.key(0))
+        out = generate(make(MIXED), prompt, T - 4, temperature=0, key=jax.random.key(0))
     np.testing.assert_array_equal(out, expected[:, 4:])
 
 
 def test_sampling_stays_among_the_most_likely():
     model, prompt = make(), np.repeat(tokens(rows=1, length=3), 64, axis=0)
-    likely = np.argsort(logits(model, prompt[:1], positions(1, 3))[0, -1])[-4:]
+    likely = np.argsort(logits(model, followed_by_zeros(*prompt[:2]), positions())[0, 2])[-4:]
     out = generate(model, prompt, 1, temperature=2.0, top_k=4, key=jax.random.key(1))
     assert set(np.unique(out)) <= set(likely)
     assert len(np.unique(out)) > 1
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    model = make(scale=1.0)
-    log_p = jax.nn.log_softmax(logits(model, tokens(), positions()))
-    assert abs(float(-jnp.mean(log_p)) - np.log(32)) < 0.05
+    model = jax.jit(lambda key: Transformer(CFG, key))(jax.random.key(0))
+    p = np.exp(np.float64(logits(model, tokens(), positions())))
+    log_p = np.log(p / p.sum(-1, keepdims=True))
+    assert abs(-np.mean(log_p) - np.log(32)) < 0.05
