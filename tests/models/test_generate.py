@@ -49,7 +49,8 @@ MODELS = {
 
 def large(cfg: Config, mesh: Mesh) -> Transformer:
     """A model whose weights are large enough for its tokens to depend on every layer."""
-    return jax.tree.map(lambda p: p * 8, some_state(cfg, mesh).params)
+    params = some_state(cfg, mesh).params
+    return jax.tree.map(lambda p: jax.device_put(8 * np.asarray(p), p.sharding), params)
 
 
 def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
