@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from configs.demo import config as demo
-from scripts import command_line
+from scripts import command_line, train
 from scripts.convert_hf import (
     Export,
     export_checkpoint,
@@ -142,19 +142,24 @@ def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_printed_command_names_every_field_that_the_recipe_lacks():
+def test_the_printed_command_names_every_field_that_the_recipe_lacks(capsys):
     for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
         cfg = with_model(demo, FIXTURES / family)
         command = shlex.split(train_command(demo, cfg, ["demo", "--run-dir", "a b"]))
         assert command[:6] == ["python", "-m", "scripts.train", "demo", "--run-dir", "a b"]
-        printed = subprocess.run(
-            [sys.executable, *command[1:], "--print-config"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        words = [*command[3:], "--print-config"]
+        with pytest.raises(SystemExit, match="0"):
+            command_line.parse(words, prog="test", options=train.Options)
+        printed = capsys.readouterr().out
         assert command_line.describe(cfg).partition("\n\n")[0] in printed
+    alone = subprocess.run(
+        [sys.executable, *command[1:3], *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert alone.stdout == printed
 
 
 def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another_recipe():
