@@ -8,8 +8,9 @@ WORKERS ?= 3
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
 # One worker runs all tests of a file, so that it compiles once what they share; in the order of the folders, since the
 # files with few tests, which come last by themselves, are those that compile most.
-# Hundreds of processes import the same modules: where bytecode may not be kept, each compiles them again.
-PYTEST := JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes: where bytecode may not be kept, each compiles the same modules again.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
 .PHONY: setup setup-dev train test test-fast test-all test-faults mutants soak bench lint clean
