@@ -242,7 +242,7 @@ def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
             marks=pytest.mark.wide,
         ),
         pytest.param(
-            *(["--pp.schedule", "no.csv"], "pp.schedule='no.csv': cannot be read: No such file"),
+            *(["--pp.schedule", "no.csv"], "pp.schedule='no.csv': there is no such file"),
             marks=pytest.mark.wide,
         ),
         (["--pp.schedule", "bad.csv"], "pp.schedule='bad.csv': row 2 (rank 1), column 1 (tick 0)"),

@@ -38,9 +38,9 @@ from ultrascale_jax.training.step import loss_and_gradients, make_train_step
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
 # What these add to the others is read from their config.json (test_hf_config.py), or is in two of the others.
-WIDE = ("llama2", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe", "smollm2")
+WIDE = ("llama2", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "smollm2")
 REFERENCES = [
-    "qwen3",
+    "qwen3",  # and so its loss and gradients, for the rows above
     *(pytest.param(family, marks=pytest.mark.wide) for family in ("llama3", "mixtral")),
 ]
 # A tensor group of four is larger than the two kv heads (one in smollm2): they are replicated.

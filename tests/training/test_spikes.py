@@ -126,7 +126,7 @@ def with_huge_moments(state):
     "path",
     [
         pytest.param(path, marks=pytest.mark.wide)
-        if path in ("muon", "stochastic rounding", "zero over a mesh")
+        if path in ("adamw", "muon", "stochastic rounding", "zero over a mesh")
         else path
         for path in PATHS
     ],

@@ -40,8 +40,11 @@ def on_4096(cfg: Config) -> Config:
             fsdp = math.gcd(m.d_model // mesh.ep, 64)
             mesh = MeshConfig(dp=-1, fsdp=fsdp, ep=mesh.ep, sp=sp)
         mesh = mesh.resolve(NUM_DEVICES)
-        batch = mesh.batch * cfg.train.microbatches
-        train = dataclasses.replace(cfg.train, global_batch=batch)
+        microbatches = cfg.train.microbatches
+        while mesh.batch * microbatches * cfg.data.seq_len >= 2**31:  # tokens are counted in int32
+            microbatches //= 2
+        batch = mesh.batch * microbatches
+        train = dataclasses.replace(cfg.train, global_batch=batch, microbatches=microbatches)
         return dataclasses.replace(cfg, mesh=mesh, train=train).check(NUM_DEVICES)
 
 

@@ -15,7 +15,7 @@ UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 """The integer type of elements of so many bytes."""
 
 
-@jax.jit
+@jax.jit  # so that arrays of one shape and sharding, as parameters and their moments, are traced and lowered once
 def sums(x: jax.Array) -> jax.Array:
     """The two sums over `x`: uint32 `[2]`, replicated.
 
@@ -33,13 +33,15 @@ def sums(x: jax.Array) -> jax.Array:
     return jnp.stack([first, jnp.sum(_mixed(bits ^ position), dtype=jnp.uint32)])
 
 
-def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """The fingerprint of each array as 16 hexadecimal digits; the host waits for the devices.
+@jax.jit
+def all_sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """`sums` of each array, in one program that communicates nothing but sums."""
+    return {name: sums(x) for name, x in arrays.items()}
 
-    One program for each shape and sharding, which parameters and their moments share. Each ends before the next is
-    launched: programs with collectives that do not depend on each other could pair them wrongly between processes.
-    """
-    values = {name: jax.device_get(sums(x)) for name, x in arrays.items()}
+
+def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """The fingerprint of each array as 16 hexadecimal digits; the host waits for the devices."""
+    values = jax.device_get(all_sums(arrays))
     return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}
 
 
