@@ -11,18 +11,19 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.training.state import TrainState, abstract_state, carry_on
 
 
-def some_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """A state at step 0: norms of one, biases and moments of zero, seeded weights that are the same on every mesh.
+def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
+    """A state at step 0: norms of one, biases and moments of zero, and weights of this standard deviation, which
+    depend on `train.seed` and not on the mesh.
 
     `init_state` compiles for two seconds of CPU a mesh; this puts numpy's numbers where they rest.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(cfg.train.seed)
     abstract = abstract_state(cfg, mesh)
 
     def numbers(name, shape):
         if not name.startswith("params.") or "bias" in name:
             return np.zeros(shape)
-        return np.ones(shape) if "norm" in name else 0.1 * rng.normal(size=shape)
+        return np.ones(shape) if "norm" in name else scale * rng.normal(size=shape)
 
     def leaf(path, like):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -55,8 +56,8 @@ def by_name(grads: Transformer) -> dict[str, np.ndarray]:
     return found
 
 
-def run(cfg: Config, evaluates: bool = True) -> Outcome:
-    """Train `cfg`, which is checked, on the first devices, and evaluate at the end if told to."""
+def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
+    """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices; evaluate at the end if told to."""
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     loader = make_loader(cfg)
 
@@ -68,7 +69,7 @@ def run(cfg: Config, evaluates: bool = True) -> Outcome:
 
     losses, first = [], {}
     with jax.set_mesh(mesh):
-        state = some_state(cfg, mesh)
+        state = start(cfg, mesh)
         sharding = NamedSharding(mesh, act("BT"))
         for i in range(cfg.train.steps):
             batch = jax.device_put(loader.batch(i), sharding)
@@ -84,11 +85,11 @@ def run(cfg: Config, evaluates: bool = True) -> Outcome:
 
 
 @functools.cache
-def run_alone(cfg: Config, evaluates: bool) -> Outcome:
-    return run(cfg, evaluates)
+def run_alone(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
+    return run(cfg, evaluates, start)
 
 
-def compare(cfg: Config, evaluates: bool = True) -> None:
+def compare(cfg: Config, evaluates: bool = True, start: Callable = some_state) -> None:
     """Refuse a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32.
 
     That device has no accumulation, no sharding, no recomputation, the natural order of tokens and room for every
@@ -102,7 +103,7 @@ def compare(cfg: Config, evaluates: bool = True) -> None:
         moe=dataclasses.replace(cfg.moe, dispatch="dropless", bound=BOUND, nodes=1, overlap=False),
         train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
     )
-    outcome, expected = run(cfg, evaluates), run_alone(alone, evaluates)
+    outcome, expected = run(cfg, evaluates, start), run_alone(alone, evaluates, start)
     np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
     if evaluates:
         np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)

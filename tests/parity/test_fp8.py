@@ -1,7 +1,7 @@
 """Runs in fp8 train as on one device, on any mesh: the same products are quantised, to the same values.
 
 The type of compute is float32 here, so that nothing but fp8 rounds. Another order of a sum may turn a value between two
-of fp8 to the other side; in these runs, whose numbers are fixed, none is.
+of fp8 to the other side; in these runs none is: their numbers are fixed, and of five seeds one had such a value.
 """
 
 import dataclasses
@@ -43,7 +43,9 @@ TABLE = {
     "pp2_fsdp2": (
         {"pp": 2, "fsdp": 2}, {"precision": "fp8", "microbatches": 4, "remat": "none"}, {}, {},
     ),
-    "ep2_fsdp2": ({"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full"}, EXPERTS, {}),
+    "ep2_fsdp2": (
+        {"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full", "seed": 1}, EXPERTS, {},
+    ),
     "rowwise_sp2_tp2": (
         {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
     ),

@@ -73,13 +73,15 @@ def main(name: str) -> None:
     from tests.parity.conftest import compare
     from ultrascale_jax.training import precision
     from ultrascale_jax.training.loop import make_loader
+    from ultrascale_jax.training.state import init_state
 
     precision.COMPUTE |= dict.fromkeys(FP8, jnp.float32)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     cfg = ROWS[name].check(DEVICES)
     segments = make_loader(cfg).batch(0)["segment_ids"]
     assert (segments.max(axis=1) > segments.min(axis=1)).any(), "no row has two documents"
-    compare(cfg)
+    # The trainer's own small weights: with larger ones sums in another order push some value to another one of fp8.
+    compare(cfg, start=init_state)
     print(f"{name}: {jax.device_count()} devices train as one")
 
 

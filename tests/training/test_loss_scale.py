@@ -61,7 +61,7 @@ def run(cfg, steps, spoil=lambda state: state):
     mesh = mesh_of(cfg)
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with jax.set_mesh(mesh):
-        state, step, metrics = spoil(some_state(cfg, mesh)), make_train_step(cfg), []
+        state, step, metrics = spoil(some_state(cfg, mesh, scale=0.02)), make_train_step(cfg), []
         first = []
         for i in range(steps):
             state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
