@@ -128,8 +128,9 @@ def config_of(folder, steps):
     return dataclasses.replace(
         TINY,
         train=dataclasses.replace(TINY.train, steps=steps),
-        model=dataclasses.replace(TINY.model, num_layers=1, vocab_size=256),
         mesh=dataclasses.replace(TINY.mesh, fsdp=1),
+        # As test_loop.py has it: one program for both files.
+        optim=dataclasses.replace(TINY.optim, schedule="constant"),
         log=dataclasses.replace(TINY.log, run_dir=str(folder)),
     )
 

@@ -61,7 +61,7 @@ def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
 @pytest.mark.parametrize(
     # models/test_generate.py has a pipeline.
     "mesh",
-    ["tp=2", pytest.param("pp=2,fsdp=2,tp=2", marks=pytest.mark.wide)],
+    ["fsdp=4,tp=2", pytest.param("pp=2,fsdp=2,tp=2", marks=pytest.mark.wide)],
 )
 def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
     greedy = text(capsys, run_dir, "--temperature", "0")

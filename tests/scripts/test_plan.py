@@ -13,7 +13,18 @@ from ultrascale_jax import hlo
 from ultrascale_jax.parallel import schedules
 from ultrascale_jax.plan.hardware import find_cluster
 
-RUN = ["compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", "--train.zero", "3"]
+RUN = [
+    "compile",
+    "debug",
+    "--gpus",
+    "2",
+    "--mesh",
+    "fsdp=2",
+    "--train.zero",
+    "3",
+    "--train.remat",
+    "none",
+]
 
 
 @pytest.mark.slow

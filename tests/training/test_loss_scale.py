@@ -138,6 +138,8 @@ def too_large(tmp_path_factory):
     return folder, train(cfg, mesh_of(cfg))
 
 
+# Implied by the two tests below, and by test_spikes.py's row of fp16.
+@pytest.mark.wide
 @pytest.mark.slow
 def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too_large):
     folder, summary = too_large
@@ -173,22 +175,25 @@ def test_the_loop_counts_as_the_state_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_it_and_other_types_may_take_over(too_large):
-    folder, _ = too_large
-    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(folder)))
+def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
     mesh = mesh_of(cfg)
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    halved = change(cfg, "train", loss_scale=BASE.train.loss_scale / 2)
+    with Checkpoints(cfg) as checkpoints:
+        saved = describe(halved, 1, loader.fingerprint)
+        checkpoints.save(some_state(halved, mesh), saved, wait=True)
 
     def restore(cfg):
         with Checkpoints(cfg) as checkpoints:
             return checkpoints.restore(checkpoints.latest, abstract_state(cfg, mesh))
 
     state = restore(cfg)
-    assert 2**15 < float(state.loss_scale.scale) < 2**28
+    assert float(state.loss_scale.scale) == BASE.train.loss_scale / 2
     other = change(cfg, "train", precision="bf16")
     plain = restore(other)
     assert plain.loss_scale is None
     assert jax.tree.structure(plain) == jax.tree.structure(abstract_state(other, mesh))
-    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with Checkpoints(other) as checkpoints:
         checkpoints.save(plain, describe(other, 17, loader.fingerprint), wait=True)
     again = restore(cfg)

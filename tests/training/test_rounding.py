@@ -102,7 +102,9 @@ def test_a_long_average_arrives_where_plain_bfloat16_stands_still():
 MESHES = {
     "fsdp2_tp2": on({"fsdp": 2, "tp": 2}),
     "pp2_fsdp2": on({"pp": 2, "fsdp": 2}, microbatches=4),
-    "pp2_interleaved": on({"pp": 2}, PipelineConfig(schedule="interleaved"), microbatches=4),
+    "pp2_fsdp2_interleaved": on(
+        {"pp": 2, "fsdp": 2}, PipelineConfig(schedule="interleaved"), microbatches=4
+    ),
 }
 
 
@@ -128,7 +130,10 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["fsdp2_tp2", pytest.param("pp2_fsdp2", marks=pytest.mark.wide), "pp2_interleaved"],
+    [
+        *(pytest.param(name, marks=pytest.mark.wide) for name in ("fsdp2_tp2", "pp2_fsdp2")),
+        "pp2_fsdp2_interleaved",
+    ],
 )
 def test_the_bits_depend_on_the_layer_and_not_on_the_mesh_and_nothing_travels(alone, name):
     bits, text = bits_of(MESHES[name])
