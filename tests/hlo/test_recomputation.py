@@ -45,10 +45,9 @@ def attention_calls(step: CompiledStep) -> int:
 @pytest.mark.parametrize(
     "remat",
     [
-        "none",
         "selective",
         NAMED,
-        *(pytest.param(p, marks=pytest.mark.wide) for p in ("dots", SAVED)),
+        *(pytest.param(p, marks=pytest.mark.wide) for p in ("none", "dots", SAVED)),
     ],
 )
 def test_products_are_recomputed_only_where_the_policy_says(run, remat):
@@ -74,7 +73,7 @@ def test_attention_runs_again_only_under_full_recomputation(run):
 @pytest.mark.parametrize(
     "order",
     [
-        ("full", NAMED, "selective", "none"),
+        ("full", NAMED, "selective"),
         pytest.param(("full", SAVED, "dots", "selective", "none"), marks=pytest.mark.wide),
     ],
     ids=" < ".join,
