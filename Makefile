@@ -33,8 +33,8 @@ test-all: .venv/.installed-dev
 	$(PYTEST) -m "" $(ARGS) tests
 
 # Every row of the matrix of faults; `make test` has a part of them.
-FAULTS := tests/faults tests/hostile tests/reliability tests/data \
-	$(addprefix tests/training/test_,saving.py verified.py replicas.py spikes.py)
+FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
+	$(addprefix tests/checkpoint/test_,fingerprint.py manifest.py restoring.py saving.py step_dirs.py)
 
 # They share no program, so any worker takes the next test. Two workers: jobs of four processes have bounds to keep.
 test-faults: .venv/.installed-dev

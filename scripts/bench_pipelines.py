@@ -30,13 +30,13 @@ from rich.console import Console
 from scripts import command_line
 from scripts.bench_peers.report import Report
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.parallel import schedules
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.parallel.pipeline import Stages, pipeline
-from ultrascale_jax.parallel.schedules import KINDS, Schedule
-from ultrascale_jax.plan.pipeline import lock_step_bubble
-from ultrascale_jax.sharding import vary
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+from ultrascale_jax.parallel.pipeline.schedules import KINDS, Schedule
+from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import vary
 
 DIVERGENT = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules drawn for ranks that run different operations: measured in that form too."""

@@ -38,7 +38,7 @@ from ultrascale_jax.config import (
     parse_mesh,
     require,
 )
-from ultrascale_jax.reliability.launch import Launch, detect
+from ultrascale_jax.launch.cluster import Launch, detect
 
 DEFAULT_RECIPE = "demo"
 
@@ -87,7 +87,7 @@ class JobOptions(Options):
         if self.devices is not None:
             use_fake_devices(self.devices)
             return None
-        from ultrascale_jax import distributed
+        from ultrascale_jax.launch import distributed
 
         distributed.set_environment(os.environ)
         with user_errors():

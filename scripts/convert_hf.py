@@ -25,9 +25,9 @@ import tyro
 from scripts import command_line
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
 from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.models.hf_config import parse_config, read_config
-from ultrascale_jax.models.hf_files import inside
-from ultrascale_jax.reliability.run_files import write_atomic
+from ultrascale_jax.huggingface.config import parse_config, read_config
+from ultrascale_jax.huggingface.files import inside
+from ultrascale_jax.launch.run_files import write_atomic
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -77,13 +77,13 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
 
-    from ultrascale_jax.models import hf
-    from ultrascale_jax.reliability.steps import steps
-    from ultrascale_jax.training.checkpoint import Checkpoints, checkpoint_folder
-    from ultrascale_jax.training.identity import describe
+    from ultrascale_jax.checkpoint.manager import Checkpoints, checkpoint_folder
+    from ultrascale_jax.checkpoint.run_metadata import describe
+    from ultrascale_jax.checkpoint.step_dirs import steps
+    from ultrascale_jax.huggingface import checkpoint
+    from ultrascale_jax.train_step.optim import optimizer
+    from ultrascale_jax.train_step.state import TrainState, abstract_state, carried
     from ultrascale_jax.training.loop import make_loader
-    from ultrascale_jax.training.optim import optimizer
-    from ultrascale_jax.training.state import TrainState, abstract_state, carried
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
 
@@ -99,7 +99,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         # All that may be refused is read before the first file is written. A resumed run must find the data that it
         # began with.
         meta = describe(cfg, 0, make_loader(_before_the_copy(cfg, folder)).fingerprint)
-        state = start(hf.load(folder, abstract_state(cfg, mesh).params))
+        state = start(checkpoint.load(folder, abstract_state(cfg, mesh).params))
         checkpoints = stack.enter_context(Checkpoints(cfg))
         if jax.process_index() == 0:
             _copy_beside(folder, run_dir)
@@ -129,8 +129,8 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
     """Write a run's checkpoint as a Hugging Face folder; every process calls it."""
     import jax
 
-    from ultrascale_jax.models import hf
-    from ultrascale_jax.training.loading import load_params
+    from ultrascale_jax.checkpoint.load_params import load_params
+    from ultrascale_jax.huggingface import checkpoint
 
     run_dir = Path(options.run_dir)
     cfg, params = load_params(run_dir, mesh, options.step)
@@ -138,7 +138,7 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
     if cfg.data.tokenizer != "bytes" and TOKENIZER not in _travelling(run_dir):
         beside += [path for path in [Path(cfg.data.tokenizer)] if path.name == TOKENIZER]
     with jax.set_mesh(mesh):
-        hf.save(
+        checkpoint.save(
             params,
             cfg.model,
             options.hf_dir,
@@ -198,7 +198,7 @@ def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
 
 def _start_jax(devices: int | None) -> contextlib.AbstractContextManager[None]:
     """Join the other processes, if there are any; what fails in the block that is returned ends all of them."""
-    from ultrascale_jax import distributed
+    from ultrascale_jax.launch import distributed
 
     if devices is not None:
         command_line.use_fake_devices(devices)
@@ -220,7 +220,7 @@ def _import(arguments: Sequence[str]) -> None:
     with _start_jax(options.devices):
         import jax
 
-        from ultrascale_jax.mesh import make_mesh
+        from ultrascale_jax.sharding.mesh import make_mesh
 
         checked = cfg.check(jax.device_count())
         import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
@@ -240,8 +240,8 @@ def _export(arguments: Sequence[str]) -> None:
     with _start_jax(options.devices):
         import jax
 
-        from ultrascale_jax.mesh import make_mesh
-        from ultrascale_jax.training.identity import saved_config
+        from ultrascale_jax.checkpoint.run_metadata import saved_config
+        from ultrascale_jax.sharding.mesh import make_mesh
 
         if options.mesh is not None:
             mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))

@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from scripts.doctor_checks import disk, host, links, preflight
     from scripts.doctor_checks.findings import Finding, bounded, of_all
-    from ultrascale_jax import distributed
     from ultrascale_jax.config import UserError
-    from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.launch import distributed
+    from ultrascale_jax.sharding.mesh import make_mesh
 
     own = dict(os.environ)
     launch = options.join()

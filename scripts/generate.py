@@ -64,7 +64,7 @@ def sample_text(
     import numpy as np
 
     from ultrascale_jax.models.generate import generate
-    from ultrascale_jax.training.precision import COMPUTE
+    from ultrascale_jax.train_step.precision import COMPUTE
 
     ids = tokenizer.encode(prompt)
     require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
         import jax
 
+        from ultrascale_jax.checkpoint.load_params import load_params
         from ultrascale_jax.data.tokenizer import load_tokenizer
-        from ultrascale_jax.mesh import make_mesh
-        from ultrascale_jax.training.loading import load_params
+        from ultrascale_jax.sharding.mesh import make_mesh
 
         if options.devices is not None:
             command_line.use_fake_devices(options.devices)

@@ -9,8 +9,8 @@ import tyro
 
 from scripts import command_line
 from ultrascale_jax.config import require
-from ultrascale_jax.reliability import events
-from ultrascale_jax.reliability.goodput import read_ledger
+from ultrascale_jax.launch import events
+from ultrascale_jax.launch.goodput import read_ledger
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ import tyro
 
 from scripts import command_line
 from scripts.generate import printable
+from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
+from ultrascale_jax.checkpoint.run_metadata import saved_config
+from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, quarantined, steps
 from ultrascale_jax.config import AXES, require
-from ultrascale_jax.reliability import manifest
-from ultrascale_jax.reliability.manifest import Damaged, Unreadable
-from ultrascale_jax.reliability.run_files import folder_of
-from ultrascale_jax.reliability.steps import METADATA, metadata, quarantined, steps
-from ultrascale_jax.training.identity import saved_config
+from ultrascale_jax.launch.run_files import folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def state(place: Path, *, verify: bool) -> str:
         return "verified" if verify else "complete"
     if not verify or "arrays" not in meta:
         return "no manifest" if "arrays" in meta else "older than manifests"
-    from ultrascale_jax.training.loading import check_arrays
+    from ultrascale_jax.checkpoint.load_params import check_arrays
 
     check_arrays(place, meta)
     return "arrays verified, no manifest"

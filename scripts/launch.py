@@ -16,11 +16,11 @@ from typing import Annotated
 
 from scripts import command_line, train
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.reliability.children import follow_supervisor
-from ultrascale_jax.reliability.events import read_events
-from ultrascale_jax.reliability.launch import detect
-from ultrascale_jax.reliability.sigterm import SigtermListener
-from ultrascale_jax.reliability.supervisor import GIVE_UP_S, Supervisor
+from ultrascale_jax.launch.cluster import detect
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.supervisor import GIVE_UP_S, Supervisor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from typing import Annotated
 
 from scripts import command_line
 from ultrascale_jax.config import require
-from ultrascale_jax.reliability.children import SUPERVISOR
-from ultrascale_jax.reliability.events import Events, read_events
-from ultrascale_jax.reliability.goodput import Ledger, read_ledger
-from ultrascale_jax.reliability.watchdog import read_beat
+from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.goodput import Ledger, read_ledger
+from ultrascale_jax.launch.processes import SUPERVISOR
+from ultrascale_jax.launch.watchdog import read_beat
 
 PROCESSES, DEVICES = 2, 2
 HANG_S = 10

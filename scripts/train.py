@@ -12,10 +12,10 @@ import tyro
 
 from scripts import command_line, generate
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.reliability.children import follow_supervisor
-from ultrascale_jax.reliability.events import Events, say
-from ultrascale_jax.reliability.exit_codes import CRASHED
-from ultrascale_jax.reliability.sigterm import SigtermListener
+from ultrascale_jax.launch.events import Events, say
+from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.sigterm import SigtermListener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ def run(cfg: Config, options: Options) -> dict:
     # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
     import jax
 
-    from ultrascale_jax import distributed
-    from ultrascale_jax.mesh import make_mesh
-    from ultrascale_jax.reliability.faults import Plan
+    from ultrascale_jax.launch import distributed
+    from ultrascale_jax.launch.faults import Plan
+    from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
     launch = options.join()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.room import hops, room
+from ultrascale_jax.parallel.experts.capacity import hops, room
 
 
 def routed(logits, experts: Experts, bias=None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.training.state import TrainState, abstract_state, carry_on
+from ultrascale_jax.train_step.state import TrainState, abstract_state, carry_on
 
 
 def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:

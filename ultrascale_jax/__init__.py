@@ -17,33 +17,33 @@ if TYPE_CHECKING:
         MoEConfig,
     )
     from ultrascale_jax.data.loader import Loader
-    from ultrascale_jax.mesh import abstract_mesh, make_mesh
+    from ultrascale_jax.huggingface.checkpoint import load as load_hf
+    from ultrascale_jax.huggingface.checkpoint import save as save_hf
+    from ultrascale_jax.huggingface.config import read_config as read_hf_config
     from ultrascale_jax.models.generate import generate
-    from ultrascale_jax.models.hf import load as load_hf
-    from ultrascale_jax.models.hf import save as save_hf
-    from ultrascale_jax.models.hf_config import read_config as read_hf_config
     from ultrascale_jax.models.transformer import Transformer
-    from ultrascale_jax.parallel.context import (
+    from ultrascale_jax.parallel.context.attention import (
         allgather_attention,
         ring_attention,
         ulysses_attention,
         zigzag_attention,
     )
-    from ultrascale_jax.parallel.expert import expert_layer
-    from ultrascale_jax.parallel.manual import smap
-    from ultrascale_jax.parallel.order import sequence_order
-    from ultrascale_jax.parallel.pipeline import Stages, pipeline
-    from ultrascale_jax.parallel.schedules import build as build_schedule
-    from ultrascale_jax.parallel.schedules import forward_only, layer_order, stage_layers
-    from ultrascale_jax.parallel.schedules import read_csv as read_schedule
-    from ultrascale_jax.plan.compile import compile_step, simulate_step
+    from ultrascale_jax.parallel.context.layout import sequence_order
+    from ultrascale_jax.parallel.experts.exchange import expert_layer
+    from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+    from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
+    from ultrascale_jax.parallel.pipeline.schedules import forward_only, layer_order, stage_layers
+    from ultrascale_jax.parallel.pipeline.schedules import read_csv as read_schedule
+    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
+    from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
+    from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
-    from ultrascale_jax.plan.memory import breakdown as memory_breakdown
-    from ultrascale_jax.plan.speed import estimate as estimate_step
     from ultrascale_jax.plan.workload import Run, Shape
-    from ultrascale_jax.sharding import act, vary
-    from ultrascale_jax.training.state import abstract_state, init_state
-    from ultrascale_jax.training.step import make_train_step
+    from ultrascale_jax.sharding.manual import smap
+    from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+    from ultrascale_jax.sharding.rules import act, vary
+    from ultrascale_jax.train_step.state import abstract_state, init_state
+    from ultrascale_jax.train_step.step import make_train_step
 
 __version__ = "0.1.0"
 
@@ -102,37 +102,37 @@ _HOME = {
     "ModelConfig": "config",
     "Run": "plan.workload",
     "Shape": "plan.workload",
-    "Stages": "parallel.pipeline",
+    "Stages": "parallel.pipeline.executor",
     "Transformer": "models.transformer",
-    "abstract_mesh": "mesh",
-    "abstract_state": "training.state",
-    "act": "sharding",
-    "allgather_attention": "parallel.context",
-    "build_schedule": "parallel.schedules:build",
-    "compile_step": "plan.compile",
-    "estimate_step": "plan.speed:estimate",
-    "expert_layer": "parallel.expert",
+    "abstract_mesh": "sharding.mesh",
+    "abstract_state": "train_step.state",
+    "act": "sharding.rules",
+    "allgather_attention": "parallel.context.attention",
+    "build_schedule": "parallel.pipeline.schedules:build",
+    "compile_step": "plan.compiled.compile",
+    "estimate_step": "plan.formulas.step_time:estimate",
+    "expert_layer": "parallel.experts.exchange",
     "find_cluster": "plan.hardware",
-    "forward_only": "parallel.schedules",
+    "forward_only": "parallel.pipeline.schedules",
     "generate": "models.generate",
-    "init_state": "training.state",
-    "layer_order": "parallel.schedules",
-    "load_hf": "models.hf:load",
-    "make_mesh": "mesh",
-    "make_train_step": "training.step",
-    "memory_breakdown": "plan.memory:breakdown",
-    "pipeline": "parallel.pipeline",
-    "read_hf_config": "models.hf_config:read_config",
-    "read_schedule": "parallel.schedules:read_csv",
-    "ring_attention": "parallel.context",
-    "save_hf": "models.hf:save",
-    "sequence_order": "parallel.order",
-    "simulate_step": "plan.compile",
-    "smap": "parallel.manual",
-    "stage_layers": "parallel.schedules",
-    "ulysses_attention": "parallel.context",
-    "vary": "sharding",
-    "zigzag_attention": "parallel.context",
+    "init_state": "train_step.state",
+    "layer_order": "parallel.pipeline.schedules",
+    "load_hf": "huggingface.checkpoint:load",
+    "make_mesh": "sharding.mesh",
+    "make_train_step": "train_step.step",
+    "memory_breakdown": "plan.formulas.memory:breakdown",
+    "pipeline": "parallel.pipeline.executor",
+    "read_hf_config": "huggingface.config:read_config",
+    "read_schedule": "parallel.pipeline.schedules:read_csv",
+    "ring_attention": "parallel.context.attention",
+    "save_hf": "huggingface.checkpoint:save",
+    "sequence_order": "parallel.context.layout",
+    "simulate_step": "plan.compiled.compile",
+    "smap": "sharding.manual",
+    "stage_layers": "parallel.pipeline.schedules",
+    "ulysses_attention": "parallel.context.attention",
+    "vary": "sharding.rules",
+    "zigzag_attention": "parallel.context.attention",
 }
 
 

@@ -63,7 +63,7 @@ def functions(implementation: Literal["cudnn", "xla"]) -> dict[Program, Callable
 
     from ultrascale_jax import ring_attention, zigzag_attention
     from ultrascale_jax.kernels.attention import attention_backward, attention_forward
-    from ultrascale_jax.parallel.manual import smap
+    from ultrascale_jax.sharding.manual import smap
 
     pieces = P(None, "cp")
 

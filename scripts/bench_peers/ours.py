@@ -19,11 +19,11 @@ def make(spec: dict) -> Contestant:
     # As in `scripts.train`, JAX comes after the command line, and XLA's flags before JAX.
     import jax
 
-    from ultrascale_jax import distributed
-    from ultrascale_jax.mesh import make_mesh
+    from ultrascale_jax.launch import distributed
+    from ultrascale_jax.sharding.mesh import make_mesh
+    from ultrascale_jax.train_step.state import init_state
+    from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import make_loader
-    from ultrascale_jax.training.state import init_state
-    from ultrascale_jax.training.step import make_train_step
 
     distributed.set_environment(os.environ)
     if spec["needs_gpu"] and jax.default_backend() != "gpu":

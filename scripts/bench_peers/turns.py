@@ -43,7 +43,7 @@ def require_gpu(spec: dict) -> None:
     """Set XLA's flags; fail if the specification needs a GPU and there is none."""
     import jax
 
-    from ultrascale_jax import distributed
+    from ultrascale_jax.launch import distributed
 
     distributed.set_environment(os.environ)
     if spec["needs_gpu"] and jax.default_backend() != "gpu":

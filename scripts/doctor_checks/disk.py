@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import Config
-from ultrascale_jax.reliability.agreement import gather
-from ultrascale_jax.training.state import abstract_state
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.train_step.state import abstract_state
 
 PROBE_BYTES = 16 * 2**20
 SEEN_S = 30.0

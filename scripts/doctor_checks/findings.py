@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import jax
 
-from ultrascale_jax.reliability.agreement import gather
+from ultrascale_jax.launch.multihost import gather
 
 VERDICTS = ("OK", "NOTE", "WARN", "FAIL")
 """From best to worst; a NOTE judges nothing."""

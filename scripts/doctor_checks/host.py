@@ -15,10 +15,10 @@ from jax.experimental import multihost_utils
 
 from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import DistConfig, UserError
-from ultrascale_jax.distributed import PROXIES, check_devices
+from ultrascale_jax.launch.cluster import Launch
+from ultrascale_jax.launch.distributed import PROXIES, check_devices
+from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.plan.hardware import GPUS
-from ultrascale_jax.reliability.agreement import gather
-from ultrascale_jax.reliability.launch import Launch
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 SKEW_S = 1.0

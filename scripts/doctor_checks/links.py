@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from scripts.doctor_checks.findings import Finding
 from ultrascale_jax.config import AXES
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.costs import collective_seconds
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.plan.formulas.costs import collective_seconds
 from ultrascale_jax.plan.hardware import GPUS, Cluster
 from ultrascale_jax.plan.workload import Group
-from ultrascale_jax.reliability.agreement import gather
+from ultrascale_jax.sharding.manual import smap
 
 SIZE = {"gpu": 64 * 2**20, "cpu": 2**18}
 """Bytes of one collective on each device."""

@@ -20,8 +20,8 @@ from ultrascale_jax.config import (
     ModelConfig,
     UserError,
 )
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.reliability.agreement import gather
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.loop import train
 
 STEPS = 3

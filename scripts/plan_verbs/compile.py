@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
     summary = summarize(step, timeline, cluster)
     if folder is not None:
-        from ultrascale_jax.plan.timeline import trace
+        from ultrascale_jax.plan.compiled.timeline import trace
 
         (folder / "step.hlo").write_text(step.text)
         (folder / "summary.json").write_text(json.dumps(summary, indent=1))
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
 
 def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     """The `CompiledStep` and its `Timeline`."""
-    from ultrascale_jax.plan.compile import compile_step, simulate_step
+    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
 
     hosts = cluster.gpus_per_host
     step = compile_step(cfg, options.gpus, cluster.gpu.name, gpus_per_host=hosts)

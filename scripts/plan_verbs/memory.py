@@ -18,9 +18,10 @@ from rich.table import Table
 from scripts import command_line
 from scripts.plan_verbs import common
 from ultrascale_jax.config import Config, UserError
-from ultrascale_jax.plan import memory, nanotron, pipeline
-from ultrascale_jax.plan.candidates import told_to
+from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.search.search_space import told_to
+from ultrascale_jax.plan.validation import nanotron
 from ultrascale_jax.plan.workload import Run
 
 LIGHTER = {"none": ("selective", "full"), "dots": ("selective", "full"), "selective": ("full",)}

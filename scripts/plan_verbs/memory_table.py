@@ -26,7 +26,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     parse_mesh,
 )
-from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.workload import Run
 
 # held model mesh seq_len sequences microbatches zero remat document_mask. The formulas were derived from the rows
@@ -158,7 +158,7 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
 
 def measure(row: dict[str, str]) -> dict[str, str]:
     """The row with XLA's bytes."""
-    from ultrascale_jax.plan.compile import compile_step
+    from ultrascale_jax.plan.compiled.compile import compile_step
 
     step = compile_step(*config(row), estimates=False)
     values = (step.argument_bytes, step.temporary_bytes, step.peak_bytes)

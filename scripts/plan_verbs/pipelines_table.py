@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.plan_verbs import memory_table
-from ultrascale_jax.parallel.schedules import of_config
+from ultrascale_jax.parallel.pipeline.schedules import of_config
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report.draw import draw
 from ultrascale_jax.plan.report.figures import Lines, Point
-from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import GIB, Run
 
 # Every schedule for lock step with more and more micro-batches, one sequence of 4,096 tokens each.
@@ -60,7 +60,7 @@ def runs() -> Iterator[dict[str, str]]:
 
 def compiled(row: dict[str, str]) -> tuple[Any, Any]:
     """The `CompiledStep` of a row and its `Timeline`."""
-    from ultrascale_jax.plan.compile import compile_step, simulate_step
+    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
 
     cfg, num_gpus = memory_table.config(row)
     step = compile_step(cfg, num_gpus)

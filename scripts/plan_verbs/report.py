@@ -104,9 +104,9 @@ def _of_files(argv: list[str]) -> None:
 def _of_recipe(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "report", RecipeOptions, __doc__)
     recipe = recipe_of(argv)
-    from ultrascale_jax.plan.memory import breakdown
+    from ultrascale_jax.plan.formulas.memory import breakdown
+    from ultrascale_jax.plan.formulas.step_time import estimate
     from ultrascale_jax.plan.report import formulas
-    from ultrascale_jax.plan.speed import estimate
 
     with command_line.user_errors():
         run = common.planned(cfg, options)

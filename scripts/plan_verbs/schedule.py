@@ -17,9 +17,9 @@ from rich.table import Table
 
 from scripts import command_line
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
-from ultrascale_jax.parallel import schedules
-from ultrascale_jax.parallel.schedules import Schedule
-from ultrascale_jax.plan import pipeline
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.plan.formulas import pipeline
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",

@@ -21,8 +21,8 @@ from scripts.plan_verbs import common
 from scripts.plan_verbs.common import GIB
 from scripts.plan_verbs.words import recipe_of, words
 from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
-from ultrascale_jax.plan.candidates import configured, parse_choices, told_to
-from ultrascale_jax.plan.search import Candidate, Compiled, Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.search.ranking import Candidate, Compiled, Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.search.search_space import configured, parse_choices, told_to
 from ultrascale_jax.plan.workload import Shape
 
 BUSY = {"gemm": "matrix products", "other": "other work"}

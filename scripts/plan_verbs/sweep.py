@@ -29,10 +29,10 @@ from scripts.plan_verbs import common
 from scripts.plan_verbs.search import model
 from scripts.plan_verbs.words import recipe_of, words
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.plan import sweep
-from ultrascale_jax.plan.candidates import configured, parse_choices
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.sweep import Outcome
+from ultrascale_jax.plan.search import sweep
+from ultrascale_jax.plan.search.search_space import configured, parse_choices
+from ultrascale_jax.plan.search.sweep import Outcome
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import mfu
 

@@ -23,9 +23,9 @@ from rich.table import Table
 from scripts import command_line
 from scripts.plan_verbs import validate_published
 from ultrascale_jax.config import require
-from ultrascale_jax.plan import published, validate
-from ultrascale_jax.plan.software import NANOTRON, Software
-from ultrascale_jax.plan.validate import Cell, Prediction
+from ultrascale_jax.plan.formulas.framework import NANOTRON, Software
+from ultrascale_jax.plan.validation import published, validate
+from ultrascale_jax.plan.validation.validate import Cell, Prediction
 
 GOALS = (
     ("spearman_least", "rank correlation of throughput, worst cell", 0.9, True),

@@ -19,7 +19,7 @@ from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash, held
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.shards import Corpus, Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
-from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding.mesh import make_mesh
 
 ROWS = 8
 
@@ -407,7 +407,7 @@ port, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
 from ultrascale_jax.config import DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.mesh import make_mesh
+from ultrascale_jax.sharding.mesh import make_mesh
 data = DataConfig(source="synthetic", seq_len=16)
 class Counted:
     def __init__(self, samples):

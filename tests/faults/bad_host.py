@@ -7,14 +7,13 @@ import sys
 from orbax.checkpoint import v1 as ocp
 
 from scripts.train import main
-from ultrascale_jax.reliability import manifest
-from ultrascale_jax.training import checkpoint
+from ultrascale_jax.checkpoint import manager, manifest
 
 
 def stale():
     """The listing of the checkpoints is that of one save ago, as NFS keeps it."""
-    real = checkpoint.steps
-    checkpoint.steps = lambda folder: real(folder)[:-1]
+    real = manager.steps
+    manager.steps = lambda folder: real(folder)[:-1]
 
 
 def unreadable():

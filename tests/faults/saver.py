@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from tests.faults import tiny
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import CheckpointConfig, LogConfig, MeshConfig
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.reliability.steps import steps
-from ultrascale_jax.training.checkpoint import Checkpoints
-from ultrascale_jax.training.identity import describe
-from ultrascale_jax.training.state import abstract_state
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
 
 
 def config(folder, keep):

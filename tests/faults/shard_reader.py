@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from ultrascale_jax import distributed
 from ultrascale_jax.data.shards import open_shards
+from ultrascale_jax.launch import distributed
 
 if __name__ == "__main__":
     opened: set[str] = set()

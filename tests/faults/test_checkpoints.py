@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from ultrascale_jax.reliability import manifest
-from ultrascale_jax.reliability.events import read_events
-from ultrascale_jax.reliability.lock import RunLock
-from ultrascale_jax.reliability.steps import steps
-from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.run_lock import RunLock
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.conftest import Job, free_port
 from ultrascale_jax.data.shards import Index, write_shard
-from ultrascale_jax.reliability.events import read_events
+from ultrascale_jax.launch.events import read_events
 
 SECRETS = {"WANDB_API_KEY": "wandb-0123456789abcdef", "HF_TOKEN": "hf_0123456789abcdef"}
 

@@ -13,8 +13,8 @@ import pytest
 from tests.faults.conftest import LIMIT_S, RECIPE, ROOT, environment
 from ultrascale_jax.data.shards import Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
-from ultrascale_jax.reliability.events import read_events
-from ultrascale_jax.reliability.exit_codes import CRASHED, REFUSED, STOPPED
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED, STOPPED
 
 # At the recipe's own rate training itself makes 1e-3 of the last bit within 50 steps.
 LONG = (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import LIMIT_S, RECIPE, ROOT, environment
-from ultrascale_jax.reliability.events import read_events
-from ultrascale_jax.reliability.goodput import read_ledger
-from ultrascale_jax.reliability.watchdog import read_beat
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.goodput import read_ledger
+from ultrascale_jax.launch.watchdog import read_beat
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_straggler_is_named_within_twenty_steps(launch):
 
 @pytest.mark.faults
 def test_what_a_restart_cannot_mend_is_not_restarted(launch):
-    """Row 28, whose other half is in tests/reliability/test_supervisor.py. Nothing is started a second time."""
+    """Row 28, whose other half is in tests/launch/test_supervisor.py. Nothing is started a second time."""
     run = launch("--mesh.tp", "3")
     assert run.wait() == [2]
     assert len(told(run, "spawn")) == 1

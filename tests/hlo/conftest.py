@@ -23,7 +23,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     TrainConfig,
 )
-from ultrascale_jax.plan.compile import CompiledStep, compile_step
+from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
 
 MODEL = ModelConfig(
     vocab_size=1024, d_model=512, d_ff=1536, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64

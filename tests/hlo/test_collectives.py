@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.plan.compile import CompiledStep
-from ultrascale_jax.plan.traffic import Collective
+from ultrascale_jax.plan.compiled.collectives import Collective
+from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 BF16, FLOAT32 = 2, 4
 SCALARS = 64

@@ -12,18 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from configs import llama3_8b_1m, llama3_8b_128k
 from ultrascale_jax.config import ContextConfig
-from ultrascale_jax.distributed import GPU_FLAGS
 from ultrascale_jax.hlo import matmuls, parse
-from ultrascale_jax.parallel.context import context_attention
-from ultrascale_jax.plan.compile import (
+from ultrascale_jax.launch.distributed import GPU_FLAGS
+from ultrascale_jax.parallel.context.attention import context_attention
+from ultrascale_jax.plan.compiled.compile import (
     BOOLEANS,
     simulate_step,
     target_checks,
     target_devices,
     uncached,
 )
+from ultrascale_jax.plan.compiled.op_costs import Operations
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
-from ultrascale_jax.plan.operations import Operations
 
 RANKS, BF16 = 8, 2
 

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from ultrascale_jax.config import Config, Experts
-from ultrascale_jax.parallel.room import hops, room
-from ultrascale_jax.plan.compile import CompiledStep
-from ultrascale_jax.plan.traffic import Collective
+from ultrascale_jax.parallel.experts.capacity import hops, room
+from ultrascale_jax.plan.compiled.collectives import Collective
+from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ultrascale_jax.config import Experts
-from ultrascale_jax.plan.compile import CompiledStep
+from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 MATRICES = 7
 """Of a layer: q, k, v, o, gate, up, down."""

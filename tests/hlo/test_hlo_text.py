@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.hlo import Array, Dot, matmuls, parse
-from ultrascale_jax.plan.traffic import collectives, groups
+from ultrascale_jax.plan.compiled.collectives import find_collectives, groups
 
 AXES = {"fsdp": 4, "sp": 2}
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -17,11 +17,11 @@ def module():
 
 
 def found(module, name):
-    return next(c for c in collectives(module, AXES) if c.name == name)
+    return next(c for c in find_collectives(module, AXES) if c.name == name)
 
 
 def test_every_collective_is_found_once(module):
-    kinds = [c.kind for c in collectives(module, AXES)]
+    kinds = [c.kind for c in find_collectives(module, AXES)]
     assert sorted(kinds) == ["all-gather", "all-gather", "all-to-all", "reduce-scatter"]
 
 

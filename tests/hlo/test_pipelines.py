@@ -6,8 +6,8 @@ import pytest
 
 from configs import llama3_405b
 from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
-from ultrascale_jax.parallel.buffers import assemble
-from ultrascale_jax.parallel.schedules import of_config
+from ultrascale_jax.parallel.pipeline.program import assemble
+from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.hardware import find_gpu
 
 BF16, MIB = 2, 2**20
@@ -88,7 +88,7 @@ def test_one_loop_holds_forward_and_backward_so_that_they_overlap(piped):
     assert 3 in {count for name, count in flash.items() if bodies[name][-1:] == (depth,)}
 
 
-# Implied by parallel/test_buffers.py: slots of a schedule do not grow with its micro-batches.
+# Implied by parallel/test_pipeline_program.py: slots of a schedule do not grow with its micro-batches.
 @pytest.mark.wide
 @pytest.mark.slow
 def test_memory_of_1f1b_is_flat_in_micro_batches(piped):
@@ -116,7 +116,7 @@ def test_the_program_does_not_grow_with_micro_batches(piped):
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
 
 
-# parallel/test_buffers.py has the slots of the queue, one for each weight gradient that waits.
+# parallel/test_pipeline_program.py has the slots of the queue, one for each weight gradient that waits.
 @pytest.mark.wide
 def test_zero_bubble_keeps_no_more_than_1f1b_and_its_queue(piped):
     _, plain = piped(8)

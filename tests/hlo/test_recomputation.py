@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.plan.compile import CompiledStep
+from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 pytestmark = pytest.mark.slow
 

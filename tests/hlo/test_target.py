@@ -9,7 +9,7 @@ import pytest
 
 from scripts.command_line import load_recipe
 from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.compile import compile_step, target_checks, target_devices
+from ultrascale_jax.plan.compiled.compile import compile_step, target_checks, target_devices
 from ultrascale_jax.plan.hardware import GPUS, find_gpu
 
 # As conftest.py: cuBLAS calls instead of Triton kernels.
@@ -24,7 +24,7 @@ class Missing:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-from ultrascale_jax.plan.compile import target_devices
+from ultrascale_jax.plan.compiled.compile import target_devices
 target_devices(8)
 """
 

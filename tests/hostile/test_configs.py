@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from configs.demo import config as demo
 from scripts import command_line
 from tests.hostile.bent import BOUNDED, anything, bent_text, harmless, numbers, texts
+from ultrascale_jax.checkpoint.run_metadata import config_from_dict, fields
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.training.identity import config_from_dict, fields
 
 OPTIONS = sorted(f"--{name.replace('_', '-')}" for name in fields(demo))
 WORDS = st.one_of(

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
 from ultrascale_jax.config import UserError
-from ultrascale_jax.models.hf_config import read_config
-from ultrascale_jax.models.hf_files import open_tensors, weight_files
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.files import open_tensors, weight_files
 
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -14,14 +14,14 @@ from configs.demo import config as demo
 from scripts import convert_hf, generate
 from tests.faults.tiny import config as TINY
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
+from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.config import UserError
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.parallel.schedule_csv import read_csv, write_csv
-from ultrascale_jax.parallel.schedules import build
-from ultrascale_jax.reliability.events import read_events
-from ultrascale_jax.reliability.goodput import read_ledger
-from ultrascale_jax.reliability.steps import METADATA, metadata
-from ultrascale_jax.training.identity import check_same_run, describe
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.goodput import read_ledger
+from ultrascale_jax.parallel.pipeline.schedules import build
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
+from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows, truncate_rows
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.device import vary_alike
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.sharding.manual import smap
 
 
 @pytest.fixture

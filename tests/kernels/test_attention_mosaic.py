@@ -25,9 +25,9 @@ from ultrascale_jax.kernels.attention import (
 )
 from ultrascale_jax.kernels.attention_mosaic import Ranges
 from ultrascale_jax.kernels.shapes import ATTENTION
-from ultrascale_jax.parallel.context import context_attention
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.parallel.context.attention import context_attention
+from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.sharding.manual import smap
 
 
 def within(ranges: Ranges, S: int) -> np.ndarray:

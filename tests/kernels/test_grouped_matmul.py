@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.sharding.manual import smap
 
 
 def looped(x, w, sizes, dy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

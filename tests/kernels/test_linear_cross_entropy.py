@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.kernels.shapes import LINEAR_CROSS_ENTROPY
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.plan.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.sharding.manual import smap
 
 module = importlib.import_module("ultrascale_jax.kernels.linear_cross_entropy")
 Z_LOSS, WEIGHT = 0.1, 0.02

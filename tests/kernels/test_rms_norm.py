@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
 from ultrascale_jax.kernels.rms_norm import add_rms_norm, rms_norm
 from ultrascale_jax.kernels.shapes import RMS_NORM
-from ultrascale_jax.parallel.manual import smap
+from ultrascale_jax.sharding.manual import smap
 
 EPS = 1e-3
 """Large enough to be seen in the results."""

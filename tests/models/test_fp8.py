@@ -12,9 +12,9 @@ import pytest
 from tests.states import some_state
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.kernels.quantize_fp8 import dequantize, quantize_fp8
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models import fp8
-from ultrascale_jax.training.precision import fp8_of, recipe
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.precision import fp8_of, recipe
 
 M, K, N = 40, 160, 136
 PRECISIONS = ["fp8", "fp8_rowwise", "fp8_block"]

@@ -19,9 +19,9 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.mesh import make_mesh
 
 LAYERS = 5
 LLAMA = ModelConfig(

@@ -14,16 +14,16 @@ from jax.sharding import PartitionSpec as P
 from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.models.layers import map_params, reduce_gradient
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, manual, specs, varying
-from ultrascale_jax.training.remat import remat
-from ultrascale_jax.training.state import initial_state
-from ultrascale_jax.training.step import loss_and_gradients, objective
-from ultrascale_jax.training.zero import reduce_gradients, use
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding.rules import act, manual, specs, varying
+from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.state import initial_state
+from ultrascale_jax.train_step.step import loss_and_gradients, objective
+from ultrascale_jax.train_step.zero import reduce_gradients, use
 
 BASE = Config(
     model=ModelConfig(

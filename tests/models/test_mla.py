@@ -1,6 +1,6 @@
 """Latent attention: every mesh gives what one device gives, and its parts do what the paper says.
 
-That the numbers are those of DeepSeek-V3's own layers is shown by its checkpoint in `test_hf_numbers.py`.
+That the numbers are those of DeepSeek-V3's own layers is shown by its checkpoint in `test_numbers.py`.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from ultrascale_jax.config import (
     ModelConfig,
     RopeScaling,
 )
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.layers import (
     gather_param,
     map_params,
@@ -30,8 +29,9 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, manual, specs
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act, manual, specs
 
 YARN = RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, mscale_all_dim=1.0)
 LATENT = LatentAttention(q_rank=16, kv_rank=8, rope_dim=4, v_dim=6)

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
 from tests.states import some_module
 from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.layers import gather_param, map_params
 from ultrascale_jax.models.moe import MoE, route
-from ultrascale_jax.sharding import act
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
 
 ROUTERS = {
     "mixtral": Experts(num=8, per_token=2),

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig, ModelConfig, RopeScaling
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.rotary import frequencies, rotary, rotate
-from ultrascale_jax.sharding import act
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
 
 MODEL = ModelConfig(d_model=32, num_heads=2, num_kv_heads=2, head_dim=16)
 LLAMA = dataclasses.replace(MODEL, rope_theta=500_000.0)

@@ -8,9 +8,9 @@ import pytest
 
 from tests.states import some_module
 from ultrascale_jax.config import MeshConfig, ModelConfig
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = ModelConfig(
     vocab_size=32, d_model=16, d_ff=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8

@@ -16,7 +16,7 @@ import ultrascale_jax as uj
 from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.kernels.attention import attention_reference
-from ultrascale_jax.parallel.ring import Plan
+from ultrascale_jax.parallel.context.ring import Plan
 
 TOLERANCE = 1e-5
 B, N, H = 2, 8, 4

@@ -11,13 +11,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.parallel.buffers import assemble
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.parallel.pipeline import Stages, pipeline
-from ultrascale_jax.parallel.schedules import build, forward_only, layer_order, stage_layers
-from ultrascale_jax.parallel.vjp import LayerVJP
-from ultrascale_jax.sharding import vary
+from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+from ultrascale_jax.parallel.pipeline.program import assemble
+from ultrascale_jax.parallel.pipeline.schedules import (
+    build,
+    forward_only,
+    layer_order,
+    stage_layers,
+)
+from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import vary
 
 D, V, T = 8, 32, 4
 AUX = 0.1

@@ -16,7 +16,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.parallel.schedules import (
+from ultrascale_jax.parallel.pipeline.schedules import (
     Schedule,
     ScheduleError,
     build,

@@ -16,7 +16,13 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.parallel.schedules import build, from_costs, of_config, read_csv, write_csv
+from ultrascale_jax.parallel.pipeline.schedules import (
+    build,
+    from_costs,
+    of_config,
+    read_csv,
+    write_csv,
+)
 
 TABLE = """\
 0F0,0F1,,,0B0,0B1

@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding
 
 from tests.states import some_state
 from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig
-from ultrascale_jax.mesh import make_mesh
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding import act
-from ultrascale_jax.training.loop import make_loader
-from ultrascale_jax.training.step import (
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.step import (
     apply_gradients,
     loss_and_gradients,
     make_eval_step,
     position_weight,
 )
+from ultrascale_jax.training.loop import make_loader
 
 TOLERANCE = 1e-5
 BOUND = 8.0

@@ -21,7 +21,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from ultrascale_jax.training import precision
+from ultrascale_jax.train_step import precision
 
 BASE = Config(
     model=ModelConfig(

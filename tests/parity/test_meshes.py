@@ -122,9 +122,9 @@ TABLE = {
 FAST = {"fsdp2_sp2_tp2_qwen3"}
 # With it `make test` has each axis, ZeRO 1 and 3, experts, tied embeddings and post-norms; and the pairs dp-cp, dp-sp,
 # cp-sp, fsdp-sp, fsdp-tp, sp-tp and ep-cp. test_pipelines.py has ep-cp with further rounds;
-# models/test_hf_numbers.py DeepSeek-V3's layers on fsdp-sp-tp. What the wide rows have beside is proved where it is
+# huggingface/test_numbers.py DeepSeek-V3's layers on fsdp-sp-tp. What the wide rows have beside is proved where it is
 # done: strategies of attention in parallel/test_context.py, dispatches and experts split by tp in
-# parallel/test_expert.py, auxiliary losses in models/test_moe.py.
+# parallel/test_experts.py, auxiliary losses in models/test_moe.py.
 SLOW = {
     "dp2_cp2_sp2_zero1",
     "ep2_cp2_zero1",

@@ -71,9 +71,9 @@ def test_all_seven_axes_train_as_one_device(name):
 def main(name: str) -> None:
     """Compare a row with one device; `AssertionError` says where they differ."""
     from tests.parity.conftest import compare
-    from ultrascale_jax.training import precision
+    from ultrascale_jax.train_step import precision
+    from ultrascale_jax.train_step.state import init_state
     from ultrascale_jax.training.loop import make_loader
-    from ultrascale_jax.training.state import init_state
 
     precision.COMPUTE |= dict.fromkeys(FP8, jnp.float32)
     jax.config.update("jax_numpy_rank_promotion", "raise")

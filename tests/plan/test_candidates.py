@@ -16,7 +16,8 @@ from ultrascale_jax.config import (
     PipelineConfig,
     UserError,
 )
-from ultrascale_jax.plan.candidates import (
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.search.search_space import (
     REMAT,
     UNEVEN,
     configured,
@@ -27,7 +28,6 @@ from ultrascale_jax.plan.candidates import (
     parse_choices,
     told_to,
 )
-from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Run, Shape
 
 SPLIT = ("pp", "dp", "fsdp", "sp", "tp")

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from ultrascale_jax.config import ContextConfig, MeshConfig
-from ultrascale_jax.parallel.ring import Plan
-from ultrascale_jax.plan import context, costs
-from ultrascale_jax.plan.activations import document_mask, kept, layer_of, working_set
+from ultrascale_jax.parallel.context.ring import Plan
+from ultrascale_jax.plan.formulas import context, costs
+from ultrascale_jax.plan.formulas.activations import document_mask, kept, layer_of, working_set
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.memory import breakdown
-from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import Group, Run, Shape
 
 LLAMA3_8B = Shape(

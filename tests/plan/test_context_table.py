@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 
 from scripts.plan_verbs import context_table, memory_table, pipelines_table
+from ultrascale_jax.plan.formulas.memory import fits
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
-from ultrascale_jax.plan.memory import fits
-from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "context.csv"

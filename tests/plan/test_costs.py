@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrascale_jax.plan import costs
+from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.workload import Group
 

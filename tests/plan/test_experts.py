@@ -4,8 +4,8 @@ import pytest
 
 from configs import shapes
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
-from ultrascale_jax.parallel.room import share
-from ultrascale_jax.plan import costs, experts
+from ultrascale_jax.parallel.experts.capacity import share
+from ultrascale_jax.plan.formulas import costs, experts
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run, Shape
 

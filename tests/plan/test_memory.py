@@ -12,10 +12,10 @@ import pytest
 from configs import shapes
 from scripts.plan_verbs import memory_table
 from ultrascale_jax.config import Experts, MeshConfig
-from ultrascale_jax.plan.activations import kept, layer_of, loss_chunks
+from ultrascale_jax.plan.formulas.activations import kept, layer_of, loss_chunks
+from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
+from ultrascale_jax.plan.formulas.parameters import rest, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.memory import breakdown, fits, state, timeline
-from ultrascale_jax.plan.parameters import rest, weights_of
 from ultrascale_jax.plan.workload import Run, Shape
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"

@@ -7,7 +7,7 @@ import pytest
 
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.nanotron import (
+from ultrascale_jax.plan.validation.nanotron import (
     FITTED,
     SHAPES,
     Allocator,

@@ -3,13 +3,13 @@
 import pytest
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig
-from ultrascale_jax.parallel import pipeline as executor
-from ultrascale_jax.parallel.buffers import assemble
-from ultrascale_jax.parallel.schedules import build
-from ultrascale_jax.plan import pipeline
+from ultrascale_jax.parallel.pipeline import executor as executor
+from ultrascale_jax.parallel.pipeline.program import assemble
+from ultrascale_jax.parallel.pipeline.schedules import build
+from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas.pipeline import Key
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.pipeline import Key
-from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import Run, Shape
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (0, 3)] + [("interleaved", 4)]

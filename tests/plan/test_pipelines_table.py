@@ -8,10 +8,10 @@ import pytest
 
 from scripts.plan_verbs import memory_table, pipelines_table
 from ultrascale_jax.config import SCHEDULES
-from ultrascale_jax.plan import pipeline
-from ultrascale_jax.plan.activations import kept, layer_of
-from ultrascale_jax.plan.candidates import UNEVEN
-from ultrascale_jax.plan.pipeline_memory import waiting
+from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas.activations import kept, layer_of
+from ultrascale_jax.plan.formulas.pipeline_memory import waiting
+from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.plan.workload import Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "pipelines.csv"

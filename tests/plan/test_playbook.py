@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 
 from ultrascale_jax.config import Experts, MeshConfig, UserError
-from ultrascale_jax.plan import playbook
-from ultrascale_jax.plan.cheatsheet import cheat_sheet
+from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
+from ultrascale_jax.plan.validation import playbook
 from ultrascale_jax.plan.workload import Run, Shape
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.published import (
+from ultrascale_jax.plan.validation.published import (
     COLUMNS,
     Prediction,
     Row,

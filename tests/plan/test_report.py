@@ -10,8 +10,8 @@ import pytest
 
 from configs import llama3_8b
 from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.memory import breakdown
 from ultrascale_jax.plan.report import draw, files, formulas, page, palette, runs, speeds
 from ultrascale_jax.plan.report.figures import (
     Bar,
@@ -112,7 +112,7 @@ def test_scaling_marks_what_does_not_fit(study):
 
 
 def test_step_parts_add_up_to_the_estimate(study):
-    from ultrascale_jax.plan.speed import estimate
+    from ultrascale_jax.plan.formulas.step_time import estimate
 
     bars = {bar.label: bar for bar in speeds.step_parts(study).panels["tensor and sequence (sp)"]}
     tried = [study.varied({"sp": 4, "fsdp": 16}, sequences=n) for n in (1, 2, 4, 8, 16, 32)]

@@ -8,7 +8,18 @@ from configs.debug import config as debug
 from configs.llama3_8b import config as llama3_8b
 from configs.llama3_70b import config as llama3_70b
 from configs.shapes import MIXTRAL_8X7B
-from ultrascale_jax.plan.candidates import (
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.search.ranking import (
+    MARGIN,
+    PROMISING,
+    Compiled,
+    NotCompiled,
+    Search,
+    kind,
+)
+from ultrascale_jax.plan.search.search_space import (
     REMAT,
     UNEVEN,
     configured,
@@ -16,10 +27,6 @@ from ultrascale_jax.plan.candidates import (
     enumerate_runs,
     parse_choices,
 )
-from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.memory import breakdown
-from ultrascale_jax.plan.search import MARGIN, PROMISING, Compiled, NotCompiled, Search, kind
-from ultrascale_jax.plan.speed import estimate
 from ultrascale_jax.plan.workload import Run
 
 GIB = 2**30

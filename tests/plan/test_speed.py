@@ -6,11 +6,11 @@ import pytest
 
 from configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.plan.compiled.timeline import Timeline
+from ultrascale_jax.plan.formulas.framework import NANOTRON, ULTRASCALE, benchmark_stalls
+from ultrascale_jax.plan.formulas.step_time import Estimate, estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
-from ultrascale_jax.plan.nanotron import run_of
-from ultrascale_jax.plan.software import NANOTRON, ULTRASCALE, benchmark_stalls
-from ultrascale_jax.plan.speed import Estimate, estimate
-from ultrascale_jax.plan.timeline import Timeline
+from ultrascale_jax.plan.validation.nanotron import run_of
 from ultrascale_jax.plan.workload import Run, Shape
 
 LLAMA3_8B = Shape(

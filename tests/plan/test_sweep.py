@@ -9,10 +9,10 @@ import pytest
 from configs.debug import config as debug
 from configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.config import MeshConfig, UserError
-from ultrascale_jax.plan import sweep
-from ultrascale_jax.plan.candidates import parse_choices
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.sweep import Outcome, Table
+from ultrascale_jax.plan.search import sweep
+from ultrascale_jax.plan.search.search_space import parse_choices
+from ultrascale_jax.plan.search.sweep import Outcome, Table
 from ultrascale_jax.plan.workload import Run, Shape
 
 CLUSTER = find_cluster(None, "h100", 8)

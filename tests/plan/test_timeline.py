@@ -10,10 +10,11 @@ import ultrascale_jax
 from scripts import command_line, plan
 from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from ultrascale_jax.hlo import parse
-from ultrascale_jax.plan import compile, costs
+from ultrascale_jax.plan.compiled import compile
+from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops, touched
+from ultrascale_jax.plan.compiled.timeline import simulate, trace
+from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.operations import Operations, attention_flops, touched
-from ultrascale_jax.plan.timeline import simulate, trace
 from ultrascale_jax.plan.workload import Group, Run
 from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params
 
@@ -487,7 +488,7 @@ def test_speed_is_that_of_the_run():
 
 @pytest.mark.wide
 def test_a_compiled_step_does_the_operations_that_the_model_needs():
-    from ultrascale_jax.plan.compile import compile_step
+    from ultrascale_jax.plan.compiled.compile import compile_step
 
     cfg = Config(
         model=ModelConfig(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.plan import validate
-from ultrascale_jax.plan.software import NANOTRON
-from ultrascale_jax.plan.validate import (
+from ultrascale_jax.plan.formulas.framework import NANOTRON
+from ultrascale_jax.plan.validation import validate
+from ultrascale_jax.plan.validation.validate import (
     FITTED,
     Prediction,
     calibrate,

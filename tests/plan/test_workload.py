@@ -14,7 +14,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     UserError,
 )
-from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.workload import Group, Run, Shape, group
 from ultrascale_jax.training.flops import flops_per_token, total_params
 

@@ -21,11 +21,11 @@ from scripts.bench_peers.contestant import pipelined
 from scripts.bench_peers.report import Report, figures
 from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from tests.states import some_state
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.plan.compile import target_devices
-from ultrascale_jax.sharding import act
+from ultrascale_jax.plan.compiled.compile import target_devices
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.step import loss_and_gradients
 from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.step import loss_and_gradients
 
 PARTS = bench.peer_parts(tiny=True)
 ENVIRON = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}

@@ -9,8 +9,8 @@ import pytest
 from scripts.bench_peers.report import Report
 from scripts.bench_pipelines import Options, bench, measure, rows
 from ultrascale_jax.config import UserError
-from ultrascale_jax.parallel.schedules import KINDS, build
-from ultrascale_jax.plan.pipeline import lock_step_bubble
+from ultrascale_jax.parallel.pipeline.schedules import KINDS, build
+from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 
 
 @pytest.mark.slow

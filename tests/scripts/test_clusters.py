@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from scripts import command_line, launch, train
-from ultrascale_jax.reliability.exit_codes import REFUSED, STOPPED
-from ultrascale_jax.reliability.launch import detect
+from ultrascale_jax.launch.cluster import detect
+from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "scripts/slurm.sh"

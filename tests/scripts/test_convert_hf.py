@@ -23,6 +23,8 @@ from scripts.convert_hf import (
     train_command,
     with_model,
 )
+from ultrascale_jax.checkpoint.load_params import load_params
+from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -31,11 +33,9 @@ from ultrascale_jax.config import (
     RopeScaling,
     TrainConfig,
 )
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.models.hf_config import read_config
-from ultrascale_jax.training.checkpoint import Checkpoints
-from ultrascale_jax.training.loading import load_params
-from ultrascale_jax.training.state import abstract_state
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "data" / "hf"

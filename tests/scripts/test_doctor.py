@@ -12,9 +12,9 @@ from scripts.doctor_checks import disk, flags, host, links, preflight
 from scripts.doctor_checks.findings import Finding, of_all
 from tests.faults.conftest import environment, free_port
 from ultrascale_jax.config import Config, DistConfig, LogConfig, MeshConfig, ModelConfig
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.reliability.agreement import gather
-from ultrascale_jax.reliability.launch import Launch
+from ultrascale_jax.launch.cluster import Launch
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).parents[2]
 

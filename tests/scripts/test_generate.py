@@ -8,6 +8,8 @@ import pytest
 
 from scripts.generate import main, printable
 from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -16,9 +18,7 @@ from ultrascale_jax.config import (
     ModelConfig,
     TrainConfig,
 )
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.training.checkpoint import Checkpoints
-from ultrascale_jax.training.identity import describe
+from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = Config(
     model=ModelConfig(

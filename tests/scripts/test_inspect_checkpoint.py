@@ -11,11 +11,11 @@ import pytest
 
 from scripts.inspect_checkpoint import main
 from tests.states import some_state
+from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, ModelConfig
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.reliability import manifest
-from ultrascale_jax.training.checkpoint import Checkpoints
-from ultrascale_jax.training.identity import describe
+from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = Config(
     model=ModelConfig(

@@ -6,7 +6,7 @@ import pytest
 
 from scripts import launch, train
 from ultrascale_jax.config import DistConfig, UserError
-from ultrascale_jax.reliability.events import Events, read_events
+from ultrascale_jax.launch.events import Events, read_events
 
 CPU = {"JAX_PLATFORMS": "cpu", "HOME": "/home/me"}
 

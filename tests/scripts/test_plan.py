@@ -10,7 +10,7 @@ from rich.console import Console
 from scripts import plan
 from scripts.plan_verbs import compile as verb
 from ultrascale_jax import hlo
-from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import find_cluster
 
 RUN = [

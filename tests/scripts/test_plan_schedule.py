@@ -6,7 +6,7 @@ import pytest
 
 from scripts import plan
 from ultrascale_jax.config import SCHEDULES
-from ultrascale_jax.parallel import schedules
+from ultrascale_jax.parallel.pipeline import schedules
 
 
 def answer(capsys, *arguments):

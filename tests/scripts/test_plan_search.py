@@ -10,9 +10,9 @@ from rich.console import Console
 from scripts import command_line, plan
 from scripts.plan_verbs import search
 from scripts.plan_verbs.words import recipe_of, words
-from ultrascale_jax.plan.candidates import parse_choices
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.search import Compiled, Search
+from ultrascale_jax.plan.search.ranking import Compiled, Search
+from ultrascale_jax.plan.search.search_space import parse_choices
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
 ROW = {

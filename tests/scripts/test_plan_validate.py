@@ -7,7 +7,7 @@ import pytest
 
 from scripts import plan
 from ultrascale_jax.plan.report import files
-from ultrascale_jax.plan.validate import FITTED
+from ultrascale_jax.plan.validation.validate import FITTED
 
 RUNS = Path(__file__).parents[1] / "data" / "plan" / "playbook_runs.csv"
 PUBLISHED = Path(__file__).parents[2] / "docs" / "planning" / "published_runs.csv"

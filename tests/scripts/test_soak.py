@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts import soak
-from ultrascale_jax.reliability.goodput import Ledger
+from ultrascale_jax.launch.goodput import Ledger
 
 FLIP = soak.Strike(10.0, soak.FLIP, 45, "", flipped=40)
 

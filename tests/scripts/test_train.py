@@ -91,7 +91,7 @@ def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     assert [row["step"] for row in step_rows(folder)] == [1, 2, 3, 4, 5]
 
 
-# test_checkpoint.py refuses it in this process, and test_command_line.py has what an error looks like.
+# test_manager.py refuses it in this process, and test_command_line.py has what an error looks like.
 @pytest.mark.wide
 def test_another_model_in_the_same_run_directory_is_refused_in_a_few_lines(trained):
     folder, code, _, err = trained

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -28,18 +30,16 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.parallel import room
-from ultrascale_jax.reliability.sigterm import SigtermListener
-from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.health.skipped_steps import Diverged
+from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.parallel.experts import capacity
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.identity import describe
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
-from ultrascale_jax.training.skips import Diverged
-from ultrascale_jax.training.state import abstract_state
-from ultrascale_jax.training.step import make_train_step
 
 BASE = Config(
     model=ModelConfig(
@@ -58,8 +58,8 @@ import json, math, sys
 import jax
 from ultrascale_jax import distributed
 from ultrascale_jax.config import DistConfig
-from ultrascale_jax.mesh import make_mesh
-from ultrascale_jax.training.identity import config_from_dict
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.training.loop import train
 distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=10))
 cfg = config_from_dict(json.loads(sys.argv[1]))
@@ -189,7 +189,7 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
 
 
-# Implied by test_checkpoint.py's states on any mesh, tests/parity, and a loader that has no mesh.
+# Implied by test_manager.py's states on any mesh, tests/parity, and a loader that has no mesh.
 @pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):
     cut(straight, tmp_path / "run")
@@ -230,7 +230,7 @@ def test_the_way_to_experts_is_described_as_it_is_run():
     )
     (line,) = parallelism(cfg)
     tokens = BASE.data.seq_len * BASE.train.global_batch // (4 * BASE.train.microbatches)
-    first, second = room.hops(cfg.moe, cfg.model.experts, 4, tokens // 2)
+    first, second = capacity.hops(cfg.moe, cfg.model.experts, 4, tokens // 2)
     assert line == (
         "experts: 2 of 8 for each token, 2 on a GPU; dropless over ep=4 in 2 parts, one half beside the other; "
         f"a round sends at most {first.rows:,} rows to each of 2, then {second.rows:,} rows to each of 2"

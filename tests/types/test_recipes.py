@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 
 import configs
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig
-from ultrascale_jax.mesh import abstract_mesh
-from ultrascale_jax.sharding import act
-from ultrascale_jax.training.state import initial_state
-from ultrascale_jax.training.step import make_train_step
+from ultrascale_jax.sharding.mesh import abstract_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.state import initial_state
+from ultrascale_jax.train_step.step import make_train_step
 
 NUM_DEVICES = 4096
 RECIPES = {

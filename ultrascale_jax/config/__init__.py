@@ -142,7 +142,7 @@ class DataConfig:
 
 
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
-"""Pipeline schedules that have a name; `parallel/schedules.py` makes them."""
+"""Pipeline schedules that have a name; `parallel/pipeline/schedules.py` makes them."""
 
 GROUPED = ("interleaved", "zb_uniform")
 """Those that send micro-batches through their stages in groups; the only ones whose `virtual` is free."""

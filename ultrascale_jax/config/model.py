@@ -152,7 +152,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of one decoder; the families it covers are those of `models/hf.py`."""
+    """Shape of one decoder; the families it covers are those of `huggingface/checkpoint.py`."""
 
     vocab_size: int = 256
     """Number of token ids (V)."""

@@ -30,7 +30,7 @@ from ultrascale_jax.data.samples import (
 )
 from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
-from ultrascale_jax.sharding import act
+from ultrascale_jax.sharding.rules import act
 
 
 class UnreadableError(OSError):

@@ -26,7 +26,7 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.reliability.run_files import write_atomic
+from ultrascale_jax.launch.run_files import write_atomic
 
 FORMAT = "ultrascale_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
@@ -296,7 +296,7 @@ def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
     # Here, as `prepare_data` needs no JAX.
     import jax
 
-    from ultrascale_jax.reliability.agreement import gather
+    from ultrascale_jax.launch.multihost import gather
 
     names = [f"{shard.name}.{kind}" for shard in shards for kind in ("tokens", "documents")]
     stats = [(folder / name).stat() for name in names if (folder / name).is_file()]

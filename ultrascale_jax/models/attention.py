@@ -19,9 +19,9 @@ from ultrascale_jax.models.layers import (
     spread,
 )
 from ultrascale_jax.models.rotary import rotate
-from ultrascale_jax.parallel.context import context_attention
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, mesh_size, offset, reshard
+from ultrascale_jax.parallel.context.attention import context_attention
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import act, mesh_size, offset, reshard
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""

@@ -31,8 +31,8 @@ from jax.tree_util import keystr
 from ultrascale_jax.kernels.device import device, on_gpu, on_hopper, vary_alike
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
-from ultrascale_jax.parallel.manual import leave_partial, smap
-from ultrascale_jax.sharding import einsum, is_matrix, mesh_size, specs, varying
+from ultrascale_jax.sharding.manual import leave_partial, smap
+from ultrascale_jax.sharding.rules import einsum, is_matrix, mesh_size, specs, varying
 
 Scaling = Literal["tensor", "row", "block"]
 
@@ -41,7 +41,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How products with parameters are computed in fp8; `training/precision.py` makes it of a run's settings."""
+    """How products with parameters are computed in fp8; `train_step/precision.py` makes it of a run's settings."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"]

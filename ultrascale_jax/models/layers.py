@@ -16,8 +16,8 @@ from ultrascale_jax.config.base import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, linear
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import (
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
     act,

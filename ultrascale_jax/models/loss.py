@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.models.layers import gradient_axes
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, axes_of, manual, offset, piece, specs, vary, varying
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import act, axes_of, manual, offset, piece, specs, vary, varying
 
 CHUNK_BYTES = 2**29
 """Upper bound of one chunk's float32 logits on a device."""

@@ -3,7 +3,7 @@
 The router is computed in float32. What it did is known on each device in the forward pass but wanted once a step,
 summed over micro-batches and devices, as gradients are. So it travels with them: `monitor` is a parameter of zeros that
 the result does not depend on, and its cotangent is the experts' loads, the choices dropped and the sum of entropies.
-`training/balance.py` takes it out of the gradients.
+`train_step/balance.py` takes it out of the gradients.
 """
 
 import functools
@@ -15,10 +15,10 @@ from flax import nnx
 from ultrascale_jax.config import Experts, ModelConfig, MoEConfig
 from ultrascale_jax.models.fp8 import Fp8Weight, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
-from ultrascale_jax.parallel.expert import expert_layer
-from ultrascale_jax.parallel.expert_rows import Product
-from ultrascale_jax.parallel.manual import smap
-from ultrascale_jax.sharding import act, axes_of, specs, vary, varying
+from ultrascale_jax.parallel.experts.exchange import expert_layer
+from ultrascale_jax.parallel.experts.local import Product
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import act, axes_of, specs, vary, varying
 
 
 def route(

@@ -28,7 +28,7 @@ from ultrascale_jax.models.layers import (
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.sharding import einsum, reshard, stored
+from ultrascale_jax.sharding.rules import einsum, reshard, stored
 
 type LayerOrder = tuple[int | None, ...]
 """The layer at each position of a stack; None is one of zeros, which no stage runs."""
@@ -62,7 +62,7 @@ def _cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model, Llama-style; `models/hf.py` lists the families it covers exactly."""
+    """Decoder-only language model, Llama-style; `huggingface/checkpoint.py` lists the families it covers exactly."""
 
     def __init__(
         self, cfg: ModelConfig, key: jax.Array, layer_order: Sequence[int | None] | None = None
@@ -128,8 +128,8 @@ class Transformer(nnx.Module):
           segment_ids_BT: document of each token, or None for one document a row.
           dtype: type of compute.
           remat: wraps the function of one layer, to say what the backward pass recomputes.
-          context: how attention crosses cp; every sequence stands in its order (`parallel/order.py`), by default the
-            natural one. With a cache it is not used.
+          context: how attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`), by
+            default the natural one. With a cache it is not used.
           recompute: keep no attention scores for the backward pass.
           moe: how tokens travel to their experts, and what balances them.
           fp8: which products are computed in fp8, and how.

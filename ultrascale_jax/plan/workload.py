@@ -19,10 +19,10 @@ from ultrascale_jax.config import (
     PipelineConfig,
     require,
 )
-from ultrascale_jax.parallel import schedules
-from ultrascale_jax.parallel.reach import steps_in_reach
+from ultrascale_jax.parallel.context.window import steps_in_reach
+from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.shape import Shape as Shape
+from ultrascale_jax.plan.model_shape import Shape as Shape
 from ultrascale_jax.training.flops import mean_keys, mfu
 
 GIB = 2**30

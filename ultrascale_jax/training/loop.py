@@ -15,29 +15,29 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
 from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.distributed import StopRequest, guarded
-from ultrascale_jax.parallel.order import sequence_order
-from ultrascale_jax.reliability.events import Events
-from ultrascale_jax.reliability.faults import Plan
-from ultrascale_jax.reliability.goodput import read_ledger
-from ultrascale_jax.reliability.run_files import write_atomic
-from ultrascale_jax.reliability.stragglers import StepTimes
-from ultrascale_jax.reliability.watchdog import Watch
-from ultrascale_jax.training.alone import alone
-from ultrascale_jax.training.checkpoint import Checkpoints
+from ultrascale_jax.health.replicas import Replicas
+from ultrascale_jax.health.rerun import Steps
+from ultrascale_jax.health.skipped_steps import Skips
+from ultrascale_jax.health.stragglers import StepTimes
+from ultrascale_jax.launch.distributed import StopRequest, guarded
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.faults import Plan
+from ultrascale_jax.launch.goodput import read_ledger
+from ultrascale_jax.launch.run_files import write_atomic
+from ultrascale_jax.launch.watchdog import Watch
+from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.train_step.precision import check_kernels
+from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
+from ultrascale_jax.train_step.step import make_eval_step, make_train_step
 from ultrascale_jax.training.describe import parallelism
-from ultrascale_jax.training.identity import check_same_run, describe
 from ultrascale_jax.training.metrics import RunLog, peak_memory_gb
-from ultrascale_jax.training.precision import check_kernels
-from ultrascale_jax.training.rate import Rate
-from ultrascale_jax.training.replicas import Replicas
-from ultrascale_jax.training.rerun import Steps
-from ultrascale_jax.training.skips import Skips
-from ultrascale_jax.training.state import TrainState, abstract_state, init_state
-from ultrascale_jax.training.step import make_eval_step, make_train_step
-from ultrascale_jax.training.tracer import Tracer
+from ultrascale_jax.training.profiler import Tracer
+from ultrascale_jax.training.run_lock import alone
+from ultrascale_jax.training.throughput import Rate
 
 
 def train(

@@ -24,16 +24,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.reliability.events import say, to_json
-from ultrascale_jax.reliability.run_files import (
+from ultrascale_jax.health.skipped_steps import FAULTS, reason
+from ultrascale_jax.launch.events import say, to_json
+from ultrascale_jax.launch.run_files import (
+    METRICS,
     folder_of,
     open_regular,
     read_regular,
     write_atomic,
 )
-from ultrascale_jax.training.skips import FAULTS, reason
-
-FILE_NAME = "metrics.jsonl"
 
 NO_SERIES = ("step", "time")
 """Numbers of a row that TensorBoard knows already."""
@@ -107,10 +106,10 @@ class RunLog:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         finished = first_step >= num_steps
-        missing = truncate_rows(run_dir / FILE_NAME, first_step, finished=finished)
+        missing = truncate_rows(run_dir / METRICS, first_step, finished=finished)
         # Without Python's buffer, which loses what it cannot write.
         self._file = self._stack.enter_context(
-            open(run_dir / FILE_NAME, "ab", 0, opener=open_regular)
+            open(run_dir / METRICS, "ab", 0, opener=open_regular)
         )
         self._waiting, self._full = b"", False
         self._events = TensorBoard(run_dir / "tensorboard", first_step, self.note)
@@ -128,7 +127,7 @@ class RunLog:
             more = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
             where = f"{', '.join(missing[:3])}{more}"
             self.note(
-                f"{run_dir / FILE_NAME} has no rows of steps {where}: it was cut; the rest is kept"
+                f"{run_dir / METRICS} has no rows of steps {where}: it was cut; the rest is kept"
             )
 
     def __enter__(self) -> "RunLog":

@@ -167,7 +167,7 @@ def _compile(sources: Sequence[Source]) -> list[Figure]:
             Streams(
                 name=f"timeline{tail}",
                 title=f"One step: {where}",
-                caption="The scheduled program of XLA, timed operation by operation by plan/timeline.py. "
+                caption="The scheduled program of XLA, timed operation by operation by plan/compiled/timeline.py. "
                 f"Step {1e3 * step:.1f} ms, {content['tokens_per_s_gpu']:,.0f} tokens/s/GPU, "
                 f"MFU {100 * content['mfu']:.1f}%.",
                 streams=streams,

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from ultrascale_jax.plan.candidates import REMAT
-from ultrascale_jax.plan.memory import breakdown, timeline
+from ultrascale_jax.plan.formulas.memory import breakdown, timeline
 from ultrascale_jax.plan.report import files, schedules, speeds
 from ultrascale_jax.plan.report.figures import Bar, Bars, Figure
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
+from ultrascale_jax.plan.search.search_space import REMAT
 from ultrascale_jax.plan.workload import GIB, Run
 
 

@@ -23,7 +23,7 @@ OWN = {
     "activations: logits": "#FFAABB",
     WHOLE: "#888888",
 }
-"""Of parts that many figures show; the names are those of plan/memory.py."""
+"""Of parts that many figures show; the names are those of plan/formulas/memory.py."""
 KINDS = {
     "gemm": "#4477AA",
     "attention": "#AA3377",
@@ -36,9 +36,9 @@ KINDS = {
     "collective-permute": "#44AA99",
     LOOP: "#CCCCCC",
 }
-"""Of operations; the names are those of plan/timeline.py."""
+"""Of operations; the names are those of plan/compiled/timeline.py."""
 OPERATIONS = {"F": "#4477AA", "B": "#44AA99", "W": "#EE8866"}
-"""Of a pipeline; the names are those of parallel/schedules.py."""
+"""Of a pipeline; the names are those of parallel/pipeline/schedules.py."""
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
 MARKERS = "osD^vPX"
 INK, PAPER = "#24292e", "#fefefe"

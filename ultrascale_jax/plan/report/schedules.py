@@ -2,8 +2,8 @@
 
 import itertools
 
-from ultrascale_jax.parallel.schedule_table import Op
-from ultrascale_jax.parallel.schedules import KINDS, Runtime, Schedule, build
+from ultrascale_jax.parallel.pipeline.schedules import KINDS, Runtime, Schedule, build
+from ultrascale_jax.parallel.pipeline.table import Op
 from ultrascale_jax.plan.report.figures import Figure, Lines, Operation, Pipeline, Point
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
@@ -88,8 +88,8 @@ def bubbles() -> Figure:
         name="bubble",
         title="Pipeline bubble by schedule and number of micro-batches",
         caption="Idle over computing time of p equal stages and m micro-batches, from the tables of "
-        "parallel/schedules.py with forward pass, input gradient and weight gradient equally long: in lock step, as "
-        "this trainer runs them. A hollow point is what a runtime with true dependencies would get.",
+        "parallel/pipeline/schedules.py with forward pass, input gradient and weight gradient equally long: in lock "
+        "step, as this trainer runs them. A hollow point is what a runtime with true dependencies would get.",
         panels=panels,
         x="micro-batches of a step",
         y="bubble (% of the work)",

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ultrascale_jax.plan.cheatsheet import cheat_sheet as rows_of
+from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet as rows_of
+from ultrascale_jax.plan.formulas.step_time import Estimate, estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.figures import (
     Bar,
@@ -17,8 +18,7 @@ from ultrascale_jax.plan.report.figures import (
     Table,
 )
 from ultrascale_jax.plan.report.study import SPLITS, Study, powers
-from ultrascale_jax.plan.search import Candidate, Search
-from ultrascale_jax.plan.speed import Estimate, estimate
+from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.workload import GIB, Run
 
 
@@ -45,8 +45,8 @@ def step_parts(study: Study) -> Figure:
     return Bars(
         name="step_parts",
         title=f"Where the time of a step goes: {study.name} on {study.cluster.num_gpus} GPUs",
-        caption=f"One step of {run.step_tokens:,} tokens by plan/speed.py. One axis as large as the label says, fsdp "
-        f"(ZeRO {run.zero}) takes the other GPUs; recompute {run.remat}, and the micro-batch that is "
+        caption=f"One step of {run.step_tokens:,} tokens by plan/formulas/step_time.py. One axis as large as the label "
+        f"says, fsdp (ZeRO {run.zero}) takes the other GPUs; recompute {run.remat}, and the micro-batch that is "
         "fastest among those that fit; a star: none fits.",
         panels=panels,
         unit="seconds a step",
@@ -67,7 +67,7 @@ def scaling(study: Study) -> Figure:
     return Lines(
         name="scaling",
         title=f"Throughput of each axis alone: {study.name} on {study.cluster.gpu.name}",
-        caption=f"Tokens/s/GPU by plan/speed.py with one axis as large as the number of GPUs, a step of "
+        caption=f"Tokens/s/GPU by plan/formulas/step_time.py with one axis as large as the number of GPUs, a step of "
         f"{run.step_tokens:,} tokens, recompute {run.remat}, ZeRO {run.zero} over fsdp, and the micro-batch that is "
         "fastest among those that fit. A hollow point does not fit into memory and shows one sequence.",
         panels=panels,
@@ -154,8 +154,9 @@ def cheat_sheet(study: Study) -> Figure:
     return Sheet(
         name="cheat_sheet",
         title=f"The playbook's cheat-sheet: {study.name} on {cluster.num_gpus} {cluster.gpu.name}",
-        caption="Communication over the computation that it can hide behind, by plan/cheatsheet.py: below 1 it can "
-        f"hide. Dense peak and data-sheet bandwidths ({cluster.intra_gbs:.0f} GB/s in a node, {cluster.inter_gbs:.0f} "
+        caption="Communication over the computation that it can hide behind, by plan/formulas/cheatsheet.py: below "
+        "1 it can hide. Dense peak and data-sheet bandwidths "
+        f"({cluster.intra_gbs:.0f} GB/s in a node, {cluster.inter_gbs:.0f} "
         f"GB/s a GPU between nodes), {run.tokens:,} tokens of a micro-batch on one GPU. An axis that the run does not "
         "use has the size that the cluster suggests. n: size of the axis; N, K: heads and kv heads; h: width; T: "
         "tokens of a micro-batch on one GPU; F: FLOP/s; B: bytes/s.",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ultrascale_jax.config import Config, MeshConfig, UserError
-from ultrascale_jax.plan.candidates import told_to
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.memory import breakdown
+from ultrascale_jax.plan.search.search_space import told_to
 from ultrascale_jax.plan.workload import GIB, Run, Shape
 
 SPLITS = {

@@ -1,0 +1,106 @@
+"""Checkpoints on disk: what is one, what it says, and how it is put aside."""
+
+import json
+
+import pytest
+
+from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.step_dirs import (
+    METADATA,
+    metadata,
+    quarantine,
+    quarantined,
+    steps,
+    with_digest,
+)
+from ultrascale_jax.config import UserError
+
+META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}}
+
+
+def test_steps_are_folders_with_plain_numbers(tmp_path):
+    for name in ("10", "9", "007", "8.orbax-checkpoint-tmp", "7.corrupt", "step_6", "\u0665", "."):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "4").write_text("a file")
+    assert steps(tmp_path) == [9, 10]
+    assert steps(tmp_path / "absent") == []
+    assert quarantined(tmp_path) == ["7.corrupt"]
+
+
+@pytest.mark.parametrize("name", ["7", "7.orbax-checkpoint-tmp"])
+def test_a_link_in_the_place_of_a_checkpoint_is_refused(tmp_path, name):
+    (tmp_path / name).symlink_to("/etc")
+    with pytest.raises(UserError, match=rf"/{name}'.*symbolic link"):
+        steps(tmp_path)
+
+
+def test_one_that_is_put_aside_replaces_none(tmp_path):
+    names = []
+    for _ in range(3):
+        (tmp_path / "5").mkdir()
+        names.append(quarantine(tmp_path / "5").name)
+    assert names == ["5.corrupt", "5.corrupt.2", "5.corrupt.3"] == quarantined(tmp_path)
+    assert steps(tmp_path) == []
+
+
+def test_metadata_is_what_was_saved(tmp_path):
+    (tmp_path / "5").mkdir()
+    for meta in (META, with_digest(META)):
+        (tmp_path / "5" / METADATA).write_text(json.dumps({"custom_metadata": meta}))
+        assert metadata(tmp_path / "5") == META
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("null", "cannot be read"),
+        ("\udcff", "cannot be read"),
+        (json.dumps({"custom_metadata": {}}), "cannot be read"),
+        (json.dumps({"custom_metadata": META | {"config": 3}}), "not of this program"),
+        (json.dumps({"custom_metadata": META | {"arrays": []}}), "not of this program"),
+        (json.dumps({"custom_metadata": META | {"data": {"step": 5}}}), "not of this program"),
+        (
+            json.dumps({"custom_metadata": META | {"data": {"step": 6, "fingerprint": ""}}}),
+            "step 6",
+        ),
+    ],
+)
+def test_metadata_that_is_none_is_told(tmp_path, text, words):
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / METADATA).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(Damaged, match=words):
+        metadata(tmp_path / "5")
+
+
+def test_metadata_that_is_missing_is_damage(tmp_path):
+    (tmp_path / "5").mkdir()
+    with pytest.raises(Damaged, match="is missing"):
+        metadata(tmp_path / "5")
+
+
+def test_a_flipped_bit_of_metadata_is_damage_or_changes_nothing(tmp_path):
+    (tmp_path / "5").mkdir()
+    content = json.dumps({"custom_metadata": with_digest(META)}).encode()
+    refused = 0
+    for n in range(len(content)):
+        flipped = bytearray(content)
+        flipped[n] ^= 1 << n % 8
+        (tmp_path / "5" / METADATA).write_bytes(flipped)
+        try:
+            found = metadata(tmp_path / "5")
+        except Damaged:
+            refused += 1
+        else:
+            # The name of the digest itself: it is then as old ones, without.
+            assert {name: found[name] for name in META} == META and len(found) <= len(META) + 1
+    assert refused > 0.9 * len(content)
+
+
+def test_metadata_through_a_link_is_not_read(tmp_path):
+    (tmp_path / "5").mkdir()
+    (tmp_path / "real").write_text(json.dumps({"custom_metadata": META}))
+    (tmp_path / "5" / METADATA).symlink_to(tmp_path / "real")
+    with pytest.raises(Damaged, match="symbolic link"):
+        metadata(tmp_path / "5")

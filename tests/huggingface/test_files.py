@@ -1,0 +1,137 @@
+"""A checkpoint's files are opened only if they are its own, plainly named, whole and consistent."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ultrascale_jax.huggingface.files import inside, open_tensors, weight_files
+
+INDEX = "model.safetensors.index.json"
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def read_all(folder):
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        return {name: files[name].get_slice(name)[:] for name in files}
+
+
+def test_one_file_and_several_with_an_index_read_alike(tmp_path):
+    one, several = tmp_path / "one", tmp_path / "several"
+    one.mkdir(), several.mkdir()
+    save_file({"a": ROWS, "b": ROWS + 1}, one / "model.safetensors")
+    save_file({"a": ROWS}, several / "x-1.safetensors")
+    save_file({"b": ROWS + 1}, several / "x-2.safetensors")
+    write_index(several, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
+    for folder in (one, several):
+        tensors = read_all(folder)
+        np.testing.assert_array_equal(tensors["a"], ROWS)
+        np.testing.assert_array_equal(tensors["b"], ROWS + 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../other/model.safetensors",
+        "..",
+        "sub/model.safetensors",
+        "/etc/passwd",
+        "..\\model.safetensors",
+        "C:\\model.safetensors",
+        ".hidden.safetensors",
+        "model.bin",
+        "model.safetensors\n",
+        "model.safetensors\0",
+        "https://host/model.safetensors",
+        "",
+        None,
+        7,
+        ["model.safetensors"],
+    ],
+)
+def test_an_index_with_a_name_that_is_no_plain_file_name_is_refused(tmp_path, name):
+    # The good file comes first and is not there: it would fail otherwise if anything were opened.
+    write_index(tmp_path, {"good": "absent.safetensors", "bad": name})
+    with pytest.raises(ValueError, match=r"weight_map\['bad'\]=.*plain name"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "model.safetensors"])
+def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
+    write_index(tmp_path, weight_map)
+    with pytest.raises(ValueError, match="weight_map="):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("linked", ["model.safetensors", INDEX, "config.json"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path, linked):
+    folder, outside = tmp_path / "checkpoint", tmp_path / "outside"
+    folder.mkdir()
+    save_file({"a": ROWS}, outside)
+    (folder / linked).symlink_to(outside)
+    with pytest.raises(ValueError, match=r"link out of the checkpoint's folder"):
+        inside(folder, linked)
+    if linked != "config.json":
+        with pytest.raises(ValueError, match=r"link out of the checkpoint's folder"):
+            read_all(folder)
+
+
+def test_a_link_out_of_the_folder_from_an_index_is_refused_before_anything_is_opened(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "x-1.safetensors").write_bytes(b"not a safetensors file: opening it would fail first")
+    save_file({"b": ROWS}, tmp_path / "outside.safetensors")
+    (folder / "x-2.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    write_index(folder, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
+    with pytest.raises(ValueError, match=r"x-2.*link out of the checkpoint's folder"):
+        read_all(folder)
+
+
+def test_links_inside_the_folder_and_those_of_the_hub_cache_are_followed(tmp_path):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir()
+    save_file({"a": ROWS}, blobs / "0f00")
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs/0f00"))
+    np.testing.assert_array_equal(read_all(snapshot)["a"], ROWS)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file({"a": ROWS}, plain / "v1.safetensors")
+    (plain / "model.safetensors").symlink_to("v1.safetensors")
+    np.testing.assert_array_equal(read_all(plain)["a"], ROWS)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*no other format"):
+        read_all(tmp_path)
+
+
+def test_a_cut_off_file_is_refused_by_its_path(tmp_path):
+    save_file({"a": ROWS}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-5])
+    with pytest.raises(ValueError, match=r"model\.safetensors.*not a whole safetensors file"):
+        read_all(tmp_path)
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_refused(tmp_path):
+    save_file({"a": ROWS}, tmp_path / "x-1.safetensors")
+    write_index(tmp_path, {"a": "x-1.safetensors", "lost": "x-1.safetensors"})
+    with pytest.raises(ValueError, match=r"\['lost'\].*missing from x-1"):
+        read_all(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for number in (1, 2):
+        save_file({"a": ROWS, f"b{number}": ROWS}, tmp_path / f"x-{number}.safetensors")
+    write_index(tmp_path, {"b1": "x-1.safetensors", "b2": "x-2.safetensors"})
+    with pytest.raises(ValueError, match=r"\['a'\].*another file"):
+        read_all(tmp_path)

@@ -1,0 +1,81 @@
+"""Two processes of four devices each: neither reads more than its part, and together they write one checkpoint."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "data" / "hf" / "llama3"
+
+PROCESS = """
+import json, sys
+import jax
+
+port, process, source, target = sys.argv[1:]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+
+from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.models import hf
+from ultrascale_jax.train_step.state import abstract_state
+
+taken = []
+read_layer = hf._read_one
+
+def counting(*arguments):
+    value = read_layer(*arguments)
+    taken.append(value.nbytes)
+    return value
+
+hf._read_one = counting
+model = hf.read_config(source)
+cfg = Config(model=model, mesh=MeshConfig(fsdp=2, tp=4)).check(jax.device_count())
+params = hf.load(source, abstract_state(cfg, make_mesh(cfg.mesh)).params)
+hf.save(params, model, target, dtype="float32", max_shard_bytes=100_000)
+print(json.dumps({"taken": sum(taken), "largest": max(taken)}))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_reads_only_its_devices_part_and_the_first_one_writes_the_whole(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-c", PROCESS, port]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), str(FOLDER), str(tmp_path / "out")],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    tensors = load_file(FOLDER / "model.safetensors")
+    whole = sum(value.nbytes for value in tensors.values())
+    vectors = sum(value.nbytes for value in tensors.values() if value.ndim == 1)
+    for printed, _ in outputs:
+        reads = json.loads(printed.splitlines()[-1])
+        # Norm scales are whole on every device, matrices have their D split between the processes.
+        assert reads["taken"] == (whole - vectors) // 2 + vectors
+        assert reads["largest"] <= max(value.nbytes for value in tensors.values()) // 8
+    written = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(path)
+    assert written.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(written[name], value, err_msg=name)

@@ -1,0 +1,115 @@
+"""Collectives that XLA:CPU may run in another order in each process are found, and their program is refused."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.hlo import parse
+from ultrascale_jax.launch.collective_order import SCHEDULER, SCHEDULERS, raise_unordered, unordered
+
+# A loop that gathers, then a gather and a sum; {operand} is what the second gather takes.
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+body (carry: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %carry = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = f32[4] get-tuple-element(%carry), index=1
+  %part = f32[2] fusion(%x), kind=kLoop, calls=%half
+  %gathered = f32[4] all-gather(%part), channel_id=1, replica_groups={{{{0,1}}}}, dimensions={{0}}
+  ROOT %next = (s32[], f32[4]) tuple(%i, %gathered)
+}}
+
+condition (carry.1: (s32[], f32[4])) -> pred[] {{
+  %carry.1 = (s32[], f32[4]) parameter(0)
+  ROOT %on = pred[] fusion(%carry.1), kind=kLoop, calls=%below
+}}
+
+ENTRY main (start: (s32[], f32[4]), head: f32[2]) -> f32[4] {{
+  %start = (s32[], f32[4]) parameter(0)
+  %head = f32[2] parameter(1)
+  %before = f32[4] all-gather(%head), channel_id=2, replica_groups={{{{0,1}}}}, dimensions={{0}}
+  %loop = (s32[], f32[4]) while(%start), condition=%condition, body=%body
+  %end = f32[4] get-tuple-element(%loop), index=1
+  %tail = f32[2] fusion(%end), kind=kLoop, calls=%half
+  %after = f32[4] all-gather({operand}), channel_id=3, replica_groups={{{{0,1}}}}, dimensions={{0}}
+  ROOT %sum = f32[4] all-reduce(%before), channel_id=4, replica_groups={{{{0,1}}}}, to_apply=%add
+}}
+"""
+
+
+def test_a_collective_behind_a_loop_must_depend_on_it():
+    [pair] = unordered(parse(PROGRAM.format(operand="%head")))
+    assert pair == ("loop", "after", ("all-gather",))
+    # With the loop's result it waits; the sum is of another kind, for which gloo has messages of its own.
+    assert unordered(parse(PROGRAM.format(operand="%tail"))) == []
+
+
+@jax.jit
+@jax.shard_map(mesh=jax.make_mesh((8,), ("x",)), in_specs=P("x"), out_specs=P("x"))
+def sums(x):
+    """A loop with a sum over the devices, and a sum beside it."""
+
+    def body(carry, _):
+        return jnp.sin(jax.lax.psum(carry, "x")) + x, None
+
+    return jax.lax.scan(body, x, None, length=3)[0] * jax.lax.psum(jnp.cos(x), "x")
+
+
+def test_the_schedule_of_xlas_own_program_is_read():
+    """The scheduler that saves memory sums beside the loop when the loop is done; the other one before it."""
+    sharding = jax.NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    lowered = sums.lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+    first, then = (
+        unordered(parse(lowered.compile(compiler_options={SCHEDULER: name}).as_text()))
+        for name in SCHEDULERS
+    )
+    assert first == []
+    assert [pair.kinds for pair in then] == [("all-reduce",)]
+
+
+def test_a_program_without_an_order_is_refused_by_name():
+    pairs = unordered(parse(PROGRAM.format(operand="%head")))
+    with pytest.raises(
+        UserError, match=r"^JAX_PLATFORMS='cpu': in jit_step XLA:CPU may run after before or"
+    ):
+        raise_unordered("jit_step", pairs)
+
+
+ENFORCED = """
+from ultrascale_jax import collective_order
+collective_order.enforce()
+collective_order.enforce()
+from ultrascale_jax.config import UserError
+from tests.test_collective_order import jax, jnp, sums
+x = jnp.arange(8.0)
+x = jax.device_put(x, jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
+print("ran", sums(x).shape)
+# Neither scheduler orders it now: the second kind of program is made by hiding the first scheduler.
+collective_order.SCHEDULERS = collective_order.SCHEDULERS[1:]
+jax.clear_caches()
+try:
+    sums(x)
+except UserError as error:
+    print("refused", error)
+"""
+
+
+def test_enforced_a_process_compiles_in_order_or_refuses():
+    """Where XLA's flags leave a program without an order, the other scheduler is tried before it is refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENFORCED],
+        env=os.environ
+        | {"XLA_FLAGS": f"--xla_cpu_scheduler_type={SCHEDULERS[1]}", "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    ran, refused = done.stdout.splitlines()
+    assert ran == "ran (8,)"
+    assert refused.startswith("refused JAX_PLATFORMS='cpu': in jit_sums XLA:CPU may run ")

@@ -1,0 +1,349 @@
+"""The supervisor over small programs that say they train: real processes and signals, no JAX."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ultrascale_jax.launch import supervisor
+from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.supervisor import Supervisor
+from ultrascale_jax.launch.watchdog import read_beat
+
+ROOT = Path(__file__).parents[2]
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.watchdog import Watch, read_beat
+
+follow_supervisor(os.environ)
+run_dir, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["US_ATTEMPT"])
+
+def train(first, last, pause=0.02):
+    for step in range(first + 1, last + 1):
+        time.sleep(pause)
+        watch.beat(step)
+    # A thread writes it.
+    while last > first and read_beat(run_dir, rank).step < last:
+        time.sleep(0.01)
+
+"""
+"""A program goes on from here, in a `Watch`."""
+
+
+def program(body):
+    inside = "with Watch(Events(run_dir, rank)) as watch:\n    watch.begin(0)\n"
+    return HEAD + inside + textwrap.indent(textwrap.dedent(body), "    ")
+
+
+def supervise(run_dir, body, ranks=(0, 1), **options):
+    command = [sys.executable, "-c", program(body), str(run_dir)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return Supervisor(
+        lambda restarts: command,
+        lambda: [{**environ, "RANK": str(rank)} for rank in ranks],
+        ranks,
+        run_dir,
+        **options,
+    )
+
+
+def told(run_dir, kind):
+    return [event for event in read_events(run_dir) if event["kind"] == kind]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """These programs need no seconds to end."""
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.5)
+    monkeypatch.setattr(supervisor, "SHORT_GRACE_S", 0.2)
+
+
+def test_all_processes_are_started_again_until_they_are_done(tmp_path, capfd):
+    body = """
+    train(0, 5)
+    print("here is", rank, flush=True)
+    if attempt == 0 and rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(600 if attempt == 0 else 0)
+    """
+    assert supervise(tmp_path, body).run() == 0
+    assert [event["attempt"] for event in told(tmp_path, "spawn")] == [0, 1]
+    assert [(event["of"], event["code"]) for event in told(tmp_path, "died")] == [(1, -11)]
+    # The other one was in no collective, but would have been.
+    (left,) = told(tmp_path, "left")
+    assert left["of"] == 0 and "train" not in left and Path(left["stacks"]).stat().st_size > 0
+    output = capfd.readouterr().out
+    assert "\nhere is 0\n" in f"\n{output}" and "\n[1] here is 1\n" in f"\n{output}"
+    assert "rank 1 was killed by SIGSEGV; restart 1" in output
+    assert supervise(tmp_path, "pass").run() == 0
+    assert told(tmp_path, "spawn")[-1]["attempt"] == 2
+
+
+def test_restarts_that_bring_no_new_step_end_after_the_third_and_wait_longer(
+    tmp_path, capfd, monkeypatch
+):
+    """Row 28."""
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.1)
+    body = "train(0, 2); os._exit(70)"
+    assert supervise(tmp_path, body, ranks=(0,), give_up_s=0.0).run() == 70
+    spawned = [event["time"] for event in told(tmp_path, "spawn")]
+    gone = [event["time"] for event in told(tmp_path, "exit")]
+    pauses = [after - before for before, after in zip(gone, spawned[1:], strict=False)]
+    for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True):
+        assert pause >= least
+    output = capfd.readouterr().out.splitlines()
+    assert any("no restart: no step beyond 2 in 3 restarts and " in line for line in output)
+    assert output[-1] == "rank 0 ended with exit code 70"
+    (end,) = told(tmp_path, "gave_up")
+    assert end["code"] == 70
+
+
+@pytest.mark.slow
+def test_an_outage_of_more_than_three_restarts_ends_no_run(tmp_path):
+    """Five restarts fail at once, as where storage is gone; then it is back."""
+    body = """
+    train(0, 2 if attempt < 6 else 4)
+    os._exit(70 if attempt < 6 else 0)
+    """
+    assert supervise(tmp_path, body, ranks=(0,), give_up_s=600.0).run() == 0
+    assert len(told(tmp_path, "spawn")) == 7
+
+
+def test_with_no_restart_allowed_there_is_none_whatever_the_time(tmp_path):
+    body = "train(0, 1); os._exit(70)"
+    assert supervise(tmp_path, body, ranks=(0,), max_restarts=0, give_up_s=600.0).run() == 70
+    assert len(told(tmp_path, "spawn")) == 1
+
+
+@pytest.mark.slow
+def test_restarts_go_on_while_each_brings_a_new_step(tmp_path):
+    body = """
+    train(0, attempt)
+    os._exit(70 if attempt < 6 else 0)
+    """
+    assert supervise(tmp_path, body, ranks=(0,)).run() == 0
+    assert len(told(tmp_path, "spawn")) == 7
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_code_that_says_so_ends_the_run(tmp_path, code):
+    body = f"""
+    if rank == 1:
+        sys.exit({code})
+    time.sleep(600)
+    """
+    assert supervise(tmp_path, body).run() == code
+    assert len(told(tmp_path, "spawn")) == 1
+
+
+def test_there_are_no_more_restarts_than_allowed(tmp_path, capfd):
+    body = "train(0, attempt + 1); os._exit(70)"
+    assert supervise(tmp_path, body, ranks=(0,), max_restarts=1).run() == 70
+    assert len(told(tmp_path, "spawn")) == 2
+    assert "no restart: there were 1, and --max-restarts is 1" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(tmp_path, capfd):
+    """Row 4: here the supervisor finds out, because no watchdog does."""
+    body = """
+    train(0, 3)
+    def stuck_here():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    if rank == 1 and attempt == 0:
+        stuck_here()
+    train(3, 60)
+    """
+    assert supervise(tmp_path, body, hang_s=1.0).run() == 0
+    (stuck,) = told(tmp_path, "stuck")
+    assert (stuck["of"], stuck["state"], stuck["section"], stuck["step"]) == (1, "T", "step", 3)
+    assert "stuck_here" in Path(stuck["stacks"]).read_text()
+    output = capfd.readouterr().out
+    assert "rank 1 is stopped by a signal in section step after step 3" in output
+
+
+def test_the_first_failure_is_told_last(tmp_path, capfd):
+    body = """
+    events = Events(run_dir, rank)
+    if rank == 0:
+        events.record("failure", summary="peer is gone", first=False)
+        time.sleep(600)
+    while not (run_dir / "events.jsonl").exists():
+        time.sleep(0.01)
+    events.record("failure", summary="ValueError: the cause", first=True)
+    os._exit(70)
+    """
+    assert supervise(tmp_path, body, max_restarts=0).run() == 70
+    assert capfd.readouterr().out.splitlines()[-1] == "rank 1: ValueError: the cause"
+
+
+def test_there_is_no_restart_when_another_supervisor_of_the_job_has_ended(tmp_path, capfd):
+    other = Events(tmp_path, rank=None)
+    # What is from before this one began says nothing of its job.
+    other.record("gave_up", ranks=[2, 3], reason="told to stop")
+    body = """
+    train(0, attempt + 1)
+    if attempt == 2:
+        Events(run_dir, None).record("gave_up", ranks=[2, 3], reason="no step")
+    os._exit(70)
+    """
+    assert supervise(tmp_path, body, ranks=(0,)).run() == 70
+    own = [event for event in told(tmp_path, "spawn") if event["ranks"] == [0]]
+    assert len(own) == 2
+    assert "the supervisor of ranks [2, 3] on " in capfd.readouterr().out
+
+
+def test_a_supervisor_that_came_back_is_waited_for(tmp_path):
+    body = """
+    train(0, attempt + 1)
+    if attempt == 0:
+        Events(run_dir, None).record("exit", ranks=[2, 3], codes={"2": 0, "3": 0})
+        Events(run_dir, None).record("spawn", ranks=[2, 3])
+    os._exit(70 if attempt == 0 else 0)
+    """
+    assert supervise(tmp_path, body, ranks=(0,)).run() == 0
+
+
+NO_ANSWER = """
+import os
+if attempt == 0:
+    train(0, 3)
+    # Nobody writes to what was the heartbeat, so who opens it to read waits for ever.
+    beat = run_dir / "heartbeats" / str(rank)
+    beat.unlink()
+    os.mkfifo(beat)
+    (run_dir / "silent").touch()
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(5))
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_disk_that_does_not_answer_keeps_no_signal_from_the_processes(tmp_path):
+    run = run_apart(tmp_path, NO_ANSWER, ranks=(0,))
+    try:
+        wait_for(lambda: (tmp_path / "silent").exists())
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=120) == 5
+    finally:
+        run.kill()
+
+
+def test_a_console_that_is_full_stops_neither_the_supervisor_nor_its_processes(tmp_path):
+    body = """
+    train(0, attempt + 1)
+    for _ in range(10_000 if rank == 1 else 0):
+        print("so much that a pipe is full", flush=True)
+    os._exit(70 if attempt == 0 and rank == 1 else 0)
+    """
+    with open("/dev/full", "w") as full:
+        run = run_apart(tmp_path, body, stdout=full)
+    try:
+        assert run.wait(timeout=120) == 0
+    finally:
+        run.kill()
+    assert len(told(tmp_path, "spawn")) == 2
+
+
+RUNNER = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.launch.test_supervisor import supervise
+import os
+code = supervise(Path({run_dir!r}), {body!r}, {ranks}).run()
+os._exit(code)
+"""
+
+PATIENT = """
+def told(number, frame):
+    print("told", flush=True)
+    with open(run_dir / "signals", "a") as file:
+        file.write(f"{rank}\\n")
+signal.signal(signal.SIGTERM, told)
+watch.beat(1)
+while not (run_dir / "signals").exists() or len((run_dir / "signals").read_text().split()) < 2:
+    time.sleep(0.02)
+time.sleep(0.5)
+"""
+
+
+def run_apart(tmp_path, body, ranks=(0, 1), **where):
+    text = RUNNER.format(root=str(ROOT), run_dir=str(tmp_path), body=body, ranks=ranks)
+    command = [sys.executable, "-c", text]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **where)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+def beats(run_dir):
+    found = [read_beat(run_dir, rank) for rank in (0, 1)]
+    return found if all(beat is not None and beat.step > 0 for beat in found) else None
+
+
+def test_processes_that_the_signal_kills_before_they_listen_had_nothing_to_save(tmp_path, capfd):
+    def tell():
+        wait_for(lambda: told(tmp_path, "spawn"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    telling = threading.Thread(target=tell)
+    run = Supervisor(lambda restarts: sleep, lambda: [{}, {}], (0, 1), tmp_path)
+    telling.start()
+    assert run.run() == 0
+    telling.join()
+    assert capfd.readouterr().out.splitlines()[-1] == "stopped by SIGTERM before the first step"
+    (end,) = told(tmp_path, "gave_up")
+    assert end["reason"] == "told to stop"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_supervisor_reaches_each_process_once(tmp_path, number):
+    run = run_apart(tmp_path, PATIENT)
+    try:
+        wait_for(lambda: beats(tmp_path))
+        # Again and again, as schedulers do; Ctrl-C twice would kill.
+        os.killpg(run.pid, number)
+        if number == signal.SIGTERM:
+            wait_for(lambda: told(tmp_path, "told"))
+            run.send_signal(number)
+        assert run.wait(timeout=60) == 0
+    finally:
+        run.kill()
+    assert sorted((tmp_path / "signals").read_text().split()) == ["0", "1"]
+    assert len(told(tmp_path, "spawn")) == 1
+
+
+def test_no_process_outlives_its_supervisor(tmp_path):
+    run = run_apart(tmp_path, PATIENT)
+    try:
+        pids = [beat.pid for beat in wait_for(lambda: beats(tmp_path))]
+    finally:
+        run.kill()
+        run.wait(timeout=30)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,417 @@
+"""Experts split over ranks, every dispatch, against dense float64 numpy: results, drops and all gradients."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.expert_oracle import Dense, dense_experts, kept_by_capacity
+from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.parallel.experts.capacity import hops, room
+from ultrascale_jax.parallel.experts.exchange import expert_layer
+
+TOLERANCE = 1e-6
+EXPERTS = Experts(num=8, per_token=2)
+GROUPED = Experts(num=16, per_token=4, groups=4, groups_per_token=2)
+N, D, F = 128, 8, 6  # tokens of all ranks
+# Nothing here runs for long: XLA compiles these twice as fast.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+DISPATCHES = {
+    "dropless": MoEConfig(),
+    "tight": MoEConfig(bound=1.0),
+    "overlap": MoEConfig(overlap=True),
+    "nodes2": MoEConfig(nodes=2, bound=1.0),
+    "nodes4": MoEConfig(nodes=4),
+    "allgather": MoEConfig(dispatch="allgather", bound=1.0),
+    "capacity_with_room": MoEConfig(dispatch="capacity", bound=8.0),
+}
+TIGHT, NODES2 = DISPATCHES["tight"], DISPATCHES["nodes2"]
+FOUR_NODES = MoEConfig(nodes=4, bound=1.0)
+
+
+class Layout(NamedTuple):
+    """Sizes of the axes, and whether gradients are taken inside the manual region."""
+
+    ep: int
+    sp: int = 1
+    tp: int = 1
+    kind: AxisType = AxisType.Explicit
+    inside: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        sizes = self.ep, self.sp, self.tp
+        devices = np.array(jax.devices()[: np.prod(sizes)])
+        return Mesh(devices.reshape(sizes), ("ep", "sp", "tp"), axis_types=(self.kind,) * 3)
+
+
+@functools.cache
+def routing(kind: str, experts: Experts = EXPERTS) -> np.ndarray:
+    """Distinct experts of each token, `[N, k]` int32."""
+    k = experts.per_token
+    if kind == "random":
+        draws = np.random.default_rng(0).random((N, experts.num))
+        return np.argsort(draws, axis=1)[:, :k].astype(np.int32)
+    first = {"uniform": k * np.arange(N), "one_expert": np.full(N, 3), "one_rank": np.full(N, -k)}
+    # Of 4 x 2 ranks those with sp = 0 choose alike, those with sp = 1 all one rank.
+    first["one_rank_of_half"] = np.where(np.arange(N) // 16 % 2, -k, first["uniform"])
+    return ((first[kind][:, None] + np.arange(k)) % experts.num).astype(np.int32)
+
+
+KINDS = ("random", "uniform", "one_expert", "one_rank")
+
+
+@functools.cache
+def inputs(experts: Experts) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    E = experts.num
+    shapes = {
+        "x": (N, D),
+        "d_y": (N, D),
+        "w_gate": (E, D, F),
+        "w_up": (E, D, F),
+        "w_down": (E, F, D),
+    }
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["weights"] = rng.random((N, experts.per_token)).astype(np.float32)
+    return arrays
+
+
+@functools.cache
+def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
+    """Compiled: ids [N, k] -> what the oracle knows, and how many choices were dropped."""
+    tokens, hidden = P(("ep", "sp")), P("ep", None, "sp" if layout.tp == 1 else "tp")
+    out = P("ep", "sp" if layout.tp == 1 else "tp", None)
+    in_specs = (tokens, tokens, hidden, hidden, out)
+
+    def layer(ids, *floats):
+        y, dropped = expert_layer(floats[0], ids, *floats[1:], moe=moe, experts=experts)
+        y = jax.lax.psum(y, "tp") if layout.tp > 1 else y
+        return y, jax.lax.psum(dropped, ("ep", "sp"))
+
+    def with_gradients(layer, ids, d_y, *floats):
+        y, pull_back, dropped = jax.vjp(lambda *floats: layer(ids, *floats), *floats, has_aux=True)
+        return Dense(y, *pull_back(d_y)), dropped
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(ids, d_y, *floats):
+        if layout.inside:
+            region = jax.shard_map(
+                functools.partial(with_gradients, layer),
+                in_specs=(tokens, tokens, *in_specs),
+                out_specs=(Dense(tokens, *in_specs), P()),
+            )
+            return region(ids, d_y, *floats)
+        region = jax.shard_map(layer, in_specs=(tokens, *in_specs), out_specs=(tokens, P()))
+        return with_gradients(region, ids, d_y, *floats)
+
+    def put_and_run(ids, way=lambda run: run):
+        given = inputs(experts)
+        names = ("d_y", "x", "weights", "w_gate", "w_up", "w_down")
+        arrays = ids, *(given[name] for name in names)
+        with jax.set_mesh(layout.mesh):
+            placed = jax.device_put(arrays, (tokens, tokens, *in_specs))
+            return jax.device_get(way(run)(*placed))
+
+    return put_and_run
+
+
+def assert_equal(found: Dense, ids, experts: Experts = EXPERTS, kept=True) -> None:
+    expected = dense_experts(ids=ids, kept=kept, **inputs(experts))
+    for name, value, want in zip(Dense._fields, found, expected, strict=True):
+        assert (value.shape, value.dtype) == (want.shape, np.float32)
+        error = np.abs(value - want).max() / np.abs(want).max()
+        assert error < TOLERANCE, f"{name}: relative error {error:.1e}"
+
+
+def check(moe: MoEConfig, layout: Layout, ids: np.ndarray, experts: Experts = EXPERTS) -> None:
+    """Nothing is dropped, and all is as the oracle has it."""
+    found, dropped = program(moe, layout, experts)(ids)
+    assert dropped == 0
+    assert_equal(found, ids, experts)
+
+
+EP = {
+    "dropless": (2, 4, 8),
+    "tight": (1, 2, 4, 8),
+    "overlap": (2, 8),
+    "nodes2": (4, 8),
+    "nodes4": (8,),
+    "allgather": (2, 4, 8),
+    "capacity_with_room": (2, 8),
+}
+# `tight`, which is dropless with more rounds, on one rank and on all; two nodes and capacity have tests below.
+STAY = {
+    *(("tight", ep) for ep in (1, 8)),
+    ("overlap", 8),
+    ("allgather", 4),
+}
+CASES = [
+    pytest.param(
+        DISPATCHES[name],
+        ep,
+        id=f"{name}-ep{ep}",
+        marks=[] if (name, ep) in STAY else pytest.mark.wide,
+    )
+    for name, sizes in EP.items()
+    for ep in sizes
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("moe", "ep"), CASES)
+def test_every_dispatch_is_the_dense_layer(moe, ep, kind):
+    check(moe, Layout(ep), routing(kind))
+
+
+# The rows above compare the same gradients to 1e-6.
+@pytest.mark.slow
+@pytest.mark.wide
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_gradients_of_experts_are_not_multiplied_by_ep(ep):
+    ids = routing("random")
+    found, expected = program(TIGHT, Layout(ep))(ids)[0], dense_experts(ids=ids, **inputs(EXPERTS))
+    for value, want in zip(found[3:], expected[3:], strict=True):
+        assert np.vdot(value, want) / np.vdot(want, want) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("moe", "ep", "experts"),
+    [
+        *((TIGHT, ep, EXPERTS) for ep in (2, 4, 8)),
+        (DISPATCHES["dropless"], 8, EXPERTS),
+        (FOUR_NODES, 8, GROUPED),
+    ],
+)
+def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
+    """So these tests do run a second round of the exchange and of the experts, and balanced routing does not."""
+    n = N // ep
+    first, *_, last = 2 * hops(moe, experts, ep, n)
+    assert first.rows < n  # what a rank sends to the one that all its tokens choose
+    slots = last.parts * last.rows
+    expected = N * experts.per_token / experts.num
+    assert room(slots, expected, moe.bound) < slots  # what comes to an expert that all choose
+    parts = routing("uniform", experts).reshape(ep, n, -1) // first.experts
+    assert max((parts == part).any(2).sum(1).max() for part in range(first.parts)) <= first.rows
+
+
+LAYOUTS = {
+    "sp2": Layout(4, sp=2),
+    "tp2": Layout(4, tp=2),
+    "sp2_alone": Layout(1, sp=2),
+    "inside_auto": Layout(4, kind=AxisType.Auto, inside=True),
+    "sp2_inside": Layout(2, sp=2, inside=True),
+}
+
+
+def equations(jaxpr):
+    """Of a program and all that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("name", ["tight", "nodes2"])
+def test_ranks_that_talk_in_a_loop_leave_it_together(name):
+    """Else one waits for another for ever: where sp splits the experts, the rounds gather tokens over sp too."""
+    traced = program(DISPATCHES[name], Layout(4, sp=2))(routing("random"), lambda run: run.trace)
+    talking = 0
+    for loop in equations(traced.jaxpr):
+        if loop.primitive.name != "while":
+            continue
+        differs = loop.params["cond_jaxpr"].jaxpr.outvars[0].aval.mat.varying
+        inside = {
+            axis
+            for eqn in equations(loop.params["body_jaxpr"])
+            if eqn.primitive.name in ("all_to_all", "all_gather", "reduce_scatter", "psum")
+            for axis in np.atleast_1d(eqn.params.get("axis_name", eqn.params.get("axes")))
+        }
+        talking += bool(inside)
+        assert not differs & inside, f"a loop over rounds with collectives over {inside}"
+    assert talking > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_sp_may_need_different_numbers_of_rounds():
+    check(TIGHT, LAYOUTS["sp2"], routing("one_rank_of_half"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    # Inside a region or outside, with a tensor group or without: two of the four.
+    [
+        *(n for n in LAYOUTS if n != "sp2_inside"),
+        pytest.param("sp2_inside", marks=pytest.mark.wide),
+    ],
+)
+def test_experts_split_over_the_tensor_group_and_gradients_in_the_region_or_outside(name, kind):
+    check(TIGHT, LAYOUTS[name], routing(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "one_rank"])
+@pytest.mark.parametrize(
+    "name", ["nodes2", "allgather", pytest.param("overlap", marks=pytest.mark.wide)]
+)
+def test_other_dispatches_where_sp_splits_the_experts(name, kind):
+    check(DISPATCHES[name], Layout(4, sp=2), routing(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("moe", "ep"),
+    [
+        (TIGHT, 8),
+        *(pytest.param(*c, marks=pytest.mark.wide) for c in ((NODES2, 4), (FOUR_NODES, 8))),
+    ],
+)
+def test_more_choices_than_experts_on_a_rank(moe, ep, kind):
+    check(moe, Layout(ep), routing(kind, GROUPED), GROUPED)
+
+
+DROPLESS = [name for name, moe in DISPATCHES.items() if moe.dispatch == "dropless"]
+
+
+def skewed(seed: int, hot: int, share: float) -> np.ndarray:
+    """Random choices, of which a share of the tokens has all among the `hot` first experts of a random order."""
+    rng = np.random.default_rng(seed)
+    draws = rng.random((N, EXPERTS.num))
+    lucky = rng.permutation(EXPERTS.num)[:hot]
+    draws[np.ix_(rng.random(N) < share, lucky)] -= 1
+    return np.argsort(draws, axis=1)[:, : EXPERTS.per_token].astype(np.int32)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    case=st.sampled_from([(DISPATCHES[name], ep) for name, ep in sorted(STAY) if name in DROPLESS]),
+    seed=st.integers(0, 2**32 - 1),
+    hot=st.integers(EXPERTS.per_token, EXPERTS.num),
+    share=st.floats(0, 1),
+)
+def test_dropless_drops_nothing_whatever_is_chosen(case, seed, hot, share):
+    moe, ep = case
+    check(moe, Layout(ep), skewed(seed, hot, share))
+
+
+FULL = MoEConfig(dispatch="capacity", bound=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("moe", "layout", "experts"),
+    [
+        (FULL, Layout(1), EXPERTS),
+        pytest.param(FULL, Layout(8), EXPERTS, marks=pytest.mark.wide),
+        (FULL, Layout(4, sp=2), EXPERTS),
+        (MoEConfig(dispatch="capacity", bound=1.25, nodes=2), Layout(8), GROUPED),
+    ],
+    ids=["ep1", "ep8", "ep4_sp2", "ep8_nodes2"],
+)
+def test_capacity_drops_and_counts_what_has_no_room_and_nothing_else(moe, layout, experts, kind):
+    ids = routing(kind, experts)
+    found, dropped = program(moe, layout, experts)(ids)
+    kept = kept_by_capacity(ids, layout.ep, moe, experts, layout.sp)
+    assert dropped == np.sum(~kept)
+    assert (dropped > 0) == (kind != "uniform")
+    assert_equal(found, ids, experts, kept)
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(seed=st.integers(0, 2**32 - 1), hot=st.integers(2, EXPERTS.num), share=st.floats(0, 1))
+@pytest.mark.slow
+def test_what_capacity_drops_follows_the_rule_whatever_is_chosen(seed, hot, share):
+    ids = skewed(seed, hot, share)
+    found, dropped = program(FULL, Layout(8))(ids)
+    kept = kept_by_capacity(ids, 8, FULL, EXPERTS)
+    assert dropped == np.sum(~kept)
+    assert_equal(found, ids, EXPERTS, kept)
+
+
+@pytest.mark.slow
+def test_the_result_has_the_type_of_the_tokens():
+    """In bfloat16, with weights in float32, and close to what float64 has."""
+    given, ids = inputs(EXPERTS), routing("random")
+    names = ("x", "weights", "w_gate", "w_up", "w_down")
+    types = (jnp.bfloat16, jnp.float32, *(jnp.bfloat16,) * 3)
+    floats = [given[name].astype(dtype) for name, dtype in zip(names, types, strict=True)]
+
+    @jax.jit
+    @functools.partial(jax.shard_map, in_specs=P("ep"), out_specs=P("ep"))
+    def run(ids, *floats):
+        return expert_layer(floats[0], ids, *floats[1:], moe=TIGHT, experts=EXPERTS)[0]
+
+    with jax.set_mesh(Layout(4).mesh), jax.numpy_dtype_promotion("strict"):
+        y = run(*jax.device_put((ids, *floats), P("ep")))
+    assert y.dtype == jnp.bfloat16
+    rounded = {name: np.asarray(a, np.float32) for name, a in zip(names, floats, strict=True)}
+    expected = dense_experts(ids=ids, d_y=given["d_y"], **rounded).y
+    assert np.linalg.norm(np.float64(y) - expected) < 0.01 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("axis", "ep", "moe", "shape", "message"),
+    [
+        ("experts", 4, TIGHT, (2, D, F), r"axis='experts': is not manual here"),
+        ("ep", 4, TIGHT, (4, D, F), r"want .*8 experts over 4 ranks and 2 for each token"),
+        ("ep", 4, MoEConfig(nodes=3), (2, D, F), r"moe\.nodes=3: must divide mesh\.ep=4"),
+        ("ep", 3, TIGHT, (2, D, F), r"mesh\.ep=3: must divide model\.experts\.num=8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(axis, ep, moe, shape, message):
+    def layer(x, ids, weights, gate, up, down):
+        return expert_layer(x, ids, weights, gate, up, down, moe=moe, experts=EXPERTS, axis=axis)
+
+    mesh = Layout(ep).mesh
+
+    def struct(*shape, dtype=jnp.float32):
+        sharding = NamedSharding(mesh, P("ep"))
+        return jax.ShapeDtypeStruct((ep * shape[0], *shape[1:]), dtype, sharding=sharding)
+
+    arrays = (
+        struct(8, D),
+        struct(8, 2, dtype=jnp.int32),
+        struct(8, 2),
+        *(struct(*shape), struct(*shape), struct(shape[0], *shape[:0:-1])),
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message) as refused:
+        jax.eval_shape(jax.shard_map(layer, in_specs=P("ep"), out_specs=(P("ep"), P())), *arrays)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
+    found = []
+    for name in ("sp", "data"):
+        mesh = jax.make_mesh((2, 2), (name, "ep"), axis_types=(AxisType.Explicit,) * 2)
+        tokens, own = P((name, "ep")), P("ep")
+
+        def layer(*arrays):
+            return expert_layer(*arrays, moe=MoEConfig(), experts=EXPERTS)[0]
+
+        arrays = inputs(EXPERTS)
+        names = ("x", "weights", "w_gate", "w_up", "w_down")
+        x, weights, *matrices = (arrays[name] for name in names)
+        with jax.set_mesh(mesh):
+            specs = (tokens, tokens, tokens, own, own, own)
+            run = jax.jit(
+                jax.shard_map(layer, in_specs=specs, out_specs=tokens), compiler_options=QUICKLY
+            )
+            given = map(jax.device_put, (x, routing("random"), weights, *matrices), specs)
+            found.append(np.asarray(run(*given)))
+    np.testing.assert_array_equal(*found)

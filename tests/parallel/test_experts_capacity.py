@@ -1,0 +1,75 @@
+"""The rows of buffers: what balanced routing sends, counted by hand over all choices that a token may have."""
+
+import itertools
+
+import pytest
+
+from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.parallel.experts.capacity import Hop, hops, room, share
+
+
+def counted(experts: Experts, count: int) -> float:
+    """Share of a token's equally likely choices that hold one of the first `count` experts."""
+    size, hits, total = experts.num // experts.groups, 0, 0
+    for groups in itertools.combinations(range(experts.groups), experts.groups_per_token):
+        open_ = [e for e in range(experts.num) if e // size in groups]
+        for chosen in itertools.combinations(open_, experts.per_token):
+            hits += any(e < count for e in chosen)
+            total += 1
+    return hits / total
+
+
+@pytest.mark.parametrize(
+    ("experts", "counts"),
+    [
+        (Experts(num=8, per_token=2), (1, 2, 4, 7, 8)),
+        (Experts(num=6, per_token=3), (1, 2, 3, 6)),
+        (Experts(num=12, per_token=3, groups=4, groups_per_token=2), (1, 2, 3)),
+        (Experts(num=8, per_token=2, groups=4, groups_per_token=1), (1, 2)),
+    ],
+)
+def test_the_share_of_tokens_is_that_of_all_choices(experts, counts):
+    for count in counts:
+        assert share(experts, count) == pytest.approx(counted(experts, count))
+
+
+def test_several_groups_together_are_taken_for_more_than_they_are():
+    experts = Experts(num=12, per_token=3, groups=4, groups_per_token=2)
+    for count in (6, 9):
+        assert counted(experts, count) <= share(experts, count) <= 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected", "bound", "rows"),
+    [(128, 16, 1.0, 16), (128, 16.1, 1.0, 24), (128, 16, 1.5, 24), (20, 16, 1.5, 20), (4, 1, 1, 4)],
+)
+def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, bound, rows):
+    assert room(tokens, expected, bound) == rows
+
+
+EXPERTS = Experts(num=8, per_token=2)
+
+
+def test_one_exchange_between_all_ranks():
+    # C(6, 2) of the C(8, 2) choices leave two experts out.
+    rows = room(64, 64 * (1 - 15 / 28), 1.0)
+    assert hops(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [Hop(parts=4, experts=2, rows=rows)]
+
+
+def test_two_exchanges_first_between_nodes_and_then_inside():
+    """A rank takes part in the second with what the ranks in its place on all nodes have sent it."""
+    across, inside = hops(MoEConfig(bound=1.0, nodes=2), EXPERTS, 8, 64)
+    assert across == Hop(parts=2, experts=4, rows=room(64, 64 * share(EXPERTS, 4), 1.0))
+    received = 2 * across.rows
+    assert inside == Hop(parts=4, experts=1, rows=room(received, 2 * 64 * share(EXPERTS, 1), 1.0))
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_as_many_nodes_as_ranks_are_one_exchange(nodes):
+    moe = MoEConfig(nodes=nodes)
+    assert hops(moe, EXPERTS, 8, 64) == hops(MoEConfig(), EXPERTS, 8, 64)
+
+
+def test_no_exchange_on_one_rank_and_where_all_is_gathered():
+    assert hops(MoEConfig(), EXPERTS, 1, 64) == []
+    assert hops(MoEConfig(dispatch="allgather"), EXPERTS, 4, 64) == []

@@ -1,0 +1,86 @@
+"""`smap`: a region manual over the axes that are not manual yet."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import vary
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=4, tp=2))):
+        yield
+
+
+def double(x):
+    return smap(lambda x: 2 * x, in_specs=P("fsdp", "tp"), out_specs=P("fsdp", "tp"))(x)
+
+
+def test_a_region_sees_this_devices_piece():
+    seen = []
+
+    def region(x):
+        seen.append(x.shape)
+        return x
+
+    x = jax.device_put(np.ones((8, 6), np.float32), P("fsdp", "tp"))
+    smap(region, in_specs=P("fsdp", "tp"), out_specs=P("fsdp", "tp"))(x)
+    assert seen == [(2, 3)]
+
+
+def test_inside_a_region_over_all_axes_it_changes_nothing():
+    x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))
+    nested = smap(double, in_specs=P("fsdp", "tp"), out_specs=P("fsdp", "tp"))
+    np.testing.assert_array_equal(nested(x), 2 * np.asarray(x))
+
+
+def test_inside_a_region_over_one_axis_it_takes_the_others():
+    x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))
+    nested = smap(double, in_specs=P("fsdp"), out_specs=P("fsdp"), axes=("fsdp",))
+    np.testing.assert_array_equal(jax.jit(nested)(x), 2 * np.asarray(x))
+
+
+def test_a_differentiated_sum_over_devices_has_the_right_gradient():
+    def total(x):
+        local = smap(
+            lambda x: jax.lax.psum(jnp.sum(x**2), ("fsdp", "tp")),
+            in_specs=P("fsdp", "tp"),
+            out_specs=P(),
+        )
+        return local(x)
+
+    x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(x), 2 * np.asarray(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tp": 2}, {"fsdp": 1}], ids=["8", "1"])
+def test_the_cotangent_of_a_reduced_input_leaves_the_region_as_a_partial_sum(sizes):
+    """Also over one device, where JAX writes no region."""
+    mesh_cfg = MeshConfig(**sizes)
+    reduced, rows = P("tp", reduced={"fsdp"}), P("fsdp", "tp")
+
+    def scaled(w, x):
+        def local(w, x):
+            return vary(w, {"fsdp"})[None] * x
+
+        return smap(local, in_specs=(reduced, rows), out_specs=rows)(w, x)
+
+    @jax.jit
+    def gradient(w, x):
+        y, pull_back = jax.vjp(scaled, jax.reshard(w, reduced), x)
+        dw, dx = pull_back(y)
+        assert jax.typeof(dw).sharding.spec.unreduced == {"fsdp"}
+        return jax.reshard(dw, P("tp")), dx
+
+    w, x = np.arange(1.0, 7, dtype=np.float32), np.arange(48.0, dtype=np.float32).reshape(8, 6)
+    mesh = make_mesh(mesh_cfg, jax.devices()[: mesh_cfg.batch * mesh_cfg.tensor])
+    with jax.set_mesh(mesh):
+        dw, dx = gradient(jax.device_put(w, P("tp")), jax.device_put(x, rows))
+    np.testing.assert_allclose(dw, np.sum(w * x * x, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(dx, w * w * x, rtol=1e-6)

@@ -1,0 +1,110 @@
+"""The alphabet on an abstract mesh of 4,096 devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import AXES, MeshConfig
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding.rules import (
+    SHARD,
+    act,
+    axes_of,
+    einsum,
+    gathered,
+    is_matrix,
+    manual,
+    mesh_size,
+    stored,
+)
+
+MESH = MeshConfig(dp=4, fsdp=32, cp=2, sp=8, tp=2)
+
+
+@pytest.fixture(autouse=True)
+def mesh(request):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(getattr(request, "param", MESH))):
+        yield
+
+
+def test_activations_split_as_the_alphabet_says():
+    assert act("BTF") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
+    assert act("BRD") == P(("dp", "fsdp", "ep"), ("cp", "sp"), None)
+    assert axes_of("RN") == {"cp", "sp", "tp"}
+
+
+def test_zero_splits_in_the_order_of_the_mesh():
+    """In another one XLA all-reduces gradients instead of scattering them."""
+    assert SHARD == tuple(axis for axis in AXES if axis in SHARD)
+
+
+def test_zero_splits_a_latent_where_there_is_no_model_dim_and_experts_without_ep():
+    assert stored("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
+    assert stored("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
+    assert stored("J", (64,)) == P(None)
+
+
+def test_zero_splits_the_model_dim_of_matrices_only():
+    assert stored("LDF", (4, 64, 128)) == P(None, ("fsdp", "ep", "cp"), ("sp", "tp"))
+    assert stored("LDF", (4, 64, 128), zero=0) == P(None, None, ("sp", "tp"))
+    assert stored("LD", (4, 64)) == P(None, None)
+    assert gathered("LDF", (4, 64, 128)) == P(None, None, ("sp", "tp"))
+
+
+def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
+    assert gathered("DKH", (64, 8, 16)) == P(None, None, None)
+    assert gathered("DKH", (64, 16, 16)) == P(None, ("sp", "tp"), None)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(pp=2, fsdp=2, sp=2)], indirect=True)
+def test_a_pipeline_splits_layers_and_vocabulary_too(mesh):
+    assert stored("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "ep", "cp"), ("sp", "tp"))
+    assert stored("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "ep", "cp"))
+    assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("pp", "sp", "tp"))
+
+
+def test_without_a_pipeline_its_axis_is_in_no_spec():
+    assert stored("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "ep", "cp"))
+    assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
+
+
+def test_in_a_region_manual_over_all_axes_nothing_is_left_to_split():
+    def region(x):
+        assert manual()
+        assert act("BF", unreduced=frozenset(["tp"])) == stored("DF", (8, 8)) == P(None, None)
+        return x
+
+    assert not manual()
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    jax.eval_shape(smap(region, in_specs=P(), out_specs=P()), x)
+
+
+def test_norms_and_biases_are_no_matrices():
+    assert [is_matrix(d) for d in ("LDF", "VD", "LNHD", "LD", "D", "LNH", "LH")] == [True] * 3 + [
+        False
+    ] * 4
+
+
+def test_the_size_of_several_axes_is_their_product():
+    assert mesh_size("sp", "tp") == 16
+    assert mesh_size() == 1
+
+
+def test_a_contraction_over_the_tensor_group_ends_where_it_is_told():
+    def shape(dims, *sizes):
+        return jax.ShapeDtypeStruct(
+            sizes, jnp.float32, sharding=jax.NamedSharding(abstract_mesh(MESH), act(dims))
+        )
+
+    h, w = shape("BTF", 128, 64, 96), shape("FD", 96, 32)
+    for to, spec in (("BRD", act("BRD")), ("BTD", act("BTD"))):
+        out = jax.eval_shape(lambda h, w, to=to: einsum("BTF,FD->BTD", h, w, to=to), h, w)
+        assert out.sharding.spec == spec
+        assert out.shape == (128, 64, 32)
+
+
+def test_a_mesh_of_the_wrong_size_names_the_axis_and_the_fix():
+    with pytest.raises(ValueError, match=r"mesh='fsdp=3'.*8 devices"):
+        make_mesh(MeshConfig(fsdp=3))

@@ -1,0 +1,149 @@
+"""What routers did: taken out of the gradients, told as metrics, and used to move biases so that loads even out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    Experts,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step import balance
+from ultrascale_jax.train_step.step import train_step
+
+LAYERS, NUM = 2, 4
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=32,
+        d_model=16,
+        d_ff=16,
+        num_layers=1 + LAYERS,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        experts=Experts(num=NUM, per_token=1, dense_layers=1, scores="sigmoid", bias=True),
+    ),
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(global_batch=8, precision="fp32", seed=1),
+)
+DENSE = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=None))
+ROUTED = np.array([[9, 2, 3, 2, 1, 20], [4, 4, 0, 8, 3, 8]], np.float32)
+"""Loads, choices dropped and sum of entropies of both layers, whose 16 tokens choose once."""
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    mesh = make_mesh(BASE.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def params_of(cfg: Config) -> Transformer:
+    return jax.eval_shape(lambda: Transformer(cfg.model, jax.random.key(0)))
+
+
+def filled(number: float = 1.0) -> Transformer:
+    """Every parameter full of a number."""
+    return jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, number, p.dtype)), params_of(BASE))
+
+
+def test_the_monitor_is_taken_out_of_the_gradients():
+    grads = filled()
+    grads.blocks.moe.monitor.set_value(jnp.asarray(ROUTED))
+    rest, routed = jax.jit(balance.apart)(grads)
+    np.testing.assert_array_equal(routed, ROUTED)
+    assert not np.any(rest.blocks.moe.monitor[...])
+    rest.blocks.moe.monitor.set_value(jnp.asarray(np.ones_like(ROUTED)))
+    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(rest))
+
+
+def test_a_dense_model_has_nothing_to_tell_and_nothing_to_move():
+    grads = jax.tree.map(lambda p: np.ones(p.shape), params_of(DENSE))
+    rest, routed = balance.apart(grads)
+    assert routed is None
+    assert balance.metrics(DENSE, None) == {}
+    assert balance.rebalanced(DENSE, rest, None) is rest
+
+
+def test_biases_rise_where_there_was_less_than_the_mean_and_fall_where_there_was_more():
+    cfg = dataclasses.replace(BASE, moe=MoEConfig(bias_rate=0.25))
+    after = jax.jit(functools.partial(balance.rebalanced, cfg))(filled(), ROUTED)
+    signs = [[-1, 1, 1, 1], [0, 0, 1, -1]]  # the mean is 4
+    np.testing.assert_array_equal(after.blocks.moe.bias[...], 1 + 0.25 * np.array(signs))
+    after.blocks.moe.bias.set_value(jnp.asarray(np.ones((LAYERS, NUM))))
+    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(after))
+
+
+def test_metrics_are_relative_to_the_mean():
+    found = jax.jit(functools.partial(balance.metrics, BASE))(ROUTED)
+    np.testing.assert_allclose(found["moe_load"], np.array([13, 6, 3, 10]) * NUM / 32)
+    assert found["moe_max_load"] == 9 / 4
+    assert found["moe_dropped"] == 4 / 32
+    assert found["moe_entropy"] == pytest.approx(28 / 32)
+
+
+def test_metrics_of_two_choices_count_tokens_once_for_the_entropy():
+    """And layers that pad a pipeline do not count."""
+    experts = dataclasses.replace(BASE.model.experts, per_token=2)
+    cfg = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=experts))
+    padded = np.concatenate([ROUTED, 0 * ROUTED[:1]])
+    found = jax.jit(functools.partial(balance.metrics, cfg))(padded)
+    assert found["moe_entropy"] == pytest.approx(28 / 16)
+    assert found["moe_max_load"] == 9 / 4
+    np.testing.assert_allclose(np.mean(found["moe_load"]), 1)
+
+
+STEPS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moe", "lr"),
+    [
+        pytest.param(MoEConfig(bias_rate=0.002), 1e-3, id="bias"),
+        # Its gradient is in models/test_moe.py.
+        pytest.param(MoEConfig(bias_rate=0, aux_loss=1.0), 1e-2, id="loss", marks=pytest.mark.wide),
+    ],
+)
+def test_balancing_evens_the_load_of_a_router_with_a_favourite(mesh, moe, lr):
+    """An expert starts with a bias that most tokens' scores, from small weights, do not make up for."""
+    experts = dataclasses.replace(BASE.model.experts, dense_layers=0)
+    model = dataclasses.replace(BASE.model, num_layers=1, experts=experts)
+    optim = OptimConfig(lr=lr, warmup_steps=0)
+    cfg = dataclasses.replace(BASE, model=model, moe=moe, optim=optim)
+    favour = 0.05 * (np.arange(NUM, dtype=np.float32) == 1)[None]
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def train(state, batches):
+        def leaf(value, dims, on):
+            return value + favour if dims == "LX" else value
+
+        state = dataclasses.replace(state, params=map_params(leaf, state.params))
+        return jax.lax.scan(functools.partial(train_step, cfg), state, batches)[1]
+
+    loader = Loader(cfg.data, vocab_size=32, global_batch=8, seed=0)
+    batches = [loader.batch(step) for step in range(STEPS)]
+    metrics = train(
+        some_state(cfg, mesh, scale=0.02), jax.tree.map(lambda *a: np.stack(a), *batches)
+    )
+    busiest = np.asarray(metrics["moe_max_load"])
+    assert busiest[0] > 3
+    assert np.max(busiest[-10:]) < 1.6
+    assert not np.any(metrics["moe_dropped"])
+    np.testing.assert_allclose(np.mean(metrics["moe_load"], 1), 1, rtol=1e-5)

@@ -1,0 +1,208 @@
+"""Float16: the loss scale falls and grows as it should, and the run is that of one device."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.config import (
+    LOSS_SCALES,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health.skipped_steps import Diverged
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.loss_scale import LossScale
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.step import make_train_step
+from ultrascale_jax.training.loop import train
+from ultrascale_jax.training.metrics import read_rows
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2),
+    train=TrainConfig(steps=16, global_batch=8, precision="fp16", loss_scale_window=3),
+    checkpoint=CheckpointConfig(keep=1),
+)
+
+
+def change(cfg, section, **fields):
+    return dataclasses.replace(
+        cfg, **{section: dataclasses.replace(getattr(cfg, section), **fields)}
+    )
+
+
+def mesh_of(cfg):
+    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+
+
+def run(cfg, steps, spoil=lambda state: state):
+    """The state, the metrics of each step, and the first moments after the first, a multiple of its gradients."""
+    mesh = mesh_of(cfg)
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with jax.set_mesh(mesh):
+        state, step, metrics = spoil(some_state(cfg, mesh, scale=0.02)), make_train_step(cfg), []
+        first = []
+        for i in range(steps):
+            state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
+            metrics.append(jax.tree.map(np.asarray, m))
+            first = first or [np.asarray(x) for x in jax.tree.leaves(state.opt_state[0].mu)]
+    return state, metrics, first
+
+
+def with_infinite_norm(state):
+    norm = state.params.final_norm[...]
+    leaves = [jnp.full_like(x, jnp.inf) if x is norm else x for x in jax.tree.leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def test_it_doubles_after_a_window_without_overflow_and_halves_at_one():
+    def follow(scale, oks):
+        state, found = LossScale(jnp.float32(scale), jnp.int32(0)), []
+        for ok in oks:
+            state = state.after(jnp.array(ok), window=2)
+            found.append((float(state.scale), int(state.good_steps)))
+        return found
+
+    assert follow(8, [True, True, True, False, True, True]) == [
+        *[(8, 1), (16, 0), (16, 1), (8, 0), (8, 1), (16, 0)]
+    ]
+    least, most = LOSS_SCALES
+    assert follow(least, [False]) == [(least, 0)]
+    assert follow(most, [True, True]) == [(most, 1), (most, 0)]
+
+
+def test_only_float16_has_one():
+    for precision in ("bf16", "fp32"):
+        cfg = change(BASE, "train", precision=precision)
+        assert abstract_state(cfg, mesh_of(cfg)).loss_scale is None
+    abstract = abstract_state(BASE, mesh_of(BASE))
+    assert [x.dtype for x in jax.tree.leaves(abstract.loss_scale)] == [jnp.float32, jnp.int32]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(BASE, 3)
+
+
+# Implied by test_step.py's AdamW with a loss scale, and by parity.
+@pytest.mark.wide
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"),
+    [
+        pytest.param({"fsdp": 2, "tp": 2}, 1, marks=pytest.mark.wide),
+        pytest.param({"fsdp": 2, "sp": 2}, 2, marks=pytest.mark.wide),
+        ({"pp": 2, "fsdp": 2}, 2),
+    ],
+)
+def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
+    cfg = change(BASE, "train", microbatches=microbatches)
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}))
+    (state, metrics, gradients), (_, wanted, expected) = run(cfg, 3), alone
+    half_a_unit = 2.0**-11
+    losses, want = ([m["loss"] for m in ms] for ms in (metrics, wanted))
+    np.testing.assert_allclose(losses, want, rtol=half_a_unit)
+    for got, want in zip(gradients, expected, strict=True):
+        assert np.linalg.norm(got - want) < 3 * half_a_unit * np.linalg.norm(want)
+    assert [int(m["loss_scale"]) for m in metrics] == [2**16] * 3
+    assert (float(state.loss_scale.scale), int(state.loss_scale.good_steps)) == (2**17, 0)
+
+
+@pytest.fixture(scope="module")
+def too_large(tmp_path_factory):
+    """A run whose loss scale overflows in its first steps, more often than `max_skipped` allows: folder and summary."""
+    folder = tmp_path_factory.mktemp("run")
+    cfg = change(BASE, "train", loss_scale=2.0**32, max_skipped=2)
+    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(folder)))
+    return folder, train(cfg, mesh_of(cfg))
+
+
+# Implied by the two tests below, and by test_spikes.py's row of fp16.
+@pytest.mark.wide
+@pytest.mark.slow
+def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too_large):
+    folder, summary = too_large
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    count = [row["skipped"] for row in rows].index(False)
+    assert 4 < count < 14 and summary["skipped"] >= count
+    assert [row["loss_scale"] for row in rows[: count + 1]] == [
+        2.0 ** (32 - n) for n in range(count + 1)
+    ]
+    # The loss is the model's, whatever it was multiplied by; only gradients overflow.
+    assert all(abs(row["loss"] - np.log(64)) < 0.1 for row in rows)
+    assert summary["step"] == 16
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
+    cfg = change(BASE, "train", loss_scale=4.0)
+    state, metrics, _ = run(cfg, 5, with_infinite_norm)
+    assert [float(m["loss_scale"]) for m in metrics] == [4, 2, 1, 1, 1]
+    assert (int(state.skipped), int(state.skipped_in_a_row)) == (5, 3)
+
+
+@pytest.mark.slow
+def test_the_loop_counts_as_the_state_does(tmp_path):
+    cfg = change(BASE, "train", loss_scale=4.0, max_skipped=2)
+    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    with pytest.raises(Diverged, match=r"2 steps in a row up to step 5 "):
+        train(cfg, mesh_of(cfg))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
+    mesh = mesh_of(cfg)
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    halved = change(cfg, "train", loss_scale=BASE.train.loss_scale / 2)
+    with Checkpoints(cfg) as checkpoints:
+        saved = describe(halved, 1, loader.fingerprint)
+        checkpoints.save(some_state(halved, mesh), saved, wait=True)
+
+    def restore(cfg):
+        with Checkpoints(cfg) as checkpoints:
+            return checkpoints.restore(checkpoints.latest, abstract_state(cfg, mesh))
+
+    state = restore(cfg)
+    assert float(state.loss_scale.scale) == BASE.train.loss_scale / 2
+    other = change(cfg, "train", precision="bf16")
+    plain = restore(other)
+    assert plain.loss_scale is None
+    assert jax.tree.structure(plain) == jax.tree.structure(abstract_state(other, mesh))
+    with Checkpoints(other) as checkpoints:
+        checkpoints.save(plain, describe(other, 17, loader.fingerprint), wait=True)
+    again = restore(cfg)
+    assert float(again.loss_scale.scale) == BASE.train.loss_scale
+    for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0**41, math.nan])
+def test_a_factor_that_cannot_be_is_refused(value):
+    with pytest.raises(UserError, match=r"train\.loss_scale=.*: must be from 1 to "):
+        TrainConfig(loss_scale=value)

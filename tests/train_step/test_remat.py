@@ -1,0 +1,76 @@
+"""Each recomputation policy keeps what it says, and none changes the gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.states import some_state
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.step import loss_and_gradients
+
+NAMED = "save:q,k+offload:gate,up"
+CFG = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=2),
+    data=DataConfig(seq_len=128),
+    train=TrainConfig(global_batch=8, precision="fp32"),
+)
+
+
+def with_policy(policy):
+    return dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, remat=policy))
+
+
+@functools.cache
+def compiled(policy):
+    """Bytes of temporaries and the gradients of the loss, from one program."""
+    mesh = make_mesh(CFG.mesh, jax.devices()[:2])
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, 129)).astype(np.int32)
+    positions = np.tile(np.arange(128, dtype=np.int32), (8, 1))
+    with jax.set_mesh(mesh):
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
+        batch = jax.device_put(batch, NamedSharding(mesh, act("BT")))
+        params, weight = some_state(CFG, mesh).params, jnp.float32(1e-3)
+        gradients = functools.partial(loss_and_gradients, with_policy(policy))
+        program = jax.jit(gradients).lower(params, batch, weight).compile()
+        return program.memory_analysis().temp_size_in_bytes, program(params, batch, weight)[1]
+
+
+# On H100s hlo/test_recomputation.py orders them all.
+@pytest.mark.wide
+def test_policies_order_by_what_they_keep():
+    sizes = [compiled(policy)[0] for policy in ("none", "selective", "dots", "full")]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.wide
+def test_selective_keeps_no_attention_scores():
+    scores = 4 * (4 * 4 * 128 * 128) * 4  # layers * (rows of a device * heads * T * S) * bytes
+    assert compiled("none")[0] - compiled("selective")[0] >= scores
+
+
+# Rows of tests/parity recompute by the others.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    [NAMED, *(pytest.param(p, marks=pytest.mark.wide) for p in ("selective", "dots", "full"))],
+)
+def test_policy_changes_no_gradient(policy):
+    (_, found), (_, expected) = compiled(policy), compiled("none")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_a_name_that_no_block_makes_is_refused():
+    with pytest.raises(ValueError, match=r"train\.remat='save:querry'"):
+        with_policy("save:querry")

@@ -1,0 +1,205 @@
+"""The state at rest: the same numbers on any mesh, layers where the schedule wants them, padding that stays zero."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    Experts,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.train_step.optim import optimizer
+from ultrascale_jax.train_step.state import abstract_state, canonical, init_state, layer_order
+
+LAYERS = 5
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64,
+        d_model=32,
+        d_ff=64,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qkv_bias=True,
+    ),
+    mesh=MeshConfig(fsdp=1),
+)
+PIPELINES = {
+    "pp2_1f1b": ({"pp": 2, "fsdp": 2, "sp": 2}, PipelineConfig()),
+    "pp4_1f1b": ({"pp": 4, "fsdp": 2}, PipelineConfig()),
+    "pp2_interleaved": ({"pp": 2, "tp": 2}, PipelineConfig(schedule="interleaved")),
+    "pp2_zb_v": ({"pp": 2}, PipelineConfig(schedule="zb_v")),
+}
+ORDERS = {
+    "pp2_1f1b": (0, 1, 2, 3, 4, None),
+    "pp4_1f1b": (0, 1, 2, None, 3, None, 4, None),
+    "pp2_interleaved": (0, 1, 3, None, 2, None, 4, None),
+    "pp2_zb_v": (0, 1, 4, None, 2, None, 3, None),
+}
+
+
+def on(name: str, cfg: Config = BASE) -> Config:
+    sizes, pp = PIPELINES[name]
+    mesh = MeshConfig(**({"fsdp": 1} | sizes))
+    train = dataclasses.replace(cfg.train, microbatches=4)
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
+
+
+def mesh_of(cfg: Config):
+    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "pp2_interleaved" else pytest.mark.wide)
+        for name in PIPELINES
+    ],
+)
+def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(name):
+    cfg, order = on(name), ORDERS[name]
+    alone = init_state(BASE, mesh_of(BASE)).params
+    state = init_state(cfg, mesh_of(cfg))
+    assert state.params.layer_order == order
+    for here, expected in zip(
+        jax.tree.leaves(state.params.blocks), jax.tree.leaves(alone.blocks), strict=True
+    ):
+        assert here.sharding.spec[0] == "pp"
+        rows = np.asarray(here)
+        for row, layer in zip(rows, order, strict=True):
+            np.testing.assert_array_equal(row, 0 if layer is None else np.asarray(expected)[layer])
+    np.testing.assert_array_equal(state.params.embed[...], alone.embed[...])
+    np.testing.assert_array_equal(state.params.head[...], alone.head[...])
+
+
+def test_the_layers_of_every_schedule_have_their_order():
+    assert {name: layer_order(on(name)) for name in PIPELINES} == ORDERS
+
+
+MIXED = dataclasses.replace(
+    BASE,
+    model=dataclasses.replace(
+        BASE.model, experts=Experts(num=4, per_token=2, d_ff=16, dense_layers=2, bias=True)
+    ),
+)
+"""Two layers with one feed-forward layer, three with experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dense", "experts"),
+    [
+        pytest.param(
+            *("pp2_1f1b", (0, 1, None, None, None, None), (None, None, 0, 1, 2, None)),
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            *("pp2_zb_v", (0, 1, *(None,) * 6), (None, None, 2, None, 0, None, 1, None)),
+            marks=pytest.mark.wide,
+        ),
+    ],
+)
+def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position(name, dense, experts):
+    cfg = on(name, MIXED)
+    alone = init_state(MIXED, mesh_of(MIXED)).params.blocks
+    params = init_state(cfg, mesh_of(cfg)).params
+    orders = {"attn": params.layer_order, "mlp": dense, "moe": experts}
+    for part, order in orders.items():
+        assert params.order_of(f"blocks.{part}.w") == order
+        pairs = zip(
+            jax.tree.leaves(getattr(params.blocks, part)),
+            jax.tree.leaves(getattr(alone, part)),
+            strict=True,
+        )
+        for here, expected in pairs:
+            for row, layer in zip(np.asarray(here), order, strict=True):
+                np.testing.assert_array_equal(row, 0 if layer is None else expected[layer])
+
+
+# Implied by parity of pipelines with uneven layers.
+@pytest.mark.wide
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.wide)])
+def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim):
+    def trained(cfg):
+        """Parameters and optimizer state after two updates with the parameters' own values as gradients."""
+
+        def update(state, _):
+            params, opt_state = state
+            updates, opt_state = optimizer(cfg).update(params, opt_state, params)
+            return (jax.tree.map(jnp.add, params, updates), opt_state), None
+
+        state = init_state(cfg, mesh_of(cfg))
+        start = (state.params, state.opt_state)
+        with jax.set_mesh(mesh_of(cfg)):
+            return jax.jit(lambda start: jax.lax.scan(update, start, length=2)[0])(start)
+
+    base = dataclasses.replace(BASE, optim=OptimConfig(name=optim, lr=0.1))
+    cfg = on("pp4_1f1b", base)
+    padding = np.array([layer is None for layer in ORDERS["pp4_1f1b"]])
+    here, alone = trained(cfg), trained(base)
+    stacked = 0
+    for leaf, moved, expected in zip(
+        jax.tree.leaves(here),
+        jax.tree.leaves(canonical(here, lambda _: ORDERS["pp4_1f1b"])),
+        jax.tree.leaves(alone),
+        strict=True,
+    ):
+        if leaf.shape != expected.shape:
+            stacked += 1
+            assert not np.asarray(leaf)[padding].any()
+        np.testing.assert_allclose(moved, expected, rtol=1e-3, atol=1e-5)
+    # Parameters and both moments, or for Muon the one moment of matrices and both of vectors.
+    matrices, vectors = 7, 5
+    assert stacked == {"adamw": 3 * (matrices + vectors), "muon": 2 * matrices + 3 * vectors}[optim]
+
+
+@pytest.mark.slow
+def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
+    cfg = on(
+        "pp2_1f1b", dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, num_layers=4))
+    )
+    params = some_state(cfg, mesh_of(cfg)).params
+    assert params.layer_order == (0, 1, 2, 3)
+    pairs = zip(
+        jax.tree.leaves(canonical(params, params.order_of)), jax.tree.leaves(params), strict=True
+    )
+    assert all(a is b for a, b in pairs)
+
+
+def test_the_state_of_a_large_pipeline_rests_in_its_shares():
+    """126 layers (Llama 3 405B's) over 16 ranks of 2 stages: 32 stages of 4 or 3, moments and all."""
+    model = ModelConfig(
+        vocab_size=128256,
+        d_model=16384,
+        d_ff=53248,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    cfg = Config(
+        model=model,
+        mesh=MeshConfig(pp=16, fsdp=16, sp=8),
+        pp=PipelineConfig(schedule="interleaved"),
+        train=dataclasses.replace(BASE.train, microbatches=32),
+    )
+    state = abstract_state(cfg, abstract_mesh(cfg.mesh))
+    order = state.params.layer_order
+    assert len(order) == 128 and order.count(None) == 2
+    for blocks in (state.params.blocks, state.opt_state[0].mu.blocks):
+        [leaf] = jax.tree.leaves(blocks.mlp.w_up)
+        assert leaf.shape == (128, 16384, 53248)
+        assert leaf.sharding.shard_shape(leaf.shape) == (8, 1024, 6656)

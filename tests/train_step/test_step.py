@@ -1,0 +1,290 @@
+"""The optimizer step: what it must not change, what it keeps, where it puts things."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.optim import optimizer, schedule
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.step import (
+    apply_gradients,
+    loss_and_gradients,
+    make_eval_step,
+    make_train_step,
+)
+
+CFG = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=2, sp=2),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2),
+    train=TrainConfig(steps=10, global_batch=8, precision="fp32"),
+)
+
+
+def variant(**sections):
+    parts = {
+        name: dataclasses.replace(getattr(CFG, name), **fields) for name, fields in sections.items()
+    }
+    return dataclasses.replace(CFG, **parts)
+
+
+def run(cfg, steps=1, poison=False):
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        if poison:
+            embed = state.params.embed[...]
+            bad = jax.jit(lambda e: e * jnp.float32(np.inf))(embed)
+            params = jax.tree.map(lambda p: bad if p is embed else p, state.params)
+            state = dataclasses.replace(state, params=params)
+        before = jax.tree.map(np.asarray, state)
+        step, metrics = make_train_step(cfg), []
+        for i in range(steps):
+            state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
+            metrics.append(jax.tree.map(np.asarray, m))
+    return before, state, metrics
+
+
+def same_bits(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+# Implied by test_spikes.py (one number that is not finite) and test_loop.py (steps that are not).
+@pytest.mark.wide
+def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
+    before, after, metrics = run(variant(train={"z_loss": 0.1}), steps=2, poison=True)
+    assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
+    assert [bool(m["skipped"]) for m in metrics] == [True, True]
+    assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 2, 2)
+
+
+# Without ZeRO the width need not divide.
+UNDIVIDED = variant(
+    model={"d_model": 33},
+    mesh={"fsdp": 4, "sp": 1},
+    train={"zero": 0, "microbatches": 2, "z_loss": 0.1},
+)
+
+
+@pytest.fixture(scope="module")
+def undivided():
+    return run(UNDIVIDED, steps=8)
+
+
+@pytest.mark.slow
+def test_a_finite_step_changes_every_parameter_and_resets_the_row(undivided):
+    before, after, metrics = undivided
+    for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        assert np.abs(old - np.asarray(new)).max() > 0
+    assert (int(after.step), int(after.skipped_in_a_row)) == (8, 0)
+    assert not any(m["skipped"] for m in metrics)
+    assert after.params.embed.get_value().sharding.shard_shape((64, 33)) == (64, 33)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero", "optim"),
+    [
+        (0, {}),
+        # Implied by test_rounding.py, whose moments are bfloat16.
+        pytest.param(1, {"moment_dtype": "bfloat16"}, marks=pytest.mark.wide),
+        pytest.param(2, {}, marks=pytest.mark.wide),
+        # Implied by tests/parity, and by types/test_recipes.py.
+        pytest.param(3, {}, marks=pytest.mark.wide),
+    ],
+)
+def test_a_step_keeps_types_and_shardings_and_the_loss_falls(zero, optim, undivided):
+    cfg = variant(train={"zero": zero, "microbatches": 2}, optim=optim) if zero else UNDIVIDED
+    _, after, metrics = run(cfg, steps=8) if zero else undivided
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    moments = {leaf.dtype for leaf in jax.tree.leaves(after.opt_state[0].mu)}
+    assert moments == {jnp.dtype("bfloat16" if zero == 1 else "float32")}
+    expected = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    for leaf, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype)
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+def test_zero_shards_what_rests_on_a_device(zero, parts):
+    cfg = variant(train={"zero": zero}, mesh={"fsdp": 2, "sp": 1, "dp": 2})
+    state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    w_up = state.params.blocks.mlp.w_up.get_value()
+    assert w_up.sharding.shard_shape(w_up.shape) == (2, 32 // parts, 64)
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("bf16", 1), ("bf16", 3), ("fp32", 3)])
+def test_master_weights_moments_and_gradients_are_float32(precision, zero):
+    cfg = variant(train={"precision": precision, "zero": zero})
+    mesh = make_mesh(CFG.mesh, jax.devices()[:4])
+    state, place = abstract_state(cfg, mesh), NamedSharding(mesh, act("BT"))
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for name, x in Loader(CFG.data, vocab_size=64, global_batch=8, seed=0).batch(0).items()
+    }
+    with jax.set_mesh(mesh):
+        step = functools.partial(loss_and_gradients, cfg)
+        loss, grads = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
+    leaves = jax.tree.leaves((state.params, state.opt_state, loss, grads))
+    assert {x.dtype for x in leaves if x.dtype != jnp.int32} == {jnp.dtype(jnp.float32)}
+
+
+def updated(cfg):
+    """The state after three updates with the same gradients, whatever the mesh."""
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    batch = {"targets": jnp.zeros((8, 32), jnp.int32)}
+    rng = np.random.default_rng(1)
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        grads = jax.tree.map(
+            lambda p: jax.device_put(rng.normal(size=p.shape).astype(p.dtype), p.sharding),
+            state.params,
+        )
+        step = jax.jit(
+            lambda state, grads: apply_gradients(cfg, state, batch, jnp.float32(1), grads)
+        )
+        for _ in range(3):
+            state, _ = step(state, grads)
+        return state
+
+
+@pytest.mark.slow
+def test_muon_is_the_same_on_one_device_and_on_a_mesh():
+    cfg = variant(optim={"name": "muon"})
+    sharded = updated(cfg)
+    single = updated(dataclasses.replace(cfg, mesh=MeshConfig(fsdp=1, dp=4)))
+    for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(single.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
+    """By 0.2 of the rate in the mean square, each layer on its own (arXiv 2502.16982, section 2.2)."""
+    cfg = variant(
+        optim={"name": "muon", "weight_decay": 0.0, "schedule": "constant"},
+        mesh={"fsdp": 1, "sp": 1},
+    )
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        params = some_state(cfg, mesh).params
+        rng = np.random.default_rng(0)
+        grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
+        # A layer whose gradients are small is moved as far as the other.
+        for layers in jax.tree.leaves(grads.blocks):
+            layers[1] *= 1e-3
+        muon = optimizer(cfg)
+        updates, _ = jax.jit(muon.update)(grads, muon.init(params), params)
+    attn, mlp = updates.blocks.attn, updates.blocks.mlp
+    for update in (attn.w_q, attn.w_k, attn.w_o, mlp.w_up, mlp.w_down):
+        for layer in np.asarray(update.get_value()):
+            # Newton-Schulz leaves singular values between 0.7 and 1.2.
+            np.testing.assert_allclose(np.sqrt(np.mean(np.square(layer))), 0.2 * 1e-2, rtol=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_evaluation_sums_what_training_averages(undivided, microbatches):
+    before, _, metrics = undivided
+    loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
+    mesh = make_mesh(UNDIVIDED.mesh, jax.devices()[:4])
+    cfg = dataclasses.replace(
+        UNDIVIDED, train=dataclasses.replace(UNDIVIDED.train, microbatches=microbatches)
+    )
+    with jax.set_mesh(mesh):
+        params = some_state(UNDIVIDED, mesh).params
+        assert same_bits(params, before.params)
+        nats, count = make_eval_step(cfg)(
+            params, jax.device_put(loader.batch(0), NamedSharding(mesh, act("BT")))
+        )
+    np.testing.assert_allclose(nats / count, metrics[0]["loss"], rtol=1e-6)
+    assert int(count) == int((loader.batch(0)["targets"] >= 0).sum()) == int(metrics[0]["tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clip_norm", "precision"), [(0.0, "fp32"), (1.0, "fp16")])
+def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
+    clip_norm, precision
+):
+    """Against float64, with a norm below `clip_norm` and one above, after two good steps of five."""
+    optim = {"clip_norm": clip_norm, "warmup_steps": 4, "weight_decay": 0.1, "betas": (0.8, 0.95)}
+    cfg = variant(optim=optim, mesh={"fsdp": 1, "sp": 1}, train={"precision": precision})
+    scale = cfg.train.loss_scale if precision == "fp16" else 1.0
+    rng = np.random.default_rng(0)
+    targets = np.where(np.arange(32) % 4, 1, -1)[None].astype(np.int32).repeat(8, 0)
+
+    def like(tree, size=1.0):
+        return jax.tree.map(lambda x: size * rng.random(x.shape, np.float32), tree)
+
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        adam, *others = jax.tree.map(
+            lambda x: x + 2 if x.dtype == jnp.int32 else x, state.opt_state
+        )
+        adam = adam._replace(mu=like(adam.mu, 1e-3), nu=like(adam.nu, 1e-5))
+        counts = {"step": 5, "skipped": 3, "skipped_in_a_row": 2}
+        counts = {name: jnp.int32(value) for name, value in counts.items()}
+        state = dataclasses.replace(state, opt_state=(adam, *others), **counts)
+        step = jax.jit(functools.partial(apply_gradients, cfg))
+        for norm in (0.5, 3.0):
+            grads = like(state.params)
+            length = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+            # A quarter of the positions has no target: a sum over the others is divided by their number.
+            grads = jax.tree.map(lambda g, by=0.75 * norm / length: g * by, grads)
+            scaled = jax.tree.map(lambda g: scale * g, (jnp.float32(1.0), grads))
+            after, metrics = step(state, {"targets": targets}, *scaled)
+            assert [int(getattr(after, name)) for name in counts] == [6, 3, 0]
+            np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+            np.testing.assert_allclose(metrics["loss"], 1 / 0.75, rtol=1e-6)
+            np.testing.assert_allclose(metrics["lr"], 1e-2 * 2 / 4, rtol=1e-6)
+            share = min(1.0, clip_norm / norm) / 0.75 if clip_norm else 1 / 0.75
+            trees = state.params, grads, adam.mu, adam.nu, after.params
+            paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(grads)]
+            for path, *arrays in zip(paths, *map(jax.tree.leaves, trees), strict=True):
+                p, g, mu, nu, found = (np.float64(a) for a in arrays)
+                mu = (0.8 * mu + 0.2 * share * g) / (1 - 0.8**3)
+                nu = (0.95 * nu + 0.05 * (share * g) ** 2) / (1 - 0.95**3)
+                wanted = -0.005 * (
+                    mu / (np.sqrt(nu) + cfg.optim.eps) + 0.1 * p * ("norm" not in path)
+                )
+                np.testing.assert_allclose(found - p, wanted, rtol=2e-6, atol=2e-7, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "points"),
+    [
+        ({"schedule": "cosine", "warmup_steps": 10}, {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),
+        (
+            {"schedule": "wsd", "warmup_steps": 10, "decay_steps": 20},
+            {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+        ),
+        ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),
+        ({"schedule": "constant", "warmup_steps": 4}, {2: 0.5, 100: 1.0}),
+    ],
+)
+def test_the_schedule_passes_through_its_points(fields, points):
+    cfg = variant(optim={"lr": 0.2, **fields}, train={"steps": 100})
+    for step, share in points.items():
+        np.testing.assert_allclose(schedule(cfg)(step), 0.2 * share, atol=1e-7)

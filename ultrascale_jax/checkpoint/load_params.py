@@ -1,0 +1,83 @@
+"""The model of a run's checkpoint, for those who do not train it."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from ultrascale_jax.checkpoint import restoring
+from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
+from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.run_metadata import config_from_dict, saved_config
+from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
+from ultrascale_jax.launch.run_files import folder_of
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.train_step.state import abstract_state, arranged, canonical_shapes
+
+
+def load_params(
+    run_dir: str | Path, mesh: Mesh, step: int | None = None
+) -> tuple[Config, Transformer]:
+    """Config and model of a run's checkpoint (default: the newest good one), on `mesh`, without the optimizer state.
+
+    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
+    the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
+    """
+    folder = Path(run_dir).resolve()
+    folder = folder_of(folder, saved_config(folder).checkpoint.dir, make=False)
+    available = restoring.of_first(lambda: steps(folder))
+    wanted = max(available, default=0) if step is None else step
+    require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
+    faults: list[str] = []
+
+    def take(step: int) -> tuple[Config, Transformer]:
+        meta, note = restoring.opened(folder / str(step))
+        found = _params(folder, mesh, step, meta)
+        _warn(note)
+        return found
+
+    def damaged(step: int, why: str) -> None:
+        faults.append(f"{folder / str(step)} is damaged: {why}")
+
+    found = restoring.newest(available if step is None else [wanted], take, damaged)
+    if found is None:
+        raise Damaged(faults[-1])
+    for fault in faults:
+        _warn(f"{fault}; using step {found[0]}")
+    return found[1]
+
+
+def _warn(note: str | None) -> None:
+    if note is not None and jax.process_index() == 0:
+        print(f"warning: {note}", flush=True)
+
+
+def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Transformer]:
+    cfg = config_from_dict(meta["config"])
+    cfg = dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, **ModelConfig().implementations),
+        mesh=MeshConfig(**dict(mesh.shape)),
+        pp=PipelineConfig(),
+    )
+    like = abstract_state(cfg, mesh).params
+    shapes = flatten(canonical_shapes(like, like.order_of))
+    groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
+    return cfg, arranged(unflatten(groups[PARAMS], like), like, like.order_of)
+
+
+def check_arrays(place: Path, meta: dict) -> None:
+    """Compare the arrays of a checkpoint with their fingerprints, on one device, group by group. Raises `Damaged`."""
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    known = restoring.entries(meta) or {}
+    for group in (PARAMS, TRAIN):
+        shapes: dict = {}
+        for name, (dtype, shape, _) in known.items():
+            *outer, last = name.split("/")
+            if outer[:1] == [group]:
+                node = functools.reduce(lambda node, word: node.setdefault(word, {}), outer, shapes)
+                node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        restoring.load(place, meta, shapes)

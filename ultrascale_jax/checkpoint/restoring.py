@@ -1,0 +1,293 @@
+"""Reading a checkpoint only if it is what was saved: first its files, then, on the devices, its arrays.
+
+The manifest finds what a disk or a hand did to a file, and names it. The fingerprints find what happened to an array
+anywhere between the devices that saved it and those that have it now, on whatever mesh, and name it; they also decide
+where the manifest is missing. All processes come to one verdict, because each would wait for ever for the others.
+"""
+
+import contextlib
+import errno
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.fingerprint import fingerprints
+from ultrascale_jax.checkpoint.layout import Groups, name, named
+from ultrascale_jax.checkpoint.manifest import Damaged, Doubtful, Unreadable
+from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch import multihost
+from ultrascale_jax.launch.multihost import agree, hosts
+
+LOOK_S = 60.0
+"""How long a process looks for a checkpoint that process 0 sees: as long as NFS keeps what it knows of a folder."""
+
+LONGEST = 500
+"""Bytes of an error that are told."""
+
+UNPROVEN = "has no manifest (its writer was ended in between); its arrays have their fingerprints"
+UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
+
+
+def of_first[Value](find: Callable[[], Value]) -> Value:
+    """What `find` finds on process 0, as JSON carries it, on all; the others do not look, as they may see less.
+
+    Raises on all processes what `find` raises: `Damaged` or another `UserError`, and `Unreadable` for an `OSError`.
+    """
+    found, error = None, None
+    if jax.process_index() == 0:
+        found, error = _tried(find)
+    raise_alike(error)
+    return multihost.of_first(found)
+
+
+def raise_alike(error: UserError | None) -> None:
+    """Raise, on all processes, what one of them has found: what is damaged is damaged for all."""
+    for kind in (Damaged, Unreadable, Doubtful, UserError):
+        mine = error is not None and type(error) is kind
+        problem = agree(str(error) if mine else None)
+        if problem is not None:
+            raise kind(problem) from error
+
+
+def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | None]:
+    """What `do` returns, or the `UserError` that it means."""
+    try:
+        return do(), None
+    except (Damaged, Unreadable) as error:
+        return None, error
+    except UserError as error:
+        return None, UserError(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        what = f"{where}cannot be read on {socket.gethostname()} ({error.strerror or error})"
+        return None, Unreadable(f"{what}; nothing was renamed, and a restart tries again")
+
+
+def record(groups: Groups) -> dict[str, list]:
+    """Type, shape and fingerprint of each array, for the metadata; the host waits for the devices, not for a copy."""
+    arrays = named(groups)
+    marks = fingerprints(arrays)
+    return {name: [str(x.dtype), list(x.shape), marks[name]] for name, x in arrays.items()}
+
+
+def opened(place: Path) -> tuple[dict, str | None]:
+    """Metadata of the checkpoint at `place`, whose files are as they were saved, and what is to be told of it.
+
+    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them.
+    """
+
+    def look() -> tuple[bool, dict]:
+        return manifest.check(place, contents=False), metadata(place)
+
+    def look_twice() -> tuple[bool, dict]:
+        with contextlib.suppress(Damaged):
+            return look()
+        return look()
+
+    sealed, meta = of_first(look_twice)
+
+    def read() -> None:
+        _await(place / METADATA)
+        if sealed:
+            _await(place / manifest.NAME)
+            manifest.check_contents(place, jax.process_index(), jax.process_count())
+
+    raise_alike(_tried(read)[1])
+    if "arrays" not in meta:
+        return meta, f"{place} {UNVERIFIED}"
+    return meta, None if sealed else f"{place} {UNPROVEN}"
+
+
+def load(place: Path, meta: dict, shapes: Groups) -> Groups:
+    """Arrays of the checkpoint at `place`, which `opened` looked at, in the shardings of `shapes` and the saved types.
+
+    Raises:
+        UserError: the arrays of `shapes` are not those that it holds.
+        Damaged: an array is not what was saved.
+        Unreadable: something else than its files was in the way: a disk, a device or the memory of a host.
+        Doubtful: one or the other; see `newest`.
+    """
+    known = entries(meta)
+    if known is not None:
+        _check_form(known, shapes)
+        shapes = jax.tree.map_with_path(
+            lambda keys, s: jax.ShapeDtypeStruct(
+                s.shape, known[name(keys)][0], sharding=s.sharding
+            ),
+            shapes,
+        )
+    sealed = of_first(lambda: os.path.exists(place / manifest.NAME))
+    loaded = _loaded(place, shapes, sealed)
+    wrong = None if known is None else _different(known, loaded)
+    if known is not None and wrong is not None:
+        loaded = _loaded(place, shapes, sealed)
+        wrong = _different(known, loaded)
+    if wrong is not None and sealed:
+        # The files are those that were saved, so it is what became of them on the way.
+        raise Unreadable(
+            f"{place}: {wrong}, twice, although its files are (manifest): the memory of a device or of a host, one "
+            f"of {', '.join(sorted(set(hosts())))}, changes it. Nothing was renamed; if other hosts say the same, "
+            "it was written so, and is to be renamed by hand"
+        )
+    if wrong is not None:
+        raise Damaged(wrong)
+    return loaded
+
+
+def _loaded(place: Path, shapes: Groups, sealed: bool) -> Groups:
+    loaded: Groups = {}
+    # One by one: of two, Orbax forgets the second when the first cannot be read.
+    for group, inner in shapes.items():
+        failed: UserError | None = None
+        try:
+            loaded |= ocp.load_checkpointables(str(place), {group: inner})
+        except Exception as error:
+            failed = _why_not(place, _root(error), sealed)
+        raise_alike(failed)
+    return loaded
+
+
+def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
+    """What it means that the checkpoint at `place` does not load because of `root`.
+
+    TensorStore raises one type for all that goes wrong, so nothing is read from its words: a manifest that holds has
+    proven the files, and a file that cannot be read is found by reading all of them. What remains is `Doubtful`.
+    """
+    what = f"cannot be read ({type(root).__name__}: {first_line(root)})"
+    words = f"{place} {what} on {socket.gethostname()}"
+    if sealed:
+        return Unreadable(words)
+    return _tried(lambda: manifest.read_all(place))[1] or Doubtful(words)
+
+
+def unparsable(place: Path) -> str | None:
+    """Why Orbax cannot parse the metadata at `place`, though it has parsed that of another; none if a disk fails."""
+    _, fault = _tried(lambda: manifest.files(place))
+    if fault is None:
+        try:
+            ocp.checkpointables_metadata(str(place))
+        except Exception as error:
+            fault = _why_not(place, _root(error), sealed=False)
+    return None if fault is None or type(fault) is Unreadable else str(fault)
+
+
+def newest[Found](
+    steps: Sequence[int], take: Callable[[int], Found], damaged: Callable[[int, str], None]
+) -> tuple[int, Found] | None:
+    """The newest of `steps` (ascending) that is what was saved, and `take` of it; none if all are damaged.
+
+    Whether a `Doubtful` checkpoint or a host is at fault is found by experiment: an older one is loaded on the same
+    hosts, and if it loads, the doubtful one again. One that fails twice is damaged. `damaged` gets the step and the
+    reason of each that is.
+
+    Raises `Unreadable` where `take` does, or where there are doubtful ones and no older one loads.
+    """
+    doubtful: dict[int, str] = {}
+
+    def attempt(step: int) -> list[Found]:
+        try:
+            return [take(step)]
+        except Damaged as error:
+            doubtful.pop(step, None)
+            damaged(step, str(error))
+        except Doubtful as error:
+            doubtful[step] = str(error)
+        gc.collect()  # What Orbax raised holds the arrays that were read before.
+        return []
+
+    for step in reversed(steps):
+        found = attempt(step)
+        if found and not doubtful:
+            return step, found[0]
+        if found:
+            found.clear()  # Two may not fit into memory.
+            for other in list(doubtful):
+                if again := attempt(other):
+                    return other, again[0]
+                if other in doubtful:
+                    damaged(other, doubtful.pop(other))
+            return newest([one for one in steps if one <= step], take, damaged)
+    if doubtful:
+        raise Unreadable(
+            f"{next(iter(doubtful.values()))}; no older checkpoint loads here, so a host may be at fault. Nothing was "
+            "renamed; if other hosts say the same, rename it by hand, or start anew with checkpoint.resume=never"
+        )
+    return None
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first cause of an exception: Orbax wraps it, and says something else."""
+    while True:
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is None:
+            return error
+        error = cause
+
+
+def _await(path: Path) -> None:
+    """Return when this process sees `path`, which process 0 has seen. Raises `FileNotFoundError` after `LOOK_S`."""
+    until = time.monotonic() + LOOK_S
+    while True:
+        # A listing asks an NFS server anew where a name that was not there is remembered.
+        if path.name in os.listdir(path.parent) if path.parent.is_dir() else False:
+            return
+        if time.monotonic() >= until:
+            raise FileNotFoundError(errno.ENOENT, "process 0 sees it, this one does not", str(path))
+        time.sleep(1.0)
+
+
+def cast[Tree](tree: Tree, like: Tree) -> Tree:
+    """Arrays in the types of `like`: a run may be allowed to change them."""
+    return jax.tree.map(lambda x, s: x if x.dtype == s.dtype else x.astype(s.dtype), tree, like)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without TensorStore's account of all its settings."""
+    return next(iter(str(error).splitlines()), "").partition(" [tensorstore_spec")[0][:LONGEST]
+
+
+def entries(meta: dict) -> dict[str, tuple] | None:
+    """Type, shape and fingerprint by array; none for an old checkpoint. Raises `Damaged` where they are no such."""
+    if "arrays" not in meta:
+        return None
+    try:
+        return {
+            name: (jnp.dtype(dtype), tuple(map(int, shape)), str(mark))
+            for name, (dtype, shape, mark) in meta["arrays"].items()
+        }
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"the list of arrays cannot be read ({error})") from None
+
+
+def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
+    wanted = {name: tuple(s.shape) for name, s in named(shapes).items()}
+    saved = {name: shape for name, (_, shape, _) in known.items() if name.split("/")[0] in shapes}
+    changes = [
+        f"{name}: saved {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
+        for name in sorted(saved | wanted)
+        if saved.get(name) != wanted.get(name)
+    ]
+    if changes:
+        more = [f"and {len(changes) - 8} more"] if len(changes) > 8 else []
+        raise UserError(
+            "the checkpoint holds other arrays than this run has:\n  "
+            + "\n  ".join(changes[:8] + more)
+            + "\nno option makes them fit; put the model and the optimizer back"
+        )
+
+
+def _different(known: Mapping[str, tuple], loaded: Groups) -> str | None:
+    """Which arrays are not what was saved, in words; none if all are."""
+    marks = fingerprints(named(loaded))
+    wrong = [name for name, mark in marks.items() if mark != known[name][2]]
+    more = f", nor are {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return agree(f"array {wrong[0]} is not what was saved (fingerprint){more}" if wrong else None)

@@ -1,0 +1,187 @@
+"""Writing a checkpoint while training goes on, and what becomes of a disk that is full, gone or does not answer.
+
+Orbax writes and commits in its own threads; a thread here waits for them and then hashes what was written. Whatever
+goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
+"""
+
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.restoring import first_line
+from ultrascale_jax.launch.events import Events, say
+from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.run_lock import LASTING
+
+TOLD_S = 60.0
+"""How often a save that is being waited for is told."""
+
+STALL_S = 1200.0
+"""How long writing a save, or hashing one file of it, may take before training goes on without it; as long as Orbax
+waits for other processes."""
+
+PROBE_S = 30.0
+"""How long the disk may take to answer a question before a save begins."""
+
+LEAVE_S = 30.0
+"""How long a process whose disk does not answer may take to end."""
+
+STALLED = "is still being written"
+
+
+class Writing:
+    """One save under way: waits in a thread until it is complete and, on process 0, hashed."""
+
+    def __init__(self, place: Path, wait: Callable[[], Any], events: Events | None):
+        self.place = place
+        self.begun = self.moved = time.monotonic()
+        """When it began, and when it was last seen to come on."""
+        self.problem: str | None = None
+        self._wait, self._events = wait, events
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is not over."""
+        return self._thread.is_alive()
+
+    def result(self, stall_s: float) -> str | None:
+        """What went wrong, or none; waits until the save is over, or has not come on for `stall_s` seconds."""
+        told = self.begun + TOLD_S
+        while self.alive:
+            now = time.monotonic()
+            if now - self.moved >= stall_s:
+                return f"{self.place} {STALLED} after {now - self.begun:.0f} s"
+            if now >= told:
+                told += TOLD_S
+                say(f"waiting for {self.place}: {now - self.begun:.0f} s so far")
+            self._thread.join(timeout=max(0.0, min(self.moved + stall_s, told) - now))
+        return self.problem
+
+    def _comes_on(self) -> None:
+        self.moved = time.monotonic()
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            self._comes_on()
+            write_s = self.moved - self.begun
+            if jax.process_index() == 0:
+                size, hash_s = manifest.write(self.place, self._comes_on)
+                if self._events is not None:
+                    step = int(self.place.name)
+                    self._events.record(
+                        "saved", step=step, bytes=size, write_s=write_s, hash_s=hash_s
+                    )
+        except Exception as error:  # Orbax raises whatever the file system does.
+            if jax.process_index() == 0:
+                # Free its room: the next one may need it.
+                for partial in self.place.parent.glob(f"{self.place.name}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(partial, ignore_errors=True)
+            self.problem = first_line(error) or type(error).__name__
+
+
+class Question:
+    """What is asked of a disk again and again, and answered in a thread, because the disk may not answer."""
+
+    def __init__(self, ask: Callable[[], str | None], unanswered: str | None):
+        """`ask` finds a problem or none; `unanswered` stands for it while it does not come back."""
+        self._ask, self._unanswered = ask, unanswered
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, wait_s: float = PROBE_S) -> str | None:
+        """The problem, or none, after `wait_s` seconds at most; at once while it is not answered."""
+        if self._thread is None or not self._thread.is_alive():
+            self._answer: str | None = None
+            self._thread = threading.Thread(target=self._run, name="question", daemon=True)
+            self._thread.start()
+            self._thread.join(timeout=wait_s)
+        return self._unanswered if self._thread.is_alive() else self._answer
+
+    def _run(self) -> None:
+        self._answer = self._ask()
+
+
+class Probe(Question):
+    """Asks, before each save, whether a folder can be written."""
+
+    def __init__(self, folder: Path):
+        super().__init__(self._try, f"{folder} does not answer")
+        self._folder = folder
+        self._device: int | None = None
+        self.lasting = False
+        """Whether what was found last remains until somebody mends it."""
+
+    def _try(self) -> str | None:
+        self.lasting = False
+        path = self._folder / f".probe-{jax.process_index()}"
+        try:
+            device = os.stat(self._folder).st_dev
+            if self._device not in (None, device):
+                return f"{self._folder} is on another disk than it was: is it unmounted?"
+            self._device = device
+            path.unlink(missing_ok=True)
+            with open(path, "x") as file:
+                file.write("x")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path, path.with_suffix(".renamed"))
+            path.with_suffix(".renamed").unlink()
+        except OSError as error:
+            self.lasting = error.errno in LASTING
+            return f"cannot write in {self._folder} ({error.strerror})"
+        return None
+
+
+def move_aside(path: Path) -> None:
+    """Rename a folder or file to the first free name of path.1, path.2, ..., unless it is empty or not there."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.replace(path, aside)
+    say(f"checkpoint.resume=never: moved the earlier {path.name} to {aside}")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a process that was killed while it asked `Probe` left in `folder`; no other may be asking."""
+    for left in folder.glob(".probe-*"):
+        left.unlink(missing_ok=True)
+
+
+def leave_in_time() -> None:
+    """End this process in `LEAVE_S` seconds: Python would wait for ever for threads whose disk does not answer."""
+
+    def leave():
+        say(f"the disk does not answer; leaving after {LEAVE_S:g} s")
+        os._exit(CRASHED)
+
+    timer = threading.Timer(LEAVE_S, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def quieten_orbax() -> None:
+    """Drop Orbax's own account of what went wrong, a thousand lines long: it raises the error as well."""
+    # When a load fails, the reads that were not begun are dropped.
+    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    source = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in source

@@ -1,0 +1,77 @@
+"""The checkpoints of a run on disk: which there are, what they say of themselves, and putting a damaged one aside."""
+
+import json
+import os
+from pathlib import Path
+
+from ultrascale_jax.checkpoint.manifest import Damaged, digest_of
+from ultrascale_jax.config import require
+from ultrascale_jax.launch.run_files import NotRegular, read_regular
+
+METADATA = "_CHECKPOINT_METADATA"
+"""The file in which Orbax keeps a checkpoint's JSON."""
+
+CORRUPT = ".corrupt"
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in `folder`, oldest first.
+
+    Raises `UserError` for a link in a checkpoint's place: it would let one be read from, or deleted, anywhere.
+    """
+    found = []
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        name = entry.name
+        fix = "is a symbolic link, not a checkpoint; remove it"
+        require(not (name[:1].isdecimal() and entry.is_symlink()), "checkpoint", str(entry), fix)
+        if name.isascii() and name.isdecimal() and name == str(int(name)) and entry.is_dir():
+            found.append(int(name))
+    return sorted(found)
+
+
+def quarantined(folder: Path) -> list[str]:
+    """Names of the checkpoints that were put aside, as `40.corrupt`."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else ()
+    return [entry.name for entry in entries if CORRUPT in entry.name]
+
+
+def quarantine(place: Path) -> Path:
+    """Rename the checkpoint at `place` so that nothing takes it for one; returns its new path."""
+    number, aside = 1, place.with_name(place.name + CORRUPT)
+    while os.path.lexists(aside):
+        number += 1
+        aside = place.with_name(f"{place.name}{CORRUPT}.{number}")
+    os.rename(place, aside)
+    return aside
+
+
+def with_digest(meta: dict) -> dict:
+    """Add the digest by which `metadata` finds out, without a manifest too, that a name or a value has changed."""
+    return meta | {"sha256": digest_of(meta)}
+
+
+def metadata(place: Path) -> dict:
+    """What the checkpoint at `place` says of itself: `config`, `data`, `versions`, and `arrays` unless it is old.
+
+    Raises `Damaged` where that is missing, is not as it was saved or is of another step, and `OSError` where the disk
+    fails. Older ones have no digest.
+    """
+    try:
+        meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
+        whole = all(isinstance(meta[name], dict) for name in ("config", "data", "versions"))
+        whole = whole and isinstance(meta.get("arrays", {}), dict)
+        step = meta["data"]["step"]
+        digest = meta.pop("sha256", None)
+    except NotRegular as error:
+        raise Damaged(f"{METADATA} {error.strerror}") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+    if digest is not None and digest != digest_of(meta):
+        raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
+    if not whole or not isinstance(meta["data"].get("fingerprint"), str):
+        raise Damaged(f"{METADATA} is not of this program")
+    if str(step) != place.name:
+        raise Damaged(f"{METADATA} is of step {step}")
+    return meta

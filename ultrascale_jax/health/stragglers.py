@@ -1,0 +1,109 @@
+"""Who is slow: the time that each process spends on its own, compared over all of them.
+
+All processes of a step finish together, so the time of a step says nothing of who held it up. What differs is the time
+that a process does not wait for its devices: for its batch, for its disk, for whatever else its host is busy with.
+While that is short it hides behind the devices' work; where one process has much more of it than the others, all wait
+for that one. A device that is slow itself is not seen here: every process waits the same for it.
+"""
+
+import contextlib
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.multihost import gather
+
+OUTLIER = 2.0
+"""A straggler's own time is so many times the median of the others'..."""
+
+SHARE = 0.1
+"""... and this share of the step."""
+
+LISTED = 16
+"""Processes of which an event tells the times, the slowest first."""
+
+
+class StepTimes:
+    """Times of this process's steps, compared with the others' every so many."""
+
+    def __init__(self, every: int, events: Events | None, note: Callable[[str], None]):
+        """
+        Args:
+            every: steps between comparisons; 0: none.
+            events: where process 0 records them.
+            note: prints a line.
+        """
+        self._every, self._events, self._note = every, events, note
+        self.steps: list[float] = []
+        self.own: list[float] = []
+        """Seconds of the steps since the last comparison, and the process's own part of them."""
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._begun, self._waited = time.monotonic(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the process waits for its devices."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - begun
+
+    def step(self, step: int) -> None:
+        """Step `step` has been sent off, and the next one begins; every process calls it."""
+        took = time.monotonic() - self._begun
+        self.steps.append(took)
+        self.own.append(max(0.0, took - self._waited))
+        if self._every <= 0 or step % self._every == 0:
+            if self._every > 0 and jax.process_count() > 1:
+                self._compare(step)
+            self.steps, self.own = [], []
+        self.restart()
+
+    def _compare(self, step: int) -> None:
+        mine = {"of": jax.process_index(), "of_host": socket.gethostname()}
+        rows = gather(mine | summary(self.steps, self.own))
+        if jax.process_index() != 0:
+            return
+        slow = stragglers([row["step_mean_s"] for row in rows], [row["own_mean_s"] for row in rows])
+        late = [rows[rank] for rank in slow]
+        rows.sort(key=lambda row: row["own_mean_s"], reverse=True)
+        if self._events is not None:
+            self._events.record("step_times", step=step, slowest=rows[:LISTED])
+        for row in late:
+            if self._events is not None:
+                self._events.record("straggler", step=step, **row)
+            self._note(
+                f"straggler: rank {row['of']} on {row['of_host']} spends {row['own_mean_s']:.3f} s of a step of "
+                f"{row['step_mean_s']:.3f} s on its own (p50 {row['own_p50_s']:.3f} s, p99 {row['own_p99_s']:.3f} s)"
+            )
+
+
+def stragglers(steps: list[float], own: list[float]) -> list[int]:
+    """Ranks whose `own` mean time holds the others up, given each one's mean time of a step."""
+    found = []
+    for rank, (step_s, own_s) in enumerate(zip(steps, own, strict=True)):
+        others = own[:rank] + own[rank + 1 :]
+        if others and own_s > OUTLIER * statistics.median(others) and own_s > SHARE * step_s:
+            found.append(rank)
+    return found
+
+
+def summary(steps: list[float], own: list[float]) -> dict[str, float]:
+    """Mean, p50 and p99 of both, in seconds, as `step_mean_s` and so on."""
+    return {
+        f"{name}_{kind}_s": float(value)
+        for name, times in (("step", steps), ("own", own))
+        for kind, value in (
+            ("mean", np.mean(times)),
+            *zip(("p50", "p99"), np.percentile(times, (50, 99)), strict=True),
+        )
+    }

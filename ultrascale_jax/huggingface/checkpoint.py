@@ -1,0 +1,296 @@
+"""Hugging Face checkpoints: safetensors straight into any sharding, and back.
+
+Both directions follow the table in `tensors.py`. Loading maps the files into memory and copies
+only the slices that this process's devices hold; saving gathers one tensor of one layer at a time.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.huggingface.config import config_dict, read_config
+from ultrascale_jax.huggingface.files import open_tensors, require_none
+from ultrascale_jax.huggingface.tensors import MONITOR, Tensor, tensors
+from ultrascale_jax.models.transformer import Transformer
+
+
+def load(path: str | Path, abstract: Transformer) -> Transformer:
+    """The parameters in a Hugging Face folder, in the shapes, types and shardings of `abstract`.
+
+    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `order_of` has them. Each process
+    reads what its own devices hold, one parameter at a time. Raises
+    `ValueError` naming what is missing, left over or of another shape or type.
+    """
+    folder = Path(path)
+    cfg = read_config(folder)
+    table = tensors(cfg)
+    _check_parameters(abstract, cfg)
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        _check_tensors(files, table, cfg)
+
+        def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
+            if name == MONITOR:
+                part = partial(_zeros, leaf.shape, dtype)
+            else:
+                part = partial(
+                    _read, files, table[name], abstract.order_of(name), leaf.shape, dtype
+                )
+            # Cached for this one parameter: devices that hold the same part share one read.
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
+
+        return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def _dotted(key_path: Any) -> str:
+    """`blocks.attn.w_q` for a leaf's path; the leaf of an `nnx.Param` is its `value`."""
+    return jax.tree_util.keystr(key_path, simple=True, separator=".").removesuffix(".value")
+
+
+def _bounds(shape: Sequence[int], index: tuple[slice, ...]) -> list[range]:
+    return [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+
+
+def _zeros(shape: Sequence[int], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    return np.zeros([len(bound) for bound in _bounds(shape, index)], dtype)
+
+
+def _read(
+    files: Mapping[str, Any],
+    tensor: Tensor,
+    order: Sequence[int | None],
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """One device's part of a parameter, copied layer by layer, expert by expert, out of the mapped files."""
+    bounds = _bounds(shape, index)
+    if not tensor.stacked:
+        return _read_one(files, tensor, tensor.name, bounds).astype(dtype)
+    out = _zeros(shape, dtype, index)
+    for row, layer in zip(out, order[bounds[0].start : bounds[0].stop], strict=True):
+        if layer is None:
+            continue
+        names = tensor.names(tensor.layers[layer])
+        if not tensor.experts:
+            row[...] = _read_one(files, tensor, names[0], bounds[1:])
+            continue
+        for part, expert in zip(row, bounds[1], strict=True):
+            part[...] = _read_one(files, tensor, names[expert], bounds[2:])
+    return out
+
+
+def _read_one(
+    files: Mapping[str, Any], tensor: Tensor, name: str, bounds: Sequence[range]
+) -> np.ndarray:
+    """Those `bounds` of one tensor, in our order of dims."""
+    sizes, wanted = tensor.sizes, dict(zip(tensor.unstacked, bounds, strict=True))
+    where, inner = [], {}
+    for group in tensor.groups:
+        outer, width = wanted[group[0]], math.prod(sizes[letter] for letter in group[1:])
+        where.append(slice(outer.start * width, outer.stop * width))
+        inner |= {letter: sizes[letter] for letter in group[1:]}
+    piece = files[name].get_slice(name)[tuple(where)]
+    # What a head has comes whole with it; no axis ever splits it, but a caller's sharding may.
+    lengths = {letter: len(bound) for letter, bound in wanted.items()} | inner
+    piece = piece.reshape([lengths[letter] for letter in tensor.stored])
+    for letter in inner:
+        if len(wanted[letter]) < sizes[letter]:
+            piece = piece.take(np.asarray(wanted[letter]), axis=tensor.stored.index(letter))
+    return piece.transpose(tensor.order)
+
+
+def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
+    """Raise unless `abstract` has the parameters of `cfg` in their shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    shapes = {_dotted(path): leaf.shape for path, leaf in leaves}
+    shapes.pop(MONITOR, None)
+    table = tensors(cfg)
+    require_none("parameters", table.keys() - shapes.keys(), "in the config, not in the model")
+    require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
+    for ours, tensor in table.items():
+        expected = tuple(tensor.sizes[letter] for letter in tensor.dims)
+        expected = (len(abstract.order_of(ours)), *expected) if tensor.stacked else expected
+        fix = f"the config makes it {expected}"
+        require(shapes[ours] == expected, f"{ours}.shape", shapes[ours], fix)
+
+
+def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: ModelConfig) -> None:
+    """Raise unless the files hold exactly the tensors of `table`, in their shapes, as floats."""
+    expected = {}
+    for tensor in table.values():
+        for layer in tensor.layers if tensor.stacked else [None]:
+            expected |= dict.fromkeys(tensor.names(layer), tensor.shape)
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    if cfg.tied_embeddings and head in files:
+        expected[head] = expected[embed]
+    require_none("tensors", expected.keys() - files.keys(), "missing from the checkpoint")
+    # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's a layer more,
+    # which predicts the token after the next.
+    more = () if cfg.latent is None else (f"model.layers.{cfg.num_layers}.",)
+    known = {n for n in files if n.endswith("rotary_emb.inv_freq") or n.startswith(more)}
+    require_none("tensors", files.keys() - expected.keys() - known, "not part of this model")
+    for name, shape in expected.items():
+        view = files[name].get_slice(name)
+        stored, dtype = tuple(view.get_shape()), view.get_dtype()
+        require(stored == shape, f"{name}.shape", stored, f"config.json makes it {shape}")
+        supported = ("BF16", "F16", "F32")
+        require(dtype in supported, f"{name}.dtype", dtype, f"supported are {supported}")
+    if head in expected and cfg.tied_embeddings:
+        views = [files[name].get_slice(name) for name in (head, embed)]
+        for row in range(0, cfg.vocab_size, 4096):
+            rows = slice(row, min(row + 4096, cfg.vocab_size))
+            left, right = (view[rows].astype(np.float32) for view in views)
+            fix = f"differs from {embed}, but tie_word_embeddings is true"
+            require(np.array_equal(left, right), "tensors", [head], fix)
+
+
+def save(
+    model: Transformer,
+    cfg: ModelConfig,
+    path: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_position_embeddings: int = 4096,
+    beside: Sequence[Path] = (),
+) -> None:
+    """Write `model` as a Hugging Face folder that `transformers` loads.
+
+    Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
+    (and at least one tensor). Copies of the files `beside`, a tokenizer say, are put into the
+    folder, which appears whole or not at all. Raises `ValueError` where no family has this
+    combination of fields, or where `path` already holds something.
+    """
+    path = Path(path)
+    require(dtype in ("bfloat16", "float32"), "dtype", dtype, "must be bfloat16 or float32")
+    require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    require(free, "path", str(path), "already holds something; choose another folder")
+    config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
+    _check_parameters(model, cfg)
+    arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    table = tensors(cfg)
+    shards = list(_plan(cfg, table, max_shard_bytes, dtype))
+    unfinished = path.with_name(f".{path.name}.partial")
+    writer = jax.process_index() == 0
+    if writer:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, start=1):
+        several = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file_name = several if len(shards) > 1 else "model.safetensors"
+        contents = {}
+        for name, ours, where in shard:
+            if where:
+                where = (model.order_of(ours).index(where[0]), *where[1:])
+            values = _gather(arrays[ours], where, table[ours], dtype)
+            weight_map[name], total = file_name, total + values.nbytes
+            if writer:
+                contents[name] = values
+        if writer:
+            save_file(contents, unfinished / file_name, metadata={"format": "pt"})
+    if writer:
+        _write_json(unfinished / "config.json", config)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(unfinished / "model.safetensors.index.json", index)
+        for file in beside:
+            shutil.copyfile(file, unfinished / file.name)
+        unfinished.rename(path)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {path}")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _type(tensor: Tensor, dtype: str) -> str:
+    return "float32" if tensor.float32 else dtype
+
+
+def _plan(
+    cfg: ModelConfig, table: Mapping[str, Tensor], max_bytes: int, dtype: str
+) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+    """The tensors of each file as (name, our path, where in its stack); a tensor is never split.
+
+    Where is empty, or the layer, counted from the first that has the parameter, and the expert.
+    """
+    single = [(tensor.name, ours, ()) for ours, tensor in table.items() if not tensor.stacked]
+    layers = []
+    for layer in range(cfg.num_layers):
+        for ours, tensor in table.items():
+            if layer in tensor.layers:
+                row = (layer - tensor.layers.start,)
+                places = [(*row, expert) for expert in tensor.experts] or [row]
+                names = tensor.names(layer)
+                layers += [(n, ours, place) for n, place in zip(names, places, strict=True)]
+    shard, used = [], 0
+    for entry in single[:1] + layers + single[1:]:
+        tensor = table[entry[1]]
+        size = math.prod(tensor.shape) * (2 if _type(tensor, dtype) == "bfloat16" else 4)
+        if shard and used + size > max_bytes:
+            yield shard
+            shard, used = [], 0
+        shard.append(entry)
+        used += size
+    yield shard
+
+
+def _gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
+    """One tensor as it is stored, gathered from all devices."""
+    order = tuple(tensor.order.index(dim) for dim in range(len(tensor.order)))
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    with jax.set_mesh(sharding.mesh):
+        values = _replicate(
+            array, where, order=order, shape=tensor.shape, dtype=_type(tensor, dtype)
+        )
+    return np.ascontiguousarray(values)
+
+
+@partial(jax.jit, static_argnames=("order", "shape", "dtype"))
+def _replicate(
+    array: jax.Array,
+    where: tuple[jax.Array, ...],
+    *,
+    order: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+) -> jax.Array:
+    local = jax.typeof(array).sharding.shard_shape(array.shape)
+    split = [part < size for part, size in zip(local, array.shape, strict=True)]
+
+    def pick(array: jax.Array) -> jax.Array:
+        for index, is_split in zip(where, split, strict=False):
+            if (
+                is_split
+            ):  # A slice would gather the dim first; a sum in which all others are 0 does not.
+                chosen = jnp.arange(array.shape[0]) == index
+                chosen = chosen.reshape(-1, *[1] * (array.ndim - 1))
+                array = jnp.sum(jnp.where(chosen, array, 0), axis=0)
+            else:
+                array = lax.dynamic_index_in_dim(array, index, keepdims=False)
+        # Cast before the gather, so that only the bytes to be written travel.
+        return array.astype(dtype).transpose(order).reshape(shape)
+
+    whole = PartitionSpec(*[None] * len(shape))
+    gather: Callable = jax.sharding.auto_axes(pick, out_sharding=whole)
+    return gather(array)

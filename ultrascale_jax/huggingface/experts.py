@@ -1,0 +1,119 @@
+"""Experts and latent attention in a `config.json`: the keys of Mixtral, Qwen3-MoE and DeepSeek-V3, both ways."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
+from ultrascale_jax.huggingface.families import FAMILIES, flag, integer, number
+
+ALIAS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""`transformers` 5 takes the number of experts by these names alike, and writes the second for Qwen3-MoE."""
+
+DENSE = "mlp_only_layers"
+
+
+def count_keys(model_type: str) -> tuple[str, ...]:
+    """The keys that say how many experts a layer of this family has."""
+    keys = FAMILIES[model_type].expert_keys
+    return (keys["num"], ALIAS.get(keys["num"], "num_local_experts")) if keys else ()
+
+
+def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
+    """The experts that the keys describe; none where the family has none, or no layer of this model."""
+    model_type = raw["model_type"]
+    family = FAMILIES[model_type]
+    if family.experts is None:
+        return None
+    raw = {**raw, **_count(raw, model_type)}
+    fields: dict[str, Any] = {}
+    for name, key in family.expert_keys.items():
+        default = getattr(family.experts, name)
+        if isinstance(default, bool):
+            fields[name] = flag(raw, key, default)
+        elif isinstance(default, float):
+            fields[name] = number(raw, key, default)
+        else:
+            fields[name] = integer(raw, key, default, minimum=int(name != "dense_layers"))
+    if model_type == "qwen3_moe":
+        fields["dense_layers"] = _dense_layers(raw)
+    if fields.get("dense_layers", 0) >= num_layers:
+        return None
+    return dataclasses.replace(family.experts, **fields)
+
+
+def _count(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The number of experts by the family's own name, whichever key has it."""
+    keys = count_keys(model_type)
+    given = {key: raw[key] for key in keys if raw.get(key) is not None}
+    fix = f"differs from {keys[0]}, which is the same"
+    require(len(set(map(str, given.values()))) <= 1, keys[1], raw.get(keys[1]), fix)
+    return {keys[0]: next(iter(given.values()))} if given else {}
+
+
+def _dense_layers(raw: Mapping[str, Any]) -> int:
+    """How many layers Qwen3-MoE's `mlp_only_layers` makes dense; they must be the first ones."""
+    layers = raw.get(DENSE) or []
+    first = isinstance(layers, list) and layers == list(range(len(layers)))
+    require(first, DENSE, layers, "supported are the first layers alone, as [0, 1]")
+    return len(layers)
+
+
+def read_latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
+    """DeepSeek's latent attention and the width of a head, with and without positions together."""
+    rope_dim = integer(raw, "qk_rope_head_dim", 64)
+    width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
+    require(width is None or width == rope_dim, "head_dim", width, fix)
+    direct = raw.get("q_lora_rank", 1536) is None
+    latent = LatentAttention(
+        q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
+        kv_rank=integer(raw, "kv_lora_rank", 512),
+        rope_dim=rope_dim,
+        v_dim=integer(raw, "v_head_dim", 128),
+        interleaved=flag(raw, "rope_interleave", True),
+    )
+    return latent, integer(raw, "qk_nope_head_dim", 128) + rope_dim
+
+
+def expert_dict(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
+    """The keys of the experts; raises `UserError` where the family has them otherwise."""
+    family, experts = FAMILIES[model_type], cfg.experts
+    if family.experts is None:
+        return {}
+    if experts is None:
+        return {family.expert_keys["dense_layers"]: cfg.num_layers}
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(Experts):
+        name, value = entry.name, getattr(experts, entry.name)
+        if name == "d_ff":
+            found[family.expert_keys.get(name, "intermediate_size")] = cfg.expert_d_ff
+        elif name in family.expert_keys:
+            found[family.expert_keys[name]] = value
+        elif name == "dense_layers" and model_type == "qwen3_moe":
+            found |= {DENSE: list(range(value)), "decoder_sparse_step": 1}
+        else:
+            own = getattr(family.experts, name)
+            require(value == own, f"model.experts.{name}", value, f"{model_type} has {own!r}")
+    shared, fix = experts.shared, f"{model_type} has at least 1"
+    require(shared > 0 or not family.experts.shared, "model.experts.shared", shared, fix)
+    return found
+
+
+def latent_dict(cfg: ModelConfig) -> dict[str, Any]:
+    """The keys of DeepSeek's attention, and those by which its own code and others know its router."""
+    latent = cfg.latent
+    if latent is None:
+        return {}
+    return {
+        "head_dim": latent.rope_dim,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim,
+        "rope_interleave": latent.interleaved,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }

@@ -1,0 +1,242 @@
+"""Start-up and end of a job of many processes, and the XLA flags that a training run wants.
+
+Nothing here decides what is computed. `initialize` finds out whether this process is one of many (`cluster.py`),
+calls the roll (`rendezvous.py`) and joins the others through `jax.distributed`; a process on its own is
+left alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
+because XLA reads the variables once.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax._src.distributed import global_state
+from jax.experimental import multihost_utils
+
+from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
+from ultrascale_jax.launch import collective_order, rendezvous
+from ultrascale_jax.launch.cluster import Launch, detect
+from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.failures import Failures
+from ultrascale_jax.launch.sigterm import SigtermListener, listener
+
+GPU_FLAGS = {
+    # Start collectives early and finish them late, so that they run beside the matrix products.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # With one collective in flight (the default) a gather and a scatter that meet make one of them wait in the open.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+    # The scheduler may fill as much memory as the run takes. It counts in hundredths of 80% of the GPU, by default 95;
+    # above that it makes collectives synchronous: on an H100 from 61 GiB on.
+    "xla_gpu_memory_limit_slop_factor": str(round(100 * GPU_MEMORY_SHARE / 0.8)),
+}
+"""XLA flags for training on NVIDIA GPUs; a CPU ignores them.
+
+The combine thresholds that older recipes raise to a whole layer are left at XLA's defaults: they merge a layer's
+collectives into one that no matrix product hides (seen in the compiled Llama-3-8B step for 8 H100s).
+"""
+
+CPU_FLAGS = {
+    # With the other scheduler a program that XLA:CPU loads from JAX's compilation cache may pair sends wrongly that are
+    # in flight together: it hangs, or its numbers are wrong.
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
+"""XLA flags for one process on the CPU; `collective_order.enforce` replaces them in a job of many."""
+
+PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
+"""Environment variables by which gRPC would go through a proxy."""
+
+
+_failures = Failures()
+"""What this process does when it, or another one of its job, fails."""
+
+
+def initialize(dist: DistConfig | None = None) -> Launch | None:
+    """Join the other processes of the job, if there are any; call it before JAX makes its first array.
+
+    Returns:
+        How this process was started; none for one on its own.
+
+    Raises:
+        UserError: the launch cannot be: see `detect` and `rollcall.call`.
+        SystemExit: with 0, where this process was told to stop and not all others came.
+    """
+    dist = dist or DistConfig()
+    launch = detect(os.environ, dist)
+    if launch is None:
+        return None
+    options, sigterm = _tls(dist), listener()
+    rank, count, address = launch.process_id, launch.num_processes, launch.address
+    if address is None or count is None or rank is None:
+        fix = "in this pod neither it nor the package kubernetes (pip install jax[k8s]) tells of the others; set it"
+        require(importlib.util.find_spec("kubernetes") is not None, "JAX_NUM_PROCESSES", None, fix)
+        say(f"waiting for all processes, as {launch.method} tells")
+    else:
+        say(f"waiting for {count} processes at {address} ({launch.method})")
+        _avoid_proxies(address.rpartition(":")[0].strip("[]"))
+        options["coordinator_bind_address"] = rendezvous.call(
+            address,
+            count,
+            rank,
+            dist,
+            version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
+            tell=say,
+            bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
+            stop=lambda: sigterm is not None and sigterm.told,
+        )
+    if _wants_cpu(os.environ):
+        collective_order.enforce()
+    jax.distributed.initialize(
+        address,
+        count,
+        rank,
+        local_device_ids=launch.local_device_ids,
+        cluster_detection_method=None if address is None else "deactivate",
+        initialization_timeout=dist.timeout_s,
+        heartbeat_timeout_seconds=dist.heartbeat_s,
+        **options,
+    )
+    if sigterm is not None:
+        sigterm.hand_over()
+    _watch_each_other(dist)
+    return replace(
+        launch, num_processes=global_state.num_processes, process_id=global_state.process_id
+    )
+
+
+def guarded(
+    record: Callable[..., None] | None = None, *, refusals: bool = True
+) -> AbstractContextManager[None]:
+    """Around all that a script does after `initialize`: see `Failures.guarded`."""
+    return _failures.guarded(record, refusals=refusals)
+
+
+def check_devices(launch: Launch | None, dist: DistConfig) -> None:
+    """Refuse a job that has not the devices that it should have.
+
+    That is `dist.expect_devices`; without it, what the cluster says it gave this process.
+
+    Raises:
+        UserError: there are other devices; the message says which process has how many.
+    """
+    devices = jax.devices()
+    if dist.expect_devices is not None:
+        counts = Counter(device.process_index for device in devices)
+        few = ", ".join(f"process {rank}: {count}" for rank, count in sorted(counts.items())[:16])
+        fix = f"the job has {len(devices)} devices ({devices[0].platform}; {few}); see python -m scripts.doctor"
+        require(
+            len(devices) == dist.expect_devices, "dist.expect_devices", dist.expect_devices, fix
+        )
+        return
+    expected = None if launch is None else launch.expected_gpus
+    if expected is None or _wants_cpu(os.environ):
+        return
+    found = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
+    fix = (
+        f"process {jax.process_index()} on {socket.gethostname()} sees {found} of the {expected} GPUs that SLURM gave "
+        f"it (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}, "
+        f"NVIDIA_VISIBLE_DEVICES={os.environ.get('NVIDIA_VISIBLE_DEVICES')!r}); ask for them in srun too "
+        "(--gpus-per-node), or say --dist.expect-devices N if that is meant"
+    )
+    require(found >= expected, "SLURM_GPUS_ON_NODE", os.environ.get("SLURM_GPUS_ON_NODE"), fix)
+
+
+def _tls(dist: DistConfig) -> dict[str, Any]:
+    """Options of `jax.distributed.initialize` for mutual TLS."""
+    if not dist.mtls_cert:
+        return {}
+    known = inspect.signature(jax.distributed.initialize).parameters
+    fix = f"jax {jax.__version__} has no TLS between processes; install jax 0.12, or leave it out"
+    require("mtls_cert_file" in known, "dist.mtls_cert", dist.mtls_cert, fix)
+    return {
+        "mtls_cert_file": dist.mtls_cert,
+        "mtls_key_file": dist.mtls_key,
+        "mtls_ca_file": dist.mtls_ca,
+        "verify_secure_credentials": True,
+    }
+
+
+def _avoid_proxies(host: str) -> None:
+    """Let gRPC, and nothing else, go to `host` without the proxy that the environment may name; it would hang."""
+    names = [name for name in os.environ if name.lower() in PROXIES]
+    if names:
+        kept = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
+        os.environ["no_grpc_proxy"] = ",".join(filter(None, [kept, host]))
+        jax.config.update("jax_check_proxy_envs", False)
+        say(f"note: the way to {host} does not go through {', '.join(sorted(names))}")
+
+
+def _watch_each_other(dist: DistConfig) -> None:
+    """From here on the failure of one process ends all; and none leaves while another may still fail."""
+    global _failures
+    client = global_state.client
+    assert client is not None
+    failures = _failures = Failures(global_state.process_id, client)
+    failures.start()
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):
+            client.wait_at_barrier("ultrascale/end", dist.timeout_s * 1000)
+        failures.stop()
+
+    # Registered after JAX's own, so it runs before.
+    atexit.register(leave)
+
+
+def set_environment(environ: MutableMapping[str, str]) -> None:
+    """Add the flags of the CPU or the GPU to `XLA_FLAGS`, and a GPU's memory's share, keeping what the user set.
+
+    The CPU is asked for by `JAX_PLATFORMS`.
+    """
+    cpu = _wants_cpu(environ)
+    text = environ.get("XLA_FLAGS", "")
+    present = set(re.findall(r"--(\w+)", text))
+    flags = CPU_FLAGS if cpu else GPU_FLAGS
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in present]
+    environ["XLA_FLAGS"] = " ".join([text, *added]).strip()
+    if not cpu:
+        environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+
+
+def _wants_cpu(environ: Mapping[str, str]) -> bool:
+    return environ.get("JAX_PLATFORMS", "").startswith("cpu")
+
+
+class StopRequest:
+    """Whether the job was told to stop (SIGTERM), asked by all processes at the same points inside its `with` block.
+
+    A process on its own listens here; a second signal changes nothing, so a save is not cut short. In a job of many JAX
+    itself listens since they joined, and `reached` is true on all of them at the same question, whichever of them was
+    told: JAX takes the number after the highest that any process has asked. So the questions of a process are counted,
+    all of them: with the numbers of steps a signal that came before the first question would mean step 1, which a run
+    that resumes never asks for.
+    """
+
+    _questions = itertools.count(1)
+
+    def __enter__(self) -> "StopRequest":
+        self._alone = not jax.distributed.is_initialized()
+        self._stack = contextlib.ExitStack()
+        self._sigterm = listener() or SigtermListener()
+        if self._alone and listener() is None:
+            self._stack.enter_context(self._sigterm)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def reached(self) -> bool:
+        """Whether to stop here, after a save if there is something to save; every process asks at the same points."""
+        if self._alone:
+            return self._sigterm.told
+        return multihost_utils.reached_preemption_sync_point(next(self._questions))

@@ -1,0 +1,246 @@
+"""When one process of a job fails all end within seconds, and process 0 says last what came first.
+
+A process that ends in the ordinary way waits in JAX's shutdown barrier for the others, and they wait in a collective
+for it: for ever. So one that fails leaves at once (`os._exit`), and tells the others why through the key-value store of
+JAX's coordinator: the first to write the key has the first cause, whatever the clocks say, and no shared disk is
+needed. A thread of every process asks for the key twice a second, because the main thread may be inside a collective
+that never returns. `events.jsonl` gets a `failure` of every process that failed, with its traceback.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED
+
+KEY = "ultrascale/failure"
+POLL_S = 0.5
+LINGER_S = 2.0
+"""How long process 0, in which the key-value store lives, stays for the others to read the cause."""
+
+LIMIT_S = 6.0
+"""How long a failing process may take to tell, at most."""
+
+LONGEST = 20_000
+"""Characters of a traceback that is sent to others: its end says most."""
+
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended, as of a shell."""
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+"""Names of environment variables whose values are kept out of all that is written."""
+
+
+LOST = r"onnection (closed|reset)|heartbeat|UNAVAILABLE"
+HINT = (
+    "\nThe other end of a connection went away without a word: it was killed (for want of memory? see dmesg), or its "
+    "host is gone"
+)
+
+
+class Store(Protocol):
+    """What is used of `jaxlib`'s `DistributedRuntimeClient`."""
+
+    def key_value_set(self, key: str, value: str) -> None: ...
+
+    def key_value_try_get(self, key: str) -> str: ...
+
+
+class Failures:
+    """What this process does when it fails, or when another one has; one per process."""
+
+    def __init__(self, rank: int = 0, store: Store | None = None):
+        """For process `rank` of a job whose processes share `store`, or for one on its own."""
+        self._rank, self._store = rank, store
+        self._record: Callable[..., None] | None = None
+        self._once = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
+
+    def start(self) -> None:
+        """Catch what nobody else catches, in any thread, and watch the others."""
+        sys.excepthook = self._uncaught
+        threading.excepthook = self._uncaught_in_thread
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This process ends in the ordinary way; JAX's client must not be asked while it shuts down."""
+        self._done.set()
+        self._thread.join(timeout=10.0)
+
+    @contextlib.contextmanager
+    def guarded(
+        self, record: Callable[..., None] | None = None, *, refusals: bool = True
+    ) -> Iterator[None]:
+        """Whatever leaves the block, the `SystemExit` of a failure too, is on record and ends the job.
+
+        Args:
+            record: writes an event, as `Events.record`.
+            refusals: `UserError` too. Without, the block is inside another one of these, and what stands between them
+                may wait for other processes: only a `UserError`, which all raise, may pass through it.
+        """
+        self._record = record
+        try:
+            yield
+        except BaseException as error:
+            if exit_code(error) != 0 and (refusals or not isinstance(error, UserError)):
+                if self._store is not None:
+                    self.fail(error)
+                if refusals:
+                    self._note(self._describe(error), first=True)
+            raise
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process because of `error`, and all others with it."""
+        with self._last_act(exit_code(error)):
+            own = self._describe(error)
+            first, told = self._publish(own)
+            if first is not own and first["summary"] != own["summary"]:
+                say(f"rank {self._rank} failed too: {own['summary']}", sys.stderr)
+            elif first is own and not own["quiet"]:
+                say(own["text"], sys.stderr)
+            elif not told and self._rank != 0:
+                say(f"error: {own['summary']}", sys.stderr)
+            # Last, as the disk may be what failed.
+            self._note(own, first=first is own)
+            self._end(first, own)
+
+    def _watch(self) -> None:
+        """The thread: end this process when another one has failed."""
+        while not self._done.wait(POLL_S):
+            first = self._read()
+            if first is not None and not self._done.is_set():
+                with self._last_act(first["code"]):
+                    self._end(first, None)
+
+    @contextlib.contextmanager
+    def _last_act(self, code: int) -> Iterator[None]:
+        """The process ends after the block, or `LIMIT_S` after its beginning: a disk or the network may hang.
+
+        A second thread that fails waits here for that end.
+        """
+        if not self._once.acquire(blocking=False):
+            threading.Event().wait()
+        last = threading.Timer(LIMIT_S, os._exit, (code,))
+        last.daemon = True
+        last.start()
+        try:
+            # What was printed before should stand before.
+            _flush()
+            yield
+        finally:
+            os._exit(code)
+
+    def _end(self, first: Mapping, own: Mapping | None) -> NoReturn:
+        """Say what came first, last on process 0, and leave with its exit code."""
+        who = f"rank {first['rank']} ({first['host']}, pid {first['pid']})"
+        quiet, words = first["quiet"], ""
+        if self._rank == 0:
+            if not quiet and first is not own:
+                say(first["text"], sys.stderr)
+            # The others need a moment to read the key; and the last words are the last.
+            time.sleep(LINGER_S)
+            same = own is not None and own["summary"] == first["summary"]
+            refused = "error" if same else f"error of {who}"
+            words = f"{refused if quiet else f'first cause: {who}'}: {first['summary']}"
+            if re.search(LOST, first["summary"]):
+                words += HINT
+        elif own is None and not quiet:
+            words = f"rank {self._rank} ends, because {who} failed first: {first['summary']}"
+        _flush()
+        if words:
+            say(words, sys.stderr)
+        os._exit(first["code"])
+
+    def _describe(self, error: BaseException) -> dict:
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, UserError):
+            summary = str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            summary = "interrupted"
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "code": exit_code(error),
+            "quiet": isinstance(error, UserError | KeyboardInterrupt),
+            "summary": redact(summary, os.environ)[-2000:],
+            "text": redact(text, os.environ)[-LONGEST:],
+        }
+
+    def _publish(self, own: dict) -> tuple[Mapping, bool]:
+        """The first cause, `own` itself if no other process was quicker; and whether the others learn of it."""
+        assert self._store is not None
+        try:
+            self._store.key_value_set(KEY, json.dumps(own))
+        except Exception:
+            # It is there already, or the coordinator is gone.
+            first = self._read()
+            return first or own, first is not None
+        return own, True
+
+    def _read(self) -> Mapping | None:
+        assert self._store is not None
+        try:
+            return json.loads(self._store.key_value_try_get(KEY))
+        except Exception:
+            return None
+
+    def _note(self, own: Mapping, *, first: bool) -> None:
+        """Write the event, but for what refuses to begin: that run directory may be another job's."""
+        if self._record is not None and own["code"] != REFUSED:
+            summary, trace = own["summary"], own["text"]
+            self._record("failure", summary=summary, traceback=trace, code=own["code"], first=first)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self._done.is_set():
+            sys.__excepthook__(kind, error, trace)
+        else:
+            self.fail(error)
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit) or self._done.is_set():
+            threading.__excepthook__(args)
+        else:
+            self.fail(error)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # Somebody may have closed the other end.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def exit_code(error: BaseException) -> int:
+    """With what a process ends that `error` ends."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return error.exit_code if isinstance(error, UserError) else CRASHED
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` without the values of environment variables that are secrets by their names."""
+    for name, value in environ.items():
+        if SECRET.search(name) and len(value) >= 8:
+            text = text.replace(value, f"<{name}>")
+    return text

@@ -1,0 +1,184 @@
+"""The processes of one host: starting one, hearing it, having its stacks written, killing it.
+
+Each is the leader of its own process group, so Ctrl-C reaches the supervisor alone, and dies with its supervisor.
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, Beat, read_beat
+
+SUPERVISOR = "US_SUPERVISOR"
+"""Environment variable that tells a process the id of its supervisor."""
+
+DUMP_S = 3.0
+"""Seconds that a process has to write its stacks."""
+
+ANSWER_S = 5.0
+"""Seconds that a disk has to answer."""
+
+NOISE = b"[Gloo] Rank "
+"""How lines begin that gloo writes for every set of devices that talk to each other."""
+
+
+class Child:
+    """One process."""
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, plain: bool
+    ):
+        """Start process `rank` of the job; what it prints gets its rank in front, unless `plain`."""
+        self.rank, self.killed = rank, False
+        """`killed`: by us."""
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            env={**environ, SUPERVISOR: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=None if plain else subprocess.PIPE,
+            stderr=None if plain else subprocess.STDOUT,
+            process_group=0,
+        )
+        self._pump = None if plain else threading.Thread(target=self._pass_on, daemon=True)
+        if self._pump is not None:
+            self._pump.start()
+
+    @property
+    def code(self) -> int | None:
+        """None while it lives, negative where a signal killed it."""
+        return self.process.poll()
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell gives it: 128 and the number of the signal; 0 while it lives."""
+        code = self.code or 0
+        return 128 - code if code < 0 else code
+
+    @property
+    def state(self) -> str:
+        """The letter by which the system calls what it does: R runs, S sleeps, D waits for a disk, T is stopped."""
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "?"
+
+    def beat(self, run_dir: Path) -> Beat | None:
+        """Its newest heartbeat; none before the first."""
+        beat = read_beat(run_dir, self.rank)
+        return beat if beat is not None and beat.pid == self.process.pid else None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def heard(self) -> None:
+        """Wait until all it has printed is passed on."""
+        if self._pump is not None:
+            self._pump.join(timeout=5.0)
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        prefix = f"[{self.rank}] ".encode()
+        with self.process.stdout as lines:
+            for line in lines:
+                if not line.startswith(NOISE):
+                    # One write a line, so that lines of several processes do not mix. A process whose lines nobody
+                    # takes would wait for ever, so they are taken though they cannot be passed on.
+                    with contextlib.suppress(OSError):
+                        sys.stdout.buffer.write(prefix + line)
+                        sys.stdout.buffer.flush()
+
+
+class Disk:
+    """Does in a thread, in order, all that the supervisor does with a disk, which may not answer for hours."""
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
+        self._unanswered: Future | None = None
+        threading.Thread(target=self._run, name="disk", daemon=True).start()
+
+    def ask[T](self, call: Callable[[], T], timeout_s: float | None = None) -> T | None:
+        """What `call()` returns; none if the disk fails.
+
+        Or if it does not answer within `timeout_s`, or `ANSWER_S`: then the call is done later.
+        """
+        answer: Future[T] = Future()
+        self._calls.put((call, answer))
+        if self._unanswered is not None and not self._unanswered.done():
+            timeout_s = 0.0
+        # One of these is a `TimeoutError`.
+        with contextlib.suppress(OSError):
+            return answer.result(ANSWER_S if timeout_s is None else timeout_s)
+        self._unanswered = self._unanswered if timeout_s == 0.0 else answer
+        return None
+
+    def _run(self) -> None:
+        while True:
+            call, answer = self._calls.get()
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+
+
+def kill(children: Sequence[Child]) -> None:
+    """End them at once, and wait until they are gone."""
+    for child in children:
+        child.killed = child.killed or child.code is None
+        child.signal(signal.SIGKILL)
+    for child in children:
+        # One in a disk's wait that cannot be interrupted stays.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=10.0)
+
+
+def dump(children: Mapping[Child, Path]) -> dict[Child, Path]:
+    """Have processes that have a `Watch` write their stacks to these files; those that did within `DUMP_S`."""
+    before = {child: _size(path) for child, path in children.items()}
+    for child in children:
+        child.signal(DUMP_SIGNAL)
+        # One that is stopped gets the signal when it goes on.
+        child.signal(signal.SIGCONT)
+    sizes, until = dict(before), time.monotonic() + DUMP_S
+    done: dict[Child, Path] = {}
+    while len(done) < len(children) and time.monotonic() < until:
+        time.sleep(0.1)
+        now = {child: _size(path) for child, path in children.items()}
+        # It is written when it has grown, and grows no more.
+        done = {
+            child: path
+            for child, path in children.items()
+            if before[child] < now[child] == sizes[child]
+        }
+        sizes = now
+    return done
+
+
+def follow_supervisor(environ: MutableMapping[str, str]) -> None:
+    """End this process when its supervisor dies, however that happens; without one, do nothing.
+
+    The variable is taken out of `environ`: processes that this one starts have another parent.
+    """
+    supervisor = environ.pop(SUPERVISOR, "")
+    if not supervisor.isdecimal() or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # It may have died before.
+    if os.getppid() != int(supervisor):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

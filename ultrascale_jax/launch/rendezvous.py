@@ -1,0 +1,324 @@
+"""Before the processes join through JAX, process 0 calls the roll: who is there, and does everybody mean the same job.
+
+JAX aborts a process whose peers are missing, or that has the number of another one, with the stack of its C++ library.
+Here process 0 listens at the coordinator's address first, every other process tells it its number, and when all are
+there everybody goes on, process 0 to start JAX's service at the same port. What is wrong is told by name: numbers that
+are missing or given twice, another count, another version of JAX, an address that nobody answers at. The roll is called
+on the address's own interface, and over mutual TLS where that is on. A process of an attempt that has ended is not
+taken for one of the new ones, because it no longer calls.
+
+Without TLS anybody who reaches the port may say anything, so no stranger ends the roll. Who has another version or
+count is refused, and process 0 waits on: a process of the job that is refused ends with `REFUSED` and its reason, and
+with it, by its supervisor or launcher, the job. A number given twice ends the roll, because either of the two may be
+the stranger, but only after both were there for `TWICE_S`. Connections that say nothing have `HELLO_S` each, and of
+more than `ROOM` beyond the job's own the oldest is closed.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.launch.events import is_count, is_supervised, printable
+from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED
+from ultrascale_jax.launch.sockets import (
+    Inbox,
+    NotJoined,
+    Place,
+    listen,
+    make_tls,
+    resolve,
+    send,
+)
+from ultrascale_jax.launch.visitors import HELLO_S, Visitor, Visitors
+
+TWICE_S = 10.0
+"""How long two processes with one number must both be there to be taken for the user's mistake."""
+
+STOP_S = 20.0
+"""How long a process that was told to stop waits for the others, so that all stop together."""
+
+ROOM = 64
+"""Connections beyond the number of processes that may be open and have not said who they are."""
+
+SETTLE_S = 0.2
+"""How long all must be there: one that has just died may seem to be."""
+
+MOST_TOLD = 8
+"""Processes that are not let in of which is told why."""
+
+TELL_EVERY_S = 30.0
+
+
+def call(
+    address: str,
+    num_processes: int,
+    process_id: int,
+    dist: DistConfig,
+    *,
+    version: str,
+    tell: Callable[[str], None],
+    bind: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> str:
+    """Wait until all processes are there; every one of them calls this.
+
+    Args:
+        address: `host:port` of process 0.
+        num_processes: how many there are.
+        process_id: which one this is.
+        dist: for `timeout_s` and the files of mutual TLS.
+        version: must be the same everywhere, as "jax 0.12.0".
+        tell: prints a line.
+        bind: `host:port` that process 0 listens at; none: where `address` is.
+        stop: whether this process was told to stop.
+
+    Returns:
+        Where JAX's service should listen: `bind`, the address's own interface, or all where it is none of this host.
+
+    Raises:
+        NotJoined: not all came within `dist.timeout_s`.
+        UserError: two processes have the same number, or process 0 does not let this one in, or the port is taken;
+            under a supervisor the first and the last are a `NotJoined`.
+        SystemExit: on the other processes, when process 0 raises one of these; with 0 where this process was told to
+            stop and not all came within `STOP_S`.
+    """
+    deadline = _Deadline(dist.timeout_s, stop)
+    me = {
+        "rank": process_id,
+        "processes": num_processes,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": version,
+    }
+    try:
+        place = resolve(bind if bind and process_id == 0 else address, deadline.left)
+        if process_id == 0:
+            return _Roll(place, me, dist, deadline, tell).take()
+        _report(place, me, dist, deadline)
+        return place.numbers
+    except NotJoined:
+        if not deadline.told:
+            raise
+        tell("stopped by SIGTERM before all processes were there")
+        raise SystemExit(0) from None
+
+
+class _Deadline:
+    """Until when to wait."""
+
+    def __init__(self, timeout_s: float, stop: Callable[[], bool]):
+        self._end, self._stop = time.monotonic() + timeout_s, stop
+        self.told = False
+        """Whether this process was told to stop."""
+
+    def left(self) -> float:
+        """Seconds that are left, negative once it is over; `STOP_S` at most once this process was told to stop."""
+        now = time.monotonic()
+        if not self.told and self._stop():
+            self.told, self._end = True, min(self._end, now + STOP_S)
+        return self._end - now
+
+
+class _Roll:
+    """What process 0 does."""
+
+    def __init__(
+        self,
+        place: Place,
+        me: dict,
+        dist: DistConfig,
+        deadline: _Deadline,
+        tell: Callable[[str], None],
+    ):
+        self._place, self._me, self._dist = place, me, dist
+        self._deadline, self._tell = deadline, tell
+        self._context = make_tls(dist, server=True)
+        self._there: dict[int, Visitor] = {}
+        self._rivals: list[Visitor] = []
+        """Those that say a number that another one has."""
+        self._refusals: list[str] = []
+        self._wrong: UserError | None = None
+
+    def take(self) -> str:
+        """See `call`."""
+        place, listener = listen(self._place, self._deadline.left, self._tell)
+        room, told = ROOM + self._me["processes"], time.monotonic()
+        with Visitors(listener, self._context, room) as self._visitors:
+            while not self._complete():
+                for visitor, message in self._visitors.messages(0.2):
+                    self._judge(visitor, message)
+                self._judge_rivals()
+                now = time.monotonic()
+                if self._wrong is None and self._deadline.left() <= 0:
+                    self._wrong = NotJoined(self._missing(f"after {self._dist.timeout_s} s"))
+                elif now - told > TELL_EVERY_S:
+                    told = now
+                    self._tell(self._missing("still waiting"))
+            self._answer_all()
+        if self._wrong is not None:
+            raise self._wrong
+        return place.numbers
+
+    def _complete(self) -> bool:
+        """Whether the roll is over: all are there, and still there after a moment, or something is wrong."""
+        if self._wrong is not None:
+            return True
+        full = len(self._there) == self._me["processes"] - 1 and not self._rivals
+        if full:
+            time.sleep(SETTLE_S)
+        for rank in [rank for rank, visitor in self._there.items() if visitor.gone]:
+            self._visitors.drop(self._there.pop(rank))
+        return full and len(self._there) == self._me["processes"] - 1
+
+    def _judge(self, visitor: Visitor, message: dict) -> None:
+        """Let a process in that has said who it is, or refuse it."""
+        try:
+            hello = self._checked(message)
+        except (ValueError, KeyError):
+            self._visitors.drop(visitor)
+            return
+        if (why := self._contradiction(hello)) is not None:
+            if why not in self._refusals and len(self._refusals) < MOST_TOLD:
+                self._refusals.append(why)
+                self._tell(f"warning: a process is not let in: {why}")
+            self._visitors.refuse(visitor, {"code": REFUSED, "why": why})
+            return
+        visitor.hello, visitor.since = hello, time.monotonic()
+        self._visitors.let_in(visitor)
+        self._rivals.append(visitor)
+
+    def _judge_rivals(self) -> None:
+        """Give each number that is free to who says it, and end the roll for a number that stays given twice."""
+        for visitor in list(self._rivals):
+            rank = visitor.hello["rank"]
+            holder = self._there.get(rank)
+            if visitor.gone:
+                self._rivals.remove(visitor)
+                self._visitors.drop(visitor)
+            elif holder is None or holder.gone:
+                # A process that ended and was started again takes its place again.
+                if holder is not None:
+                    self._visitors.drop(holder)
+                self._rivals.remove(visitor)
+                self._there[rank] = visitor
+            elif time.monotonic() > visitor.since + TWICE_S or self._deadline.left() <= 0:
+                # Under a supervisor the next attempt may find the stranger gone.
+                kind = NotJoined if is_supervised(os.environ) else UserError
+                self._wrong = kind(_twice(holder.hello, visitor.hello))
+
+    def _checked(self, message: dict) -> dict:
+        """Who a process says it is. Raises `ValueError` or `KeyError` if it does not."""
+        hello = {name: message[name] for name in self._me}
+        for name, mine in self._me.items():
+            fits = isinstance(hello[name], str) if isinstance(mine, str) else is_count(hello[name])
+            if not fits:
+                raise ValueError(f"{name} is none of a process")
+        return hello
+
+    def _contradiction(self, hello: dict) -> str | None:
+        """Why the process that sent `hello` cannot be one of this job."""
+        mine, rank = self._me, hello["rank"]
+        host, here = printable(hello["host"], 80), f"process 0 on {mine['host']}"
+        if hello["processes"] != mine["processes"] or rank >= mine["processes"]:
+            return (
+                f"process {rank} on {host} was told that there are {hello['processes']} processes, and {here} "
+                f"{mine['processes']}: JAX_NUM_PROCESSES (--dist.num-processes) must be the same"
+            )
+        if hello["version"] != mine["version"]:
+            return (
+                f"process {rank} on {host} has {printable(hello['version'])}, and {here} {mine['version']}: "
+                "install the same everywhere"
+            )
+        return _twice(mine, hello) if rank == 0 else None
+
+    def _answer_all(self) -> None:
+        """Let all go on, or end."""
+        answer: dict[str, object] = {}
+        if self._wrong is not None:
+            stopped = self._deadline.told and isinstance(self._wrong, NotJoined)
+            answer = {"code": 0 if stopped else self._wrong.exit_code}
+        for visitor in [*self._there.values(), *self._rivals]:
+            with contextlib.suppress(OSError):
+                visitor.connection.settimeout(1.0)
+                send(visitor.connection, answer)
+                # The peer closes first, so that nothing of the port stays in use.
+                visitor.connection.recv(1)
+            self._visitors.drop(visitor)
+
+    def _missing(self, when: str) -> str:
+        total = self._me["processes"]
+        absent = [str(rank) for rank in range(1, total) if rank not in self._there]
+        listed = ", ".join(absent[:16]) + (f" and {len(absent) - 16} more" if absent[16:] else "")
+        text = (
+            f"{when}: {total - len(absent)} of {total} processes are at {self._place.text}; missing: {listed}. "
+            "Were they started, did one end before it came here (see its output), and does a firewall let them reach "
+            "this address?"
+        )
+        if self._refusals:
+            text += f" Not let in: {'; '.join(self._refusals)}."
+        if self._visitors.strangers:
+            why = "had no valid certificate" if self._context else "did not say who they are"
+            text += f" Connections refused because they {why}: {self._visitors.strangers}."
+        return text
+
+
+def _twice(one: dict, other: dict) -> str:
+    first, second = (f"pid {it['pid']} on {printable(it['host'], 80)}" for it in (one, other))
+    return (
+        f"two processes have the number {one['rank']}: {first} and {second}; each needs its own JAX_PROCESS_ID "
+        "(--dist.process-id)"
+    )
+
+
+def _report(place: Place, me: dict, dist: DistConfig, deadline: _Deadline) -> None:
+    """What the others do: come, and wait until process 0 lets them go on."""
+    context, why = make_tls(dist, server=False), "nobody listens there"
+    while (left := deadline.left()) > 0:
+        try:
+            answer = _ask(place, me, context, deadline)
+        except ssl.SSLError as error:
+            why = f"TLS fails: {error}"
+        except (OSError, ValueError) as error:
+            # An old process 0 that is about to end, or one that has not begun to listen.
+            refused = isinstance(error, ConnectionRefusedError)
+            silent = f"no process 0 answers there, or it wants a certificate ({error})"
+            why = "nobody listens there" if refused else silent
+        else:
+            code = answer.get("code")
+            if code is None:
+                return
+            if isinstance(answer.get("why"), str):
+                raise UserError(printable(answer["why"], 1000))
+            # Process 0 tells why; this one need not say it again.
+            raise SystemExit(code if is_count(code) and code < 256 else CRASHED)
+        time.sleep(min(0.5, max(left, 0.0)))
+    raise NotJoined(
+        f"dist.address={place.text!r}: process {me['rank']} on {me['host']} could not join within {dist.timeout_s} s: "
+        f"{why}. Is process 0 on that host, is it running, and does a firewall let this host reach it?"
+    )
+
+
+def _ask(place: Place, me: dict, context: ssl.SSLContext | None, deadline: _Deadline) -> dict:
+    """What process 0 answers. Raises `OSError` or `ValueError` if it does not."""
+    with contextlib.ExitStack() as stack:
+        timeout_s = max(0.1, min(deadline.left(), HELLO_S))
+        connection = socket.create_connection(place.sockaddr[:2], timeout=timeout_s)
+        stack.enter_context(connection)
+        if context is not None:
+            host = place.text.rpartition(":")[0].strip("[]")
+            connection = context.wrap_socket(connection, server_hostname=host)
+            stack.enter_context(connection)
+        send(connection, me)
+        connection.settimeout(0.5)
+        inbox = Inbox()
+        # Process 0 has the same deadline, and tells then who is missing.
+        while deadline.left() > -HELLO_S:
+            with contextlib.suppress(TimeoutError):
+                answer = inbox.read(connection)
+                if answer is not None:
+                    return answer
+        raise TimeoutError("it does not answer")

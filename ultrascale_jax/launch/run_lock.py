@@ -1,0 +1,237 @@
+"""One job in a run directory: `run_dir/lock` names its holder and shows that it lives.
+
+The holder touches the file every `BEAT_S` seconds. Whoever finds it asks first whether the holder's process is there:
+on the same machine that is certain, so a restarted job takes the lock of its dead predecessor over without waiting.
+Where only the heartbeat can tell (another machine, another container) it watches the file: a holder that beats while it
+is watched is alive, one that does not for `STALE_S` seconds is gone. Watching compares nothing but the file with
+itself, so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
+file asks anew), and than a busy host keeps a thread waiting, and short beside what a lost node costs anyway.
+
+Of several that take a dead holder's lock at once the last to write has it; all look again a moment later.
+
+A holder that was stopped for longer finds the lock in other hands when it wakes: `held` is false, and it must end.
+
+A damaged lock names nobody. Its holder writes it anew at its next beat; whoever else finds it watches the file, as that
+of another machine, and takes it over if nothing changes for `STALE_S` seconds.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.events import UNREADABLE, is_count, is_supervised, printable, say
+from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.run_files import NotRegular, open_regular
+
+NAME = "lock"
+BEAT_S = 5.0
+STALE_S = 60.0
+SETTLE_S = 1.0
+"""How long after a take-over the lock is looked at again: longer than another takes from its last look to its write."""
+
+LEAVE_S = 10.0
+"""How long the end of a job waits for a disk that does not answer, to remove its lock."""
+
+LASTING = {
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
+}
+"""What is wrong with a folder until somebody mends it."""
+
+
+class NotNow(UserError):
+    """A run directory cannot be used at the moment: its disk is full, or the last job is still ending."""
+
+    exit_code = CRASHED
+
+
+def refusal(text: str, *, lasting: bool = False) -> UserError:
+    """For a run directory that cannot be used: `NotNow`, if time may mend it and there is a supervisor to try again."""
+    return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
+
+
+class RunLock:
+    """The lock of one run directory, taken by entering it; used by process 0 alone."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        beat_s: float = BEAT_S,
+        stale_s: float = STALE_S,
+        settle_s: float = SETTLE_S,
+    ):
+        self.path = Path(run_dir) / NAME
+        self.note: str | None = None
+        """What there is to tell: whose lock was taken over."""
+        self._beat_s, self._stale_s, self._settle_s = beat_s, stale_s, settle_s
+        self._own = json.dumps(_identity())
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+
+    def __enter__(self) -> "RunLock":
+        """Take the lock. Raises `UserError` that names the holder, if there is one."""
+        try:
+            self._take()
+        except NotRegular:
+            raise
+        except OSError as error:
+            fix = "make the run directory writable, or choose another with log.run_dir"
+            words = f"cannot write {self.path} ({error}): {fix}"
+            raise refusal(words, lasting=error.errno in LASTING) from None
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join(timeout=LEAVE_S)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is still this process's, as far as can be read now."""
+        try:
+            found = _read(self.path)
+        except OSError:
+            return True
+        return found is not None and self._is_own(found)
+
+    def _take(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                pass
+            else:
+                with open(file, "w") as new:
+                    new.write(self._own)
+                return
+            found = _read(self.path)
+            why = "" if found is None else self._gone(found)
+            if found is None or _read(self.path) != found:
+                continue
+            self._write()
+            time.sleep(self._settle_s)
+            if _read(self.path) != self._own:
+                continue  # another took it over as well
+            self.note = f"took over the lock of {_who(found)}: {why}"
+            return
+
+    def _gone(self, found: str) -> str:
+        """Why the holder is taken for dead. Raises `UserError` if it is alive."""
+        alive = refusal(
+            f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
+        )
+        holder, own = _parsed(found), _identity()
+        if holder is not None and holder["machine"] == own["machine"] is not None:
+            # The same number at another time is another process.
+            if holder["birth"] is not None and _birth(holder["pid"]) == holder["birth"]:
+                raise alive
+            return "its process is gone"
+        say(f"waiting up to {self._stale_s:g} s to see if {_who(found)} is alive")
+        before, until = _beat_of(self.path), time.monotonic() + self._stale_s
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self._beat_s / 2, self._stale_s / 4))
+            if _read(self.path) != found:
+                return "it was released"
+            if _beat_of(self.path) != before:
+                raise alive
+        return f"no sign of life for {self._stale_s:g} s"
+
+    def _beat(self) -> None:
+        """The thread: all that this process does with the lock once it has it, as the disk may not answer."""
+        while not self._done.wait(self._beat_s):
+            # A disk that fails now may not do so next time.
+            with contextlib.suppress(OSError):
+                found = _read(self.path)
+                if found == self._own:
+                    os.utime(self.path, follow_symlinks=False)
+                elif found is not None and self._is_own(found):
+                    say(f"{self.path} was damaged; it is written anew")
+                    self._write()
+        with contextlib.suppress(OSError):
+            found = _read(self.path)
+            if found is not None and self._is_own(found):
+                self.path.unlink(missing_ok=True)
+
+    def _is_own(self, found: str) -> bool:
+        """Whether the lock is this process's, which had it: nobody else's name stands in it."""
+        return found == self._own or _parsed(found) is None
+
+    def _write(self) -> None:
+        mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
+        mine.write_text(self._own)
+        os.replace(mine, self.path)
+
+
+def _identity() -> dict:
+    """This process, told apart from all others of all machines."""
+    try:
+        # Process numbers mean the same in one container of a machine that was not switched off in between.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = None
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "birth": _birth(os.getpid()),
+        "machine": machine,
+        "token": os.urandom(8).hex(),
+    }
+
+
+def _birth(pid: int) -> int | None:
+    """When a process of this machine began, in ticks since it was switched on; none: it does not run (any more)."""
+    try:
+        # The fields after the name, which stands in brackets and may hold anything: the third of all is the first here.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read(path: Path) -> str | None:
+    """The lock's text, read through no link."""
+    try:
+        with open(path, opener=open_regular, errors="replace") as file:
+            return file.read(10_000)
+    except FileNotFoundError:
+        return None
+
+
+def _beat_of(path: Path) -> int | None:
+    try:
+        with open(path, opener=open_regular) as file:  # opening asks an NFS server for the newest
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(text: str) -> dict | None:
+    """The holder that a lock names; none where it is damaged."""
+    try:
+        holder = json.loads(text)
+    except UNREADABLE:
+        return None
+    if not isinstance(holder, dict):
+        return None
+    words = all(isinstance(holder.get(name), str) for name in ("host", "started"))
+    number, birth = holder.get("pid"), holder.get("birth", "")
+    known = is_count(number) and (birth is None or is_count(birth))
+    machine = holder.get("machine", 0)
+    return holder if words and known and (machine is None or isinstance(machine, str)) else None
+
+
+def _who(text: str) -> str:
+    holder = _parsed(text)
+    if holder is None:
+        return "an unknown job (the lock is damaged)"
+    return printable(f"pid {holder['pid']} on {holder['host']} (since {holder['started']} UTC)")

@@ -1,0 +1,329 @@
+"""What one process tells of its progress, and what it does when there is none.
+
+The loop says which section it is in (`FIRST_S`) and when a step is done. From that come three things: the heartbeat
+file `heartbeats/RANK` in the run directory, by which a supervisor sees a process that is stuck; the events by which
+`goodput` explains where the time went; and a thread that ends the process when a section takes too long. How long is
+too long is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
+`FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so a process that holds it, or that is
+stopped, is the supervisor's to kill, which reads the bound from the file. Another thread writes the file, so a disk
+that does not answer holds up neither the loop nor the thread that knows the bound.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale_jax.launch.events import (
+    UNREADABLE,
+    Events,
+    boot,
+    is_count,
+    is_number,
+    read_last,
+    say,
+)
+from ultrascale_jax.launch.exit_codes import HUNG
+from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
+
+HEARTBEATS = "heartbeats"
+STACKS = "stacks"
+DUMP_SIGNAL = signal.SIGUSR2
+"""A process that gets it writes the stacks of all its threads to its file in `STACKS`, and goes on."""
+
+FACTOR = 10.0
+FLOOR_S = 60.0
+DATA_FLOOR_S = 300.0
+"""In a wait for data: storage that answers late is no fault of the process."""
+
+SAVE_FLOOR_S = 1800.0
+"""A save may be short a hundred times and then wait for a slow disk; `saving.py` gives up long before this."""
+
+FIRST_S = {
+    "start": 1800.0,
+    "restore": 3600.0,
+    "compile": 3600.0,
+    "warm-up": 1800.0,
+    "step": 1800.0,
+    "evaluate": 1800.0,
+    "save": 3600.0,
+    "compare": 1800.0,
+    "profile": 3600.0,
+    "end": 1800.0,
+}
+"""Bound of each section that has not been seen yet, in seconds; `end` is what comes after the watch."""
+
+ONCE = ("start", "restore", "compile", "end")
+"""Sections before the first step and after the last; `watch.hang_s` is for the others."""
+
+LAST_S = 5.0
+"""How long a process that ends for want of progress may take to tell."""
+
+SIZE = 512
+"""Bytes of a heartbeat file: it is written in place, which a full disk allows."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One reading of a heartbeat file."""
+
+    pid: int
+    step: int
+    """Optimizer steps done."""
+    furthest: int
+    """The most steps that this run, or an earlier try of it, has done."""
+    section: str
+    bound_s: float
+    """Seconds after `monotonic` from which the process is taken for stuck."""
+    time: float
+    """When progress was last seen, in unix seconds."""
+    monotonic: float
+    """The same on the host's clock that nobody sets, which all its processes share."""
+    data_wait_s: float
+    """Seconds that this process has waited for batches while its devices had nothing to do."""
+    boot: str
+    """The start of its machine that `monotonic` counts from; empty where it is not known."""
+
+
+def read_beat(run_dir: Path, rank: int) -> Beat | None:
+    """The heartbeat of `rank`; none where there is none that can be read."""
+    try:
+        values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
+        given = {name: values[name] for name in Beat.__annotations__}
+    except (OSError, TypeError, KeyError, *UNREADABLE):
+        return None
+    fits = {int: is_count, float: is_number, str: lambda value: isinstance(value, str)}
+    return (
+        Beat(**given) if all(fits[Beat.__annotations__[n]](v) for n, v in given.items()) else None
+    )
+
+
+def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
+    """The last that a process, living or dead, has left of its progress; nothing where there is none.
+
+    `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat,
+    `monotonic` and `boot` are `time` by the clock that nobody sets. A step is on the heartbeat file when its metrics
+    have been read, and in `metrics.jsonl` a moment later.
+    """
+    beat, row = read_beat(run_dir, rank), read_last(run_dir / "metrics.jsonl")
+    signs: list[dict[str, Any]] = []
+    if beat is not None:
+        names = ("time", "step", "furthest", "data_wait_s", "monotonic", "boot")
+        signs.append({name: getattr(beat, name) for name in names})
+    if is_number(row.get("time")) and is_count(row.get("step")):
+        signs.append({"time": row["time"], "step": row["step"], "furthest": row["step"]})
+    signs.sort(key=lambda sign: sign["time"])
+    together = {name: value for sign in signs for name, value in sign.items()}
+    if beat is not None:
+        together["monotonic"] += together["time"] - beat.time
+    return together | {
+        name: max(sign[name] for sign in signs) for name in ("furthest",) if name in together
+    }
+
+
+def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
+    """Where the stacks of `rank` go."""
+    return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
+
+
+class Watch:
+    """The watch over this process; use it as a context manager around all that trains."""
+
+    def __init__(self, events: Events, *, hang_s: float = 0.0, fresh: bool = False):
+        """Begin in section `start`.
+
+        Args:
+            events: of this process; its run directory is where everything goes.
+            hang_s: bound of all sections that are not in `ONCE`; 0: learned.
+            fresh: the run starts anew: no step of an earlier try is done again.
+        """
+        self._events, self._hang_s, self._fresh = events, hang_s, fresh
+        self._run_dir, self._rank = events.path.parent, events.rank or 0
+        self.reason = "done"
+        """What to say at the end of a run that no exception ends."""
+        self._longest: dict[str, float] = {}
+        self._before = last_sign(self._run_dir, self._rank)
+        self._section, self._step = "start", 0
+        self._furthest = 0 if fresh else int(self._before.get("furthest", 0))
+        self._data_wait_s, self._in_data = 0.0, False
+        self._mark = time.monotonic()
+        self._host = socket.gethostname()
+        self._changed, self._done = threading.Event(), threading.Event()
+        self._guarding = threading.Thread(target=self._guard, name="watchdog", daemon=True)
+        self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        path = folder_of(self._run_dir, HEARTBEATS) / str(self._rank)
+        self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
+        folder_of(self._run_dir, STACKS)
+        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
+        # Unbuffered and never moved: faulthandler keeps the file's number.
+        self._stacks_file = open(self.stacks, "ab", 0, opener=open_regular)
+        faulthandler.register(DUMP_SIGNAL, self._stacks_file, all_threads=True)
+        self._write()
+        self._guarding.start()
+        self._writing.start()
+        if self._rank == 0:
+            details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
+            self._events.record("start", **details)
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        self._section, self._mark = "end", time.monotonic()
+        self._done.set()
+        self._changed.set()
+        self._guarding.join(timeout=10.0)
+        self._writing.join(timeout=10.0)
+        faulthandler.unregister(DUMP_SIGNAL)
+        self._stacks_file.close()
+        if not self._writing.is_alive():
+            os.close(self._file)
+        if self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+        if self._rank == 0:
+            reason = self.reason if kind is None else kind.__name__
+            self._events.record("end", step=self._step, reason=reason, **self._waited())
+
+    def begin(self, step: int) -> None:
+        """The steps after `step` begin; the first of them, in which NCCL connects and memory is taken, is `warm-up`."""
+        self._step = step
+        self._enter("warm-up")
+
+    def beat(self, step: int) -> None:
+        """Step `step` is done."""
+        self._learn("step")
+        if self._section == "warm-up":
+            self._enter("step")
+        again = self._step < self._furthest
+        self._step, self._mark = step, time.monotonic()
+        if again and step >= self._furthest:
+            self._enter("step")
+        self._furthest = max(self._furthest, step)
+        self._changed.set()
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """What is done inside is section `name`; then comes what was before."""
+        before = self._section
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._learn(name)
+            self._enter(before)
+
+    @contextlib.contextmanager
+    def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
+        """The wait for a batch, with the bound of the section that it is in, or `DATA_FLOOR_S` if that is more.
+
+        It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
+        """
+        begun, self._in_data = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._in_data = False
+            self._changed.set()
+            if not hidden():
+                self._data_wait_s += time.monotonic() - begun
+
+    def _enter(self, name: str) -> None:
+        self._section, self._mark = name, time.monotonic()
+        self._changed.set()
+        if self._rank == 0:
+            again = name == "step" and self._step < self._furthest
+            told = "again" if again else name
+            self._events.record("section", name=told, step=self._step, **self._waited())
+
+    def _learn(self, name: str) -> None:
+        took = time.monotonic() - self._mark
+        self._longest[name] = max(took, self._longest.get(name, 0.0))
+
+    def _waited(self) -> dict[str, float]:
+        return {"data_wait_s": self._data_wait_s}
+
+    def _bound_s(self, section: str) -> float:
+        if self._hang_s > 0 and section not in ONCE:
+            return self._hang_s
+        longest = self._longest.get(section)
+        floor_s = SAVE_FLOOR_S if section == "save" else FLOOR_S
+        floor_s = max(floor_s, DATA_FLOOR_S) if self._in_data else floor_s
+        return FIRST_S[section] if longest is None else max(floor_s, FACTOR * longest)
+
+    def _beat(self) -> Beat:
+        mark, section = self._mark, self._section
+        return Beat(
+            pid=os.getpid(),
+            step=self._step,
+            furthest=self._furthest,
+            section="data" if self._in_data else section,
+            bound_s=self._bound_s(section),
+            time=time.time() - (time.monotonic() - mark),
+            monotonic=mark,
+            data_wait_s=self._data_wait_s,
+            boot=boot(),
+        )
+
+    def _write(self) -> None:
+        beat = {"rank": self._rank, "host": self._host, **vars(self._beat())}
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, json.dumps(beat).ljust(SIZE - 1).encode() + b"\n", 0)
+
+    def _keep(self) -> None:
+        """The thread that keeps the heartbeat file up to date."""
+        written, over = None, False
+        while not over:
+            self._changed.wait(timeout=0.25)
+            self._changed.clear()
+            over = self._done.is_set()
+            if (now := (self._mark, self._in_data)) != written:
+                written = now
+                self._write()
+
+    def _guard(self) -> None:
+        """The thread that ends the process when it is late."""
+        while not self._done.wait(timeout=0.25):
+            beat = self._beat()
+            waited = time.monotonic() - beat.monotonic
+            if waited > beat.bound_s:
+                self._expire(beat, waited)
+
+    def _expire(self, beat: Beat, waited: float) -> None:
+        where = f"in section {beat.section} after step {beat.step}"
+        last = threading.Timer(LAST_S, os._exit, (HUNG,))
+        last.daemon = True
+        last.start()
+        say(
+            f"rank {self._rank} made no progress for {waited:.0f} s {where}; stacks: {self.stacks}",
+            sys.stderr,
+        )
+        # Before the stacks, which are written with Python's lock held: the timer could not end that.
+        self._events.record(
+            "hang",
+            section=beat.section,
+            step=beat.step,
+            waited_s=waited,
+            bound_s=beat.bound_s,
+            stacks=str(self.stacks),
+        )
+        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
+        os._exit(HUNG)
+
+
+def _process_began() -> float:
+    """When this process was started, in unix seconds: before Python was."""
+    try:
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(words[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot

@@ -1,0 +1,169 @@
+"""Context parallelism: exact causal attention over a sequence that is split over a mesh axis.
+
+Every function here is called where `axis` is manual (inside `jax.shard_map` or `smap`), on this rank's piece of the
+sequence, in the strategy's order (`parallel/context/layout.py`), and returns this rank's piece of the result:
+
+    ring       keys and values travel from rank to rank, each attending to the block that it has while the next one is
+               on its way (arXiv 2310.01889); sequence in natural order, so late ranks work while early ones wait
+    zigzag     the same with the sequence dealt out so that all ranks have the same work: rank i of r holds chunks i and
+               2r-1-i. After the own block each step is two half-blocks without a mask: the second chunk's queries with
+               the first chunk's keys, and the first or the second chunk's with its like
+    allgather  zigzag's order and blocks; keys and values are gathered once instead (Llama 3, arXiv 2407.21783)
+    ulysses    all-to-all: each rank gets the whole sequence for a part of the heads (arXiv 2309.14509)
+
+With `ulysses=u` groups of u neighbouring ranks exchange heads for sequence and then act as one position of a ring of
+n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the backward pass is a ring of its own that
+sends keys, values and the float32 sums of their gradients round once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import ContextConfig, Strategy
+from ultrascale_jax.parallel.context.ring import Plan, ring
+from ultrascale_jax.sharding.rules import vary, varying
+
+
+def context_attention(
+    context: ContextConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    axis: str = "cp",
+    *,
+    window: int | None = None,
+    implementation: str = "auto",
+    with_lse: bool = False,
+) -> Any:
+    """Causal attention by the strategy of `context`; called where `axis` (of size n) is manual.
+
+    Args:
+      context: the strategy, and how many ranks share a position of its ring.
+      q: this rank's queries `[B, T, N, H]`, in the strategy's order.
+      k: this rank's keys `[B, T, K, H]`; K divides N (grouped-query attention).
+      v: this rank's values `[B, T, K, H]`.
+      positions: `[B, T]` int32, only where they are not the places in the strategy's order: they increase along each
+        document, and a query sees keys up to its own. Every block then takes a mask.
+      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block takes a mask.
+      axis: mesh axis that the sequence is split over.
+      window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
+        sent nor computed, unless `positions` are given.
+      implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
+      with_lse: return the log-sum-exp too.
+
+    Returns:
+      The result `[B, T, N, H]` in q's type; with `with_lse` also the log-sum-exp `[B, N, T]` float32 of the scores,
+      which has no gradient.
+
+    Raises:
+      ValueError: the shapes do not fit each other or the axis.
+    """
+    ranks, inner = _check(context, q, k, v, positions, segment_ids, axis, window)
+    documents = [x for x in (positions, segment_ids) if x is not None]
+    axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
+    q, k, v = (vary(x, axes) for x in (q, k, v))
+    positions, segment_ids = (
+        None if x is None else vary(x, {axis}) for x in (positions, segment_ids)
+    )
+    groups = [[ring * inner + i for i in range(inner)] for ring in range(ranks)]
+    exchange = functools.partial(
+        jax.lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True
+    )
+    if inner > 1:
+        copies = max(1, inner // k.shape[2])
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        positions, segment_ids = (
+            None
+            if x is None
+            else jax.lax.all_gather(x, axis, axis=1, axis_index_groups=groups, tiled=True)
+            for x in (positions, segment_ids)
+        )
+    chunks = context.chunks if ranks > 1 else 1
+    T = q.shape[1]
+    apart = segment_ids is not None or positions is not None
+    masked = apart or (ranks > 1 and window is not None) or T % chunks > 0
+    plan = Plan(
+        axis=axis, ranks=ranks, inner=inner, chunks=chunks, gathered=context.strategy == "allgather",
+        window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
+        placed=positions is None,
+    )  # fmt: skip
+    if masked and positions is None:
+        positions = vary(plan.index(T), {axis})
+    out, lse = ring(plan, q, k, v, positions if masked else None, segment_ids)
+    if inner > 1:
+        out = exchange(out, split_axis=1, concat_axis=2)
+        lse = exchange(lse, split_axis=2, concat_axis=1) if with_lse else lse
+    return (out, jax.lax.stop_gradient(lse)) if with_lse else out
+
+
+def _named(strategy: Strategy) -> Callable:
+    """The function of one strategy."""
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        axis: str = "cp",
+        *,
+        ulysses: int = 1,
+        window: int | None = None,
+        implementation: str = "auto",
+        with_lse: bool = False,
+    ) -> Any:
+        context = ContextConfig(strategy=strategy, ulysses=ulysses)
+        return context_attention(
+            context, q, k, v, positions, segment_ids, axis,
+            window=window, implementation=implementation, with_lse=with_lse,
+        )  # fmt: skip
+
+    attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
+    attend.__doc__ = f"""Causal attention by the strategy `{strategy}`: `context_attention` has the shapes.
+
+    `ulysses` ranks share a position of the ring and exchange heads for sequence.
+    """
+    return attend
+
+
+ring_attention = _named("ring")
+zigzag_attention = _named("zigzag")
+allgather_attention = _named("allgather")
+ulysses_attention = _named("ulysses")
+
+
+def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
+    """Positions of the ring, and ranks that share one; refuses what does not fit."""
+    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
+        )
+    if context.strategy == "ulysses" and context.ulysses not in (1, jax.lax.axis_size(axis)):
+        raise ValueError(
+            f"ulysses={context.ulysses}: ulysses_attention shares heads among all ranks of {axis!r}; leave it out"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
+    ranks, inner = context.ranks(jax.lax.axis_size(axis))
+    (B, T, N, H), K = q.shape, k.shape[2]
+    wanted = (B, T, K, H)
+    if k.shape != wanted or v.shape != wanted or N % K:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: want [B, T, N, H] and twice [B, T, K, H], K a divisor of N"
+        )
+    for name, x in (("positions", positions), ("segment_ids", segment_ids)):
+        if x is not None and x.shape != (B, T):
+            raise ValueError(f"{name} {x.shape}: want [B, T] = {(B, T)}, this rank's piece")
+    if N % inner or (K % inner and inner % K):
+        raise ValueError(
+            f"ulysses={inner}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
+            "use fewer ranks for ulysses and a ring for the rest"
+        )
+    return ranks, inner

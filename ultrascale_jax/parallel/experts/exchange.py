@@ -1,0 +1,323 @@
+"""Expert parallelism: tokens travel to the ranks of a mesh axis that hold their experts, and back.
+
+    dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold
+               `bound` times what balanced routing sends. Where some rank has more, the ranks take another round: no
+               token is ever dropped, and no buffer is made for the worst case
+    capacity   the same in one round; what does not fit is dropped and counted
+    allgather  every rank gets all tokens and keeps those of its experts; sums are reduce-scattered (few ranks)
+
+With `nodes=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place
+there, and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+
+On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for
+`bound` times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing is ever of
+the size tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only added up.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.parallel.experts.capacity import Hop, halves, hops, room
+from ultrascale_jax.parallel.experts.dispatch import (
+    Order,
+    Slots,
+    collect,
+    exchange_together,
+    in_rounds,
+    take,
+)
+from ultrascale_jax.parallel.experts.local import Product, padded_experts, ragged_experts
+from ultrascale_jax.sharding.rules import vary, varying
+
+type Tokens = tuple[jax.Array, jax.Array, jax.Array]
+"""x `[n, D]`, ids `[n, k]` that count the experts at hand (those of others are beyond), weights `[n, k]`."""
+
+type Inner = Callable[[Tokens, Matrices], tuple[jax.Array, jax.Array]]
+"""`(tokens, matrices) -> (their sums [n, D], dropped choices)`."""
+
+type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array]]
+"""The same for the parts of a batch."""
+
+type Matrices = Sequence[jax.Array]
+"""w_gate, w_up, w_down of the experts at hand."""
+
+
+def expert_layer(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    moe: MoEConfig,
+    experts: Experts,
+    axis: str = "ep",
+    product: Product = jnp.matmul,
+) -> tuple[jax.Array, jax.Array]:
+    """Sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; called where `axis` is manual.
+
+    Args:
+      x: this rank's tokens `[n, D]`.
+      ids: their experts `[n, k]`, int32, numbers of all ranks' experts; distinct in a row.
+      weights: `[n, k]` float32.
+      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
+      w_up: `[E, D, F]`.
+      w_down: `[E, F, D]`.
+      moe: how the tokens travel.
+      experts: numbers of experts and choices, which set the size of buffers.
+      axis: mesh axis of the experts.
+      product: what multiplies padded rows and matrices (`moe.implementation` auto or xla).
+
+    Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
+    splits F (`tp`) results are partial sums, which the caller adds.
+
+    Returns:
+      `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
+
+    Raises:
+      ValueError: the shapes do not fit each other, the axis or `experts`.
+    """
+    ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
+    axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
+    shared = "sp" in varying(w_gate)
+    x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
+    parts = halves(moe, ranks, x.shape[0])
+    batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
+    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared, product)
+    results, dropped = run(batch, matrices)
+    return jnp.concatenate(results), dropped
+
+
+def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
+    """The number of ranks; refuses what does not fit."""
+    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
+        )
+    ranks = jax.lax.axis_size(axis)
+    moe.check(experts, ranks)
+    n, D = x.shape
+    k, E = experts.per_token, experts.num // ranks
+    F = w_gate.shape[-1]
+    wanted = [(n, k), (n, k), (E, D, F), (E, D, F), (E, F, D)]
+    given = [a.shape for a in (ids, weights, w_gate, w_up, w_down)]
+    if given != wanted:
+        raise ValueError(
+            f"ids, weights, w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape}, "
+            f"{experts.num} experts over {ranks} ranks and {k} for each token"
+        )
+    if (ids.dtype, weights.dtype) != (jnp.int32, jnp.float32):
+        raise ValueError(f"ids {ids.dtype}, weights {weights.dtype}: want int32 and float32")
+    return ranks
+
+
+def _outer(
+    moe: MoEConfig,
+    experts: Experts,
+    axis: str,
+    ranks: int,
+    tokens: int,
+    splits: bool,
+    product: Product,
+) -> Outer:
+    """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost.
+
+    `splits` says whether sp splits the experts' F.
+    """
+    shared = jax.lax.axis_size("sp") if splits else 1
+    local = _Local(
+        rows=tokens * experts.per_token * shared,
+        bound=moe.bound,
+        drops=moe.dispatch == "capacity",
+        product=None if moe.implementation == "mosaic" else product,
+    )
+    run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
+    if moe.dispatch == "allgather" and ranks > 1:
+        return functools.partial(_gather_all, run, axis)
+    agreed = (axis, "sp") if shared > 1 else (axis,)
+    outer: Outer = functools.partial(_in_turn, run)
+    for hop in reversed(hops(moe, experts, ranks, tokens)):
+        stride = ranks * hop.experts // experts.num
+        span = hop.parts * stride
+        groups = [
+            [first + part * stride for part in range(hop.parts)]
+            for start in range(0, ranks, span)
+            for first in range(start, start + stride)
+        ]
+        exchange = functools.partial(
+            jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
+            axis_index_groups=groups if len(groups) > 1 else None,
+        )  # fmt: skip
+        one = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity")
+        run, outer = one.run, one.run_parts
+    return outer
+
+
+def _in_turn(
+    run: Inner,
+    batch: Sequence[Tokens],
+    matrices: Matrices,
+    send: Callable[[jax.Array], jax.Array] = lambda y: y,
+) -> tuple[list[jax.Array], jax.Array]:
+    """`send` of what `run` makes of each part of a batch, one part in flight while another is computed.
+
+    Left alone, XLA sends all parts at once and then computes them all. Here a part is computed after the one before,
+    which is back before the part's last product begins.
+    """
+    results, total = [], jnp.int32(0)
+    *hidden, w_down = matrices
+    for tokens in batch:
+        if results:
+            results[-1], tokens = jax.lax.optimization_barrier((results[-1], tokens))
+            results[-1], w_down = jax.lax.optimization_barrier((send(results[-1]), w_down))
+        y, dropped = run(tokens, (*hidden, w_down))
+        results, total = [*results, y], total + dropped
+    return [*results[:-1], send(results[-1])], total
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The experts of this rank, on rows that are here."""
+
+    rows: int
+    """Choices that balanced routing would send here."""
+    bound: float
+    drops: bool
+    product: Product | None
+    """None is the grouped kernel."""
+
+    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
+        x, ids, weights = tokens
+        num, (n, k) = matrices[0].shape[0], ids.shape
+        size = room(n, self.rows / num, self.bound)
+        order = Order.of(ids, num)
+        if self.product is None:
+            size = 8 * -(-min(n * k, num * size) // 8)
+            needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
+            over = jnp.maximum(jnp.sum(order.counts) - size, 0)
+        else:
+            needed, most = -(-jnp.max(order.counts) // size), -(-n // size)
+            over = jnp.sum(jnp.maximum(order.counts - size, 0))
+        experts = ragged_experts
+        if self.product is not None:
+            experts = functools.partial(padded_experts, self.product)
+        one_round = functools.partial(experts, size)
+        if self.drops:
+            return one_round(jnp.int32(0), order, (x, weights, *matrices)), over
+        y = in_rounds(one_round, needed, most, order, (x, weights, *matrices))
+        return y, jnp.zeros_like(over)
+
+
+def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:
+    """`run` where sp splits F and its ranks have different tokens: all of them for all, and the sums back."""
+    x, ids, weights = (jax.lax.all_gather(a, "sp", axis=0, tiled=True) for a in tokens)
+    y, dropped = run((x, ids, weights), matrices)
+    y = jax.lax.psum_scatter(y, "sp", scatter_dimension=0, tiled=True)
+    return y, jnp.where(jax.lax.axis_index("sp") == 0, dropped, 0)
+
+
+def _gather_all(
+    run: Inner, axis: str, batch: list[Tokens], matrices
+) -> tuple[list[jax.Array], jax.Array]:
+    """All tokens of all ranks, of which each keeps those of its experts."""
+    num = matrices[0].shape[0]
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
+    gathered = []
+    for x, ids, weights in batch:
+        own = _own(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
+        gathered.append((checkpoint_name(gather(x), "dispatched"), *own))
+    scatter = functools.partial(
+        jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0, tiled=True
+    )
+    return _in_turn(run, gathered, matrices, scatter)
+
+
+def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """The choices within `num` experts, at most so many in a row, first; ids of the others become `num`."""
+    ids = jnp.where((ids >= 0) & (ids < num), ids, num)
+    if num >= ids.shape[1]:
+        return ids, weights
+    first = jnp.argsort(ids == num, axis=1, stable=True)[:, :num]
+    return jnp.take_along_axis(ids, first, axis=1), jnp.take_along_axis(weights, first, axis=1)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tokens to the parts of a group that have their experts, what `inner` does with them there, and back."""
+
+    hop: Hop
+    exchange: Callable[[jax.Array], jax.Array]
+    inner: Inner
+    agreed: tuple[str, ...]
+    """Axes whose ranks take the same number of rounds, because the rounds hold collectives over them."""
+    drops: bool
+
+    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
+        """The sums for these tokens, and dropped choices."""
+        (y,), dropped = self.run_parts([tokens], matrices)
+        return y, dropped
+
+    def run_parts(
+        self, batch: list[Tokens], matrices: Matrices
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The same for the parts of a batch, one in flight while another is computed."""
+        x, ids, weights = zip(*batch, strict=True)
+        orders, parts, rows = [self._order(a) for a in ids], self.hop.parts, self.hop.rows
+        ints, floats = (orders, ids), (x, weights, matrices)
+        if self.drops:
+            results, dropped = self._round(jnp.int32(0), ints, floats)
+            for order, own in zip(orders, ids, strict=True):
+                left = (order.padded(0, rows).slot == parts * rows) & (order.places < parts)
+                part = own // self.hop.experts
+                lost = left[:, None, :] & (part[:, :, None] == part[:, None, :])
+                dropped += jnp.sum(jnp.any(lost, axis=2), dtype=jnp.int32)
+            return results, dropped
+        busiest = jnp.max(jnp.stack([order.counts for order in orders]))
+        needed = jax.lax.pmax(-(-busiest // rows), self.agreed)
+
+        def one_round(number, ints, floats):
+            return self._round(number, ints, floats)[0]
+
+        most = -(-x[0].shape[0] // rows)
+        return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
+
+    def _order(self, ids: jax.Array) -> Order:
+        """A token goes once to a part in which it has several experts."""
+        parts = self.hop.parts
+        part = jnp.minimum(ids // self.hop.experts, parts)
+        again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
+        return Order.of(jnp.where(again, parts, part), parts)
+
+    def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
+        """One round of at most `rows` rows from each part to each other."""
+        x, weights, matrices = floats
+        slots = [order.padded(number, self.hop.rows) for order in ints[0]]
+        received = []
+        for tokens in map(self._fill, slots, x, ints[1], weights):
+            if received:
+                received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
+            x_here, ids, sent = exchange_together(self.exchange, *tokens)
+            received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
+        results, dropped = _in_turn(self.inner, received, matrices, self.exchange)
+        back = zip(results, slots, strict=True)
+        return [collect(y, slot.token, slot.slot) for y, slot in back], dropped
+
+    def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
+        """What is sent: rows of all parts, their ids counted from each part's first expert, their weights."""
+        num, rows = self.hop.experts, self.hop.rows
+        part = jnp.arange(self.hop.parts * rows, dtype=jnp.int32) // rows
+        theirs = _pick_rows(ids, slots.token, self.hop.parts * num) - part[:, None] * num
+        theirs, sent = _own(theirs, take(weights, slots.token, slots.slot), num)
+        return take(x, slots.token, slots.slot), theirs, sent
+
+
+def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:
+    """The choices of the token in each slot; those of an empty slot go nowhere."""
+    return ids.at[token].get(mode="fill", fill_value=2 * nowhere)

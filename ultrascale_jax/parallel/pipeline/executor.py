@@ -1,0 +1,339 @@
+"""The pipeline executor: any schedule, as one scan over its ticks inside one compiled program.
+
+`pipeline` runs where the pipeline's axis is manual (under `sharding/manual.py: smap`) and knows no model: it takes a
+function for one layer, one for the embedding and one for the head, and returns loss and gradients itself, so that an
+activation lives exactly as long as its slot in the table (`buffers.py`). A tick:
+
+    layers    one loop over the layers of a stage. An iteration does layer l of this tick's forward stage, and layer
+              L-1-l of its backward stage and of its weight-gradient stage: they do not depend on each other, so that
+              the communication of one runs beside the matmuls of another
+    send      what was computed, to the next rank and to the one before: in flight during what follows
+    head      loss and its gradient for the micro-batch that left the last stage; its backward pass begins a tick later
+    embed     the first stage's input of the next tick, and the gradient of the embedding, each rank with its part of
+              the vocabulary
+    write     ring buffers, and then the read of the next tick's inputs (a read before a write would copy the buffer)
+
+Lock step, the default: in a tick every rank runs the same operations, the idle ones on zeros. No control flow differs
+between ranks, so stages may use any collective. Ticks alike are one `lax.scan`; compile time does not grow with the
+number of micro-batches. `divergent` gives each rank its own operations by one `lax.switch` a tick; stages may then
+use only collectives whose groups lie inside one pipeline rank, and no `ppermute`: with one they hang or compute wrong
+numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Row, Tree, at, empty, put, rows
+from ultrascale_jax.parallel.pipeline.program import Program, Segment, assemble
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.sharding.rules import vary, varying
+
+ENOUGH = {"h": 0.9, "d": 0.2}
+"""Share of a segment's ticks from which on the head, and the embedding's gradient, run in all of them."""
+
+
+def float32(grads: Tree) -> Tree:
+    """Gradients as they are accumulated: in float32."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What a pipeline computes. All functions see this device's pieces and may use collectives."""
+
+    layer: Callable[..., tuple[jax.Array, jax.Array]]
+    """`(params of one layer, x, context) -> (y, auxiliary loss)`: x and y alike, the loss a float32 scalar that is
+    added to the objective. With `numbered` a fourth argument is the number of the layer in the model, int32."""
+    embed: Callable[[Tree, Tree], jax.Array]
+    """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
+    looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
+    head: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+    """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, whole on every rank; each
+    computes with its part of the vocabulary and sums over the ranks itself. The objective, a float32 scalar equal on
+    all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head that is not split ends in
+    `lax.pmean` over the ranks."""
+    context: Callable[[Tree], Tree] = lambda micro_batch: ()
+    """`(micro-batch) -> context` of every layer: what is not differentiated, such as rotary angles and documents."""
+    accumulate: Tree = None
+    """For each leaf of a layer's parameters, the function that makes of its gradient what is added up (ZeRO-2
+    reduce-scatters here); none casts to float32."""
+    accumulate_shared: Callable[[Tree], Tree] = float32
+    """The same for all gradients of `shared` at once."""
+    numbered: bool = False
+    """Whether layers differ by their number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """Results of a pipeline: each device's own sums over micro-batches, reduced over no axis by the executor."""
+
+    objective: jax.Array
+    """Sum of the head's objectives, equal on all ranks of the pipeline; the auxiliary losses are in `auxiliary`."""
+    auxiliary: jax.Array
+    """Sum of the auxiliary losses of this rank's layers."""
+    metrics: Tree
+    """Sums of the head's metrics."""
+    blocks: Tree
+    """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
+    shared: Tree
+    """Gradients of `shared`, or None: of a parameter that is whole on every rank of the pipeline a partial sum, to be
+    added over them (unless it is not typed as varying over them: then that is done)."""
+
+
+def pipeline(
+    schedule: Schedule,
+    stages: Stages,
+    blocks: Tree,
+    shared: Tree,
+    microbatches: Tree,
+    *,
+    stash: str = "residuals",
+    divergent: bool = False,
+    lengths: Sequence[int] | None = None,
+    axis: str = "pp",
+) -> Pipelined:
+    """Loss and gradients of all micro-batches, or the loss alone if the schedule has only forward operations.
+
+    Args:
+      schedule: a checked schedule over as many ranks as the axis has.
+      stages: the functions.
+      blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk.
+      shared: parameters of embedding and head, this rank's part.
+      microbatches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.
+      stash: `residuals` keeps what a layer's backward pass needs from its forward pass on (choose that with
+        `jax.checkpoint` in `layer`); `input` keeps a stage's input and runs its forward pass again.
+      divergent: each rank runs only its own operations; experimental.
+      lengths: layers of each stage (`schedules.stage_layers`); what the leaves hold beyond is padding, and masked.
+      axis: the pipeline's mesh axis, manual here.
+
+    Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
+    it (`sharding.vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
+    """
+    _check(schedule, blocks, microbatches, stash, lengths, axis)
+    state = _Executor(
+        schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
+    ).run()
+    trains, tree = "blocks" in state, jax.tree.structure(blocks)
+    return Pipelined(
+        objective=state["objective"],
+        auxiliary=state["auxiliary"],
+        metrics=state["metrics"],
+        blocks=jax.tree.unflatten(tree, state["blocks"]) if trains else None,
+        shared=state["shared"] if trains else None,
+    )
+
+
+def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
+    """Refuse what would give wrong numbers in silence: JAX moves a slice beyond an array's end back into it."""
+    layers = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)})
+    depth, rest = divmod(layers[0], schedule.virtual)
+    counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(microbatches)})
+    m, stages = schedule.microbatches, schedule.num_stages
+    fits = lengths is None or (len(lengths) == stages and max(lengths) <= depth)
+    for ok, why in (
+        (
+            lax.axis_size(axis) == schedule.ranks,
+            f"schedule of {schedule.ranks} ranks on {lax.axis_size(axis)} devices of axis {axis!r}",
+        ),
+        (stash in ("residuals", "input"), f"stash={stash!r}: must be 'residuals' or 'input'"),
+        (counts == [m], f"schedule of {m} micro-batches on arrays of {counts}"),
+        (
+            len(layers) == 1 and not rest,
+            f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
+        ),
+        (fits, f"lengths={lengths}: must be {stages} numbers, one for each stage, up to {depth}"),
+    ):
+        if not ok:
+            raise ValueError(why)
+
+
+class _Executor:
+    """The parts of one tick; the arrays travel through `lax.scan` in one dictionary, the state."""
+
+    def __init__(
+        self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
+    ):
+        self.program: Program = assemble(schedule, stash)
+        self.schedule, self.stages, self.axis = schedule, stages, axis
+        self.shared, self.microbatches = shared, microbatches
+        self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
+        self.stashes = stash == "residuals" and self.trains
+        leaves = jax.tree.leaves(blocks)
+        self.loop = LayerLoop(
+            schedule, stages.layer, stages.context,
+            jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, microbatches,
+            axis=axis, trains=self.trains, stashes=self.stashes, divergent=divergent, lengths=lengths,
+            numbered=stages.numbered,
+        )  # fmt: skip
+
+    def run(self) -> dict:
+        """The state after the last tick."""
+        state, rank = self._start(), lax.axis_index(self.axis)
+        ranks, ranks_before = self.program.columns(self.program.ranks)
+        self.every, every_before = self.program.columns(self.program.every)
+        before = {name: jnp.asarray(table)[rank] for name, table in ranks_before.items()}
+        before |= {name: jnp.asarray(value) for name, value in every_before.items()}
+        rows = {name: jnp.asarray(table)[:, rank] for name, table in ranks.items()}
+        rows |= {name: jnp.asarray(table) for name, table in self.every.items()}
+        state = self._read_next(state, self._embed(before), before)
+        for segment in self.program.segments:
+            part = jax.tree.map(lambda row, s=segment: row[s.start : s.stop], rows)
+            state, _ = lax.scan(partial(self._tick, segment), state, part)
+        return state
+
+    def _start(self) -> dict:
+        """Empty buffers, with the types that the functions give; what is traced here for its type alone is not run."""
+        first, slots = at(self.microbatches, 0), self.program.slots
+        x = self.stages.embed(self.shared, first)
+        if self.axis not in varying(x):
+            raise ValueError(
+                f"the embedding is the same on all ranks of {self.axis!r}, and would be added up: return a part, "
+                "or zeros on all ranks but one"
+            )
+        x, state = self.loop.start(x, slots)
+        objective, metrics = self.stages.head(self.shared, x, first)
+        if jnp.shape(objective) != () or objective.dtype != jnp.float32:
+            raise ValueError(
+                f"the head's objective must be a float32 scalar, not {jax.typeof(objective)}"
+            )
+        if self.axis in varying(objective):
+            raise ValueError(
+                f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part"
+            )
+        state |= {
+            "inputs": rows(x, slots.inputs + 1, self.axis),
+            "x_forward": empty(x),
+            "objective": empty(objective),
+            "metrics": jax.tree.map(empty, metrics),
+        }
+        if self.trains:
+            y = lax.psum(x, self.axis)
+            grads = self._head_gradient(y, first)[1]
+            state |= {
+                "gradients": rows(x, slots.gradients + 1, self.axis),
+                "g": empty(x),
+                "shared": jax.tree.map(empty, self.stages.accumulate_shared(grads)),
+            }
+            if not self.stashes:
+                state["x_backward"] = empty(x)
+        return state
+
+    def _vary(self, x: jax.Array) -> jax.Array:
+        return vary(x, self.loop.axes)
+
+    def _tick(self, segment: Segment, state: dict, row: Row) -> tuple[dict, None]:
+        forward, backward = "F" in segment.kinds, "B" in segment.kinds
+        writes, reads = (
+            ("auxiliary", "blocks", "residuals", "weights"),
+            ("x_forward", "g", "x_backward"),
+        )
+        mine = {name: state[name] for name in writes if name in state}
+        read = {name: state[name] for name in reads if name in state}
+        mine, y, dx = self.loop.run(segment, mine, read, row)
+        state = state | mine
+        arrived = self._send("f", y) if forward else []
+        arrived += self._send("b", dx) if backward else []
+        soon = self.every["next_e"][segment.start : segment.stop].any()
+        x = self._embed(row) if soon else state["x_forward"]
+        dy = y
+        if forward:
+            state, dy = self._head(segment, state, row, y)
+        if backward:
+            state = self._embed_gradient(segment, state, row, dx)
+        # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
+        together = (dy, x, {name: state[name] for name in ("shared",) if name in state})
+        values = [value for _, _, value in arrived]
+        values, (dy, x, sums) = lax.optimization_barrier((values, together))
+        state |= sums
+        for (name, column, _), value in zip(arrived, values, strict=True):
+            state[name] = put(state[name], value, row[column])
+        if forward and self.trains:
+            state["gradients"] = put(state["gradients"], dy, row["h_g"])
+        return self._read_next(state, x, row), None
+
+    def _read_next(self, state: dict, x: jax.Array, row: Row) -> dict:
+        """The inputs of the next tick; x is the first stage's."""
+        takes = row["next_f_first"] > 0
+        if self.trains and not self.stashes:
+            slot = jnp.where(takes, row["next_f_x"], self.program.slots.inputs)
+            state["inputs"] = put(state["inputs"], x, slot)
+            state["x_backward"] = at(state["inputs"], row["next_b_x"])
+        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], row["next_f_x"]))
+        if self.trains:
+            state["g"] = at(state["gradients"], row["next_b_g"])
+        return state
+
+    def _embed(self, row: Row) -> jax.Array:
+        """The first stage's input of the next tick."""
+        x = self.stages.embed(self.shared, at(self.microbatches, row["next_e_mb"]))
+        return self._vary(lax.psum(self._vary(x), self.axis))
+
+    def _if(self, segment: Segment, name: str, row: Row, run, skip, operand):
+        """`run` in the ticks that need it, masked in all where enough do: a branch makes a GPU wait for the host."""
+        needed = self.every[name][segment.start : segment.stop]
+        if not needed.any():
+            return skip(operand)
+        if needed.mean() >= ENOUGH[name]:
+            return run(operand)
+        return lax.cond(row[name] > 0, run, skip, operand)
+
+    def _send(self, kind: str, value: jax.Array) -> list[tuple[str, str, jax.Array]]:
+        """What arrives here: buffer, column of its slot, value."""
+        name = "inputs" if kind == "f" else "gradients"
+        return [
+            (name, port, value if port.endswith("self") else lax.ppermute(value, self.axis, pairs))
+            for port, pairs in self.program.ports.items()
+            if port.startswith(kind)
+        ]
+
+    def _head(self, segment: Segment, state: dict, row: Row, y: jax.Array):
+        """Loss of the micro-batch that left the last stage, and the gradient of its output."""
+        names = ("objective", "metrics") + (("shared",) if self.trains else ())
+
+        def run(operand):
+            last = (row["f_on"] * row["f_last"]) > 0
+            y_last = lax.psum(jnp.where(last, y, 0), self.axis)
+            micro_batch, dy = at(self.microbatches, row["h_mb"]), y
+            if self.trains:
+                (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch)
+                more = (objective, metrics, self.stages.accumulate_shared(grads))
+            else:
+                more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
+            # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
+            on = row["h"] > 0
+            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more), dy
+
+        operand = (tuple(state[name] for name in names), y)
+        sums, dy = self._if(segment, "h", row, run, lambda operand: operand, operand)
+        return state | dict(zip(names, sums, strict=True)), dy
+
+    def _head_gradient(self, y, micro_batch):
+        """(objective, metrics), and the objective's gradients for `shared` and for y, the latter summed over the
+        pipeline's ranks, on which y is the same."""
+
+        def head(shared, y):
+            return self.stages.head(shared, vary(y, {self.axis}), micro_batch)
+
+        objective, pull_back, metrics = jax.vjp(head, self.shared, y, has_aux=True)
+        grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
+        return (objective, metrics), grads, self._vary(dy)
+
+    def _embed_gradient(self, segment: Segment, state: dict, row: Row, dx: jax.Array) -> dict:
+        def run(sums):
+            first = (row["b_on"] * row["b_first"]) > 0
+            d = self._vary(lax.psum(jnp.where(first, dx, 0), self.axis))
+            micro_batch = at(self.microbatches, row["d_mb"])
+            _, pull_back = jax.vjp(
+                lambda shared: self._vary(self.stages.embed(shared, micro_batch)), self.shared
+            )
+            more = self.stages.accumulate_shared(pull_back(d)[0])
+            return jax.tree.map(jnp.add, sums, more)
+
+        return state | {
+            "shared": self._if(segment, "d", row, run, lambda sums: sums, state["shared"])
+        }

@@ -1,0 +1,269 @@
+"""The layers of one tick: forward, backward and weight gradients of three stages in one loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultrascale_jax.parallel.pipeline.program import Segment, Slots
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.sharding.rules import vary, varying
+
+type Tree = Any
+type Row = dict[str, jax.Array]
+"""One tick of the program on this rank: scalars by column of `buffers.Program`."""
+
+
+class LayerLoop:
+    """What one rank does with its layers, tick by tick; `pipeline.py` does the rest of a tick.
+
+    State that only this loop changes: `auxiliary`, `blocks` (sums of gradients, by leaf), `residuals`, `weights`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layer: Callable,
+        context: Callable,
+        accumulate: Sequence[Callable],
+        blocks: Tree,
+        microbatches: Tree,
+        *,
+        axis: str,
+        trains: bool,
+        stashes: bool,
+        divergent: bool,
+        lengths: Sequence[int] | None,
+        numbered: bool,
+    ):
+        self.schedule, self.accumulate = schedule, accumulate
+        self.layer = layer if numbered else lambda params, x, context, _: layer(params, x, context)
+        self.context = context
+        self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
+        self.trains, self.stashes, self.divergent = trains, stashes, divergent
+        self.depth = jax.tree.leaves(blocks)[0].shape[0] // schedule.virtual
+        self.lengths, every = None, lengths or [self.depth] * schedule.num_stages
+        starts = [
+            [sum(every[: schedule.stage_of(r, c)]) for c in range(schedule.virtual)]
+            for r in range(schedule.ranks)
+        ]
+        self.starts = jnp.asarray(starts)[lax.axis_index(axis)]
+        if lengths is not None and min(lengths) < self.depth:
+            table = [
+                [lengths[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
+                for r in range(schedule.ranks)
+            ]
+            self.lengths = jnp.asarray(table)[lax.axis_index(axis)]
+
+    def start(self, x: jax.Array, slots: Slots) -> tuple[jax.Array, dict]:
+        """x typed as layers hand it on, and empty state. What is traced here is traced for its type and never run."""
+        # An index that differs between ranks, as those of a tick do.
+        here = 0 * lax.axis_index(self.axis)
+        params = at(self.blocks, here)
+        context = self.context(at(self.microbatches, here)), self._number(here, here)
+        if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, *context)):
+            raise ValueError(
+                "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
+                "in silence; use lock step (divergent=False), or gather instead"
+            )
+        out = self.layer(params, x, *context)
+        kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(out)]
+        if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
+            raise ValueError(
+                f"the layer must return y like its x, {x.dtype}{[*x.shape]}, and a float32 scalar, not "
+                + ", ".join(f"{dtype}{[*shape]}" for shape, dtype in kinds)
+            )
+        y, aux = out
+        self.axes = varying(x) | varying(y) | {self.axis}
+        self.aux_axes = varying(aux) | {self.axis}
+        x = vary(x, self.axes)
+        state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
+        if not self.trains:
+            return x, state
+        self.vjp = LayerVJP(self._layer, params, x, context, split=self.schedule.split)
+        y, aux, kept = self.vjp.forward(params, x, context)
+        cotangents = (empty(y), empty(aux))
+        grads, _ = self.vjp.backward(params, context, kept, cotangents)
+        sums = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
+        state["blocks"] = self._rows(sums, self.schedule.virtual * self.depth)
+        if self.stashes:
+            state["residuals"] = self._rows(self._rows(kept, self.depth), slots.residuals + 1)
+        if self.schedule.split:
+            waiting = self.vjp.input_gradient(params, context, kept, cotangents)[2]
+            state["weights"] = self._rows(self._rows(waiting, self.depth), slots.weights + 1)
+        return x, state
+
+    def _rows(self, tree: Tree, count: int) -> Tree:
+        return jax.tree.map(lambda a: rows(a, count, self.axis), tree)
+
+    def run(
+        self, segment: Segment, state: dict, read: dict, row: Row
+    ) -> tuple[dict, jax.Array, jax.Array]:
+        """The layers of this tick: the new state, y, and dx; of `read` come `x_forward`, `g` and `x_backward`."""
+        if not self.divergent:
+            return self._layers(segment.kinds, state, read, row)
+        ticks = self.schedule.ticks[segment.start : segment.stop]
+        choices = sorted({frozenset(cell) for tick in ticks for cell in tick}, key=sorted)
+        index = jnp.int32(0)
+        for i, kinds in enumerate(choices):
+            same = [(row[f"{kind.lower()}_on"] > 0) == (kind in kinds) for kind in "FBW"]
+            index = jnp.where(jnp.all(jnp.stack(same)), i, index)
+        branches = [
+            lambda state, read, row, kinds=kinds: self._layers(kinds, state, read, row)
+            for kinds in choices
+        ]
+        return lax.switch(index, branches, state, read, row)
+
+    def _layers(self, kinds: frozenset[str], state: dict, read: dict, row: Row):
+        """One loop over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
+        forward, backward, weights = (kind in kinds for kind in "FBW")
+        contexts = {
+            k: self.context(at(self.microbatches, row[f"{k}_mb"]))
+            for k, runs in (("f", forward), ("b", backward), ("w", weights))
+            if runs
+        }
+        x = jnp.where(row["f_on"] > 0, read["x_forward"], 0)
+        g = jnp.where(row["b_on"] > 0, read["g"], 0) if self.trains else x
+        written = {"auxiliary", "blocks"} & set(state)
+        if forward and self.stashes:
+            written.add("residuals")
+        if backward and self.schedule.split:
+            written.add("weights")
+        rest = {name: value for name, value in state.items() if name not in written}
+        carry = {name: state[name] for name in written} | {"x": x, "g": g}
+        if backward and not self.stashes:
+            rest["repeated"] = self._repeat(read["x_backward"], contexts["b"], row)
+        if backward and "residuals" in written:
+            # Read ahead: a read beside the write of the same iteration would make XLA copy the whole buffer.
+            carry["kept"] = at(carry["residuals"], row["b_res"], self.depth - 1)
+
+        def layer(carry, index):
+            after, back = dict(carry), self.depth - 1 - index
+            if forward:
+                after |= self._forward_layer(carry, row, index, contexts["f"])
+            if backward:
+                kept = self._kept(carry, rest, row, back)
+                self._backward_layer(carry["g"], kept, after, row, back, contexts["b"])
+            if weights:
+                waiting = at((after if backward else rest)["weights"], row["w_w"], back)
+                params = at(self.blocks, row["w_chunk"] * self.depth + back)
+                around = contexts["w"], self._number(row["w_chunk"], back)
+                grads = self.vjp.weight_gradient(params, around, waiting)
+                on = self._real(row["w_chunk"], back) & (row["w_on"] > 0)
+                self._add(after, grads, on, row["w_chunk"], back)
+            if "kept" in carry:
+                after["kept"] = at(after["residuals"], row["b_res"], jnp.maximum(back - 1, 0))
+            return after, None
+
+        carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
+        return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
+
+    def _forward_layer(self, carry: dict, row: Row, index, context) -> dict:
+        params = at(self.blocks, row["f_chunk"] * self.depth + index)
+        context = context, self._number(row["f_chunk"], index)
+        if self.trains:
+            y, aux, kept = self.vjp.forward(params, carry["x"], context)
+        else:
+            (y, aux), kept = self._layer(params, carry["x"], context), []
+        real = self._real(row["f_chunk"], index)
+        after = {
+            "x": jnp.where(real, y, carry["x"]),
+            "auxiliary": carry["auxiliary"] + jnp.where(real & (row["f_on"] > 0), aux, 0),
+        }
+        if self.stashes:
+            after["residuals"] = put(carry["residuals"], kept, row["f_res"], index)
+        return after
+
+    def _backward_layer(self, g, kept, after: dict, row: Row, back, context) -> None:
+        params = at(self.blocks, row["b_chunk"] * self.depth + back)
+        context = context, self._number(row["b_chunk"], back)
+        real = self._real(row["b_chunk"], back)
+        on = real & (row["b_on"] > 0)
+        cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes))
+        if self.schedule.split:
+            grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
+            after["weights"] = put(after["weights"], waiting, row["b_w"], back)
+        else:
+            grads, dx = self.vjp.backward(params, context, kept, cotangents)
+        after["g"] = jnp.where(on, dx, g)
+        self._add(after, grads, on, row["b_chunk"], back)
+
+    def _kept(self, carry: dict, rest: dict, row: Row, back) -> list[jax.Array]:
+        """What the forward pass of this layer kept: read ahead, in the buffer, or from the repeated forward pass."""
+        if "kept" in carry:
+            return carry["kept"]
+        if self.stashes:
+            return at(rest["residuals"], row["b_res"], back)
+        return at(rest["repeated"], back)
+
+    def _repeat(self, x, context, row: Row) -> list[jax.Array]:
+        """The forward pass of a stage once more, for what its layers keep."""
+
+        def layer(x, index):
+            params = at(self.blocks, row["b_chunk"] * self.depth + index)
+            around = context, self._number(row["b_chunk"], index)
+            y, _, kept = self.vjp.forward(params, x, around)
+            return jnp.where(self._real(row["b_chunk"], index), y, x), kept
+
+        x = jnp.where(row["b_on"] > 0, x, 0)
+        return lax.scan(layer, x, jnp.arange(self.depth))[1]
+
+    def _layer(self, params, x, context) -> tuple[jax.Array, jax.Array]:
+        """The layer, its results typed as the state that holds them."""
+        y, aux = self.layer(params, x, *context)
+        return vary(y, self.axes), vary(aux, self.aux_axes)
+
+    def _number(self, chunk, index) -> jax.Array:
+        """The number of a layer in the model."""
+        return self.starts[chunk] + index
+
+    def _real(self, chunk, index) -> jax.Array:
+        """Whether this layer is none of the padding."""
+        return jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
+
+    def _add(self, after: dict, grads: list, on, chunk, index) -> None:
+        """Add one layer's gradients, none for those that come at another time.
+
+        An idle rank's are selected away and not multiplied by zero: what it computes from empty buffers may be NaN.
+        """
+        row = chunk * self.depth + index
+        sums = list(after["blocks"])
+        for i, (grad, accumulate) in enumerate(zip(grads, self.accumulate, strict=True)):
+            if grad is not None:
+                sums[i] = put(sums[i], at(sums[i], row) + jnp.where(on, accumulate(grad), 0), row)
+        after["blocks"] = sums
+
+
+def at(tree: Tree, *index) -> Tree:
+    """Each leaf at these positions of its leading dims."""
+
+    def leaf(a):
+        start = (*index, *([0] * (a.ndim - len(index))))
+        part = lax.dynamic_slice(a, start, (*([1] * len(index)), *a.shape[len(index) :]))
+        return lax.reshape(part, a.shape[len(index) :])
+
+    return jax.tree.map(leaf, tree)
+
+
+def put(tree: Tree, values: Tree, *index) -> Tree:
+    """Each leaf with a value written at these positions of its leading dims."""
+
+    def leaf(a, value):
+        start = (*index, *([0] * (a.ndim - len(index))))
+        part = lax.reshape(value.astype(a.dtype), (*([1] * len(index)), *value.shape))
+        return lax.dynamic_update_slice(a, part, start)
+
+    return jax.tree.map(leaf, tree, values)
+
+
+def empty(a: jax.Array) -> jax.Array:
+    """Zeros like `a`, typed like it."""
+    return vary(jnp.zeros(a.shape, a.dtype), varying(a))
+
+
+def rows(a: jax.Array, count: int, axis: str) -> jax.Array:
+    """Zeros for `count` values like `a`, written by rank."""
+    return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})

@@ -1,0 +1,236 @@
+"""A schedule's table with its values assigned to buffer slots: what the executor reads, tick by tick.
+
+Every activation, gradient, residual and weight-gradient input gets a slot for as long as it lives, by interval
+colouring, so a buffer is exactly as large as the peak on the fullest rank. One more slot, the last, takes what an idle
+rank writes. Every number of the program is known before anything is compiled.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+
+MOST_SEGMENTS = 8
+"""Tables with more runs of like ticks (one operation a tick, drawn for divergent ranks) become one run."""
+
+PORTS = ("from_previous", "from_next", "from_self")
+"""Where what arrives comes from: the rank before, the rank after, or this one (the turn of a V)."""
+
+READ_AHEAD = ("f_x", "f_first", "b_x", "b_g", "e", "e_mb")
+"""What a tick must know of the one after it, whose inputs it reads at its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Slots of each ring buffer, without the one for idle ranks."""
+
+    inputs: int
+    """Inputs of stages; with `stash="input"` until their backward pass."""
+    gradients: int
+    """Gradients of the outputs of stages."""
+    residuals: int
+    """What the layers of a stage keep for the backward pass; 0 with `stash="input"`."""
+    weights: int
+    """What the weight gradients wait with; 0 unless the schedule splits the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Ticks from `start` up to `stop`: one scan, whose every tick runs `kinds` on all ranks."""
+
+    start: int
+    stop: int
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the executor runs."""
+
+    schedule: Schedule
+    slots: Slots
+    ranks: dict[str, np.ndarray]
+    """`[ticks, ranks]` int32: of each operation k in f, b, w: k_on, k_mb, k_chunk and its slots; of each port its
+    destination slots."""
+    every: dict[str, np.ndarray]
+    """`[ticks]` int32, the same on every rank: `e`, `h`, `d` (embedding, head, gradient of the embedding): whether the
+    tick runs it, and `e_mb`, `h_mb`, `d_mb`."""
+    segments: tuple[Segment, ...]
+    ports: dict[str, tuple[tuple[int, int], ...]]
+    """The ports that any tick uses, as `f_from_previous`, and the pairs (from, to) of ranks that use it."""
+
+    def columns(self, tables: dict[str, np.ndarray]) -> tuple[dict, dict]:
+        """`tables` with a column next_* for what a tick reads ahead; and that column before the first tick."""
+        ahead = {f"next_{name}": tables[name] for name in READ_AHEAD if name in tables}
+        after = {
+            name: np.concatenate([table[1:], np.zeros_like(table[:1])])
+            for name, table in ahead.items()
+        }
+        return tables | after, {name: table[0] for name, table in ahead.items()}
+
+
+def _ports() -> list[str]:
+    return [f"{k}_{port}" for k in "fb" for port in PORTS]
+
+
+class _Pool:
+    """Slots of one rank's ring buffer."""
+
+    def __init__(self):
+        self.free: list[int] = []
+        self.size = 0
+
+    def take(self) -> int:
+        if self.free:
+            return self.free.pop()
+        self.size += 1
+        return self.size - 1
+
+
+_IDLE = -1
+
+
+class _Assembler:
+    """The state of one pass over the table."""
+
+    def __init__(self, schedule: Schedule, stash: str):
+        self.schedule = schedule
+        self.backward = any("B" in cell for row in schedule.ticks for cell in row)
+        self.keeps_input = self.backward and stash == "input"
+        shape = (len(schedule.ticks), schedule.ranks)
+        self.ranks = {
+            f"{k}_{name}": np.zeros(shape, np.int32)
+            for k in "fbw"
+            for name in ("on", "mb", "chunk")
+        }
+        self.ranks |= {name: np.zeros(shape, np.int32) for name in ("f_first", "f_last", "b_first")}
+        slots = ("f_x", "f_res", "b_x", "b_res", "b_g", "b_w", "w_w", "h_g")
+        self.ranks |= {name: np.full(shape, _IDLE, np.int32) for name in (*slots, *_ports())}
+        self.every = {k + end: np.zeros(shape[0], np.int32) for k in "ehd" for end in ("", "_mb")}
+        self.pools = {kind: [_Pool() for _ in range(shape[1])] for kind in "XGRW"}
+        self.slot: dict[tuple[str, int, int], int] = {}
+        self.released: list[tuple[str, int, int]] = []
+        self.pairs: dict[str, set[tuple[int, int]]] = {port: set() for port in _ports()}
+
+    def take(self, kind: str, rank: int, value: tuple[int, int]) -> int:
+        self.slot[kind, *value] = slot = self.pools[kind][rank].take()
+        return slot
+
+    def release(self, kind: str, rank: int, value: tuple[int, int]) -> int:
+        """The slot of a value that is read for the last time; what arrives in this tick still needs another."""
+        slot = self.slot.pop((kind, *value))
+        self.released.append((kind, rank, slot))
+        return slot
+
+    def operation(self, t: int, rank: int, kind: str, mb: int, stage: int) -> None:
+        k, value, last = kind.lower(), (mb, stage), self.schedule.num_stages - 1
+        cell = {name: table[t] for name, table in self.ranks.items()}
+        cell[f"{k}_on"][rank], cell[f"{k}_mb"][rank] = 1, mb
+        cell[f"{k}_chunk"][rank] = self.schedule.chunk_of(stage)
+        if kind == "F":
+            cell["f_first"][rank], cell["f_last"][rank] = stage == 0, stage == last
+            if stage == 0:
+                self.take("X", rank, value)
+                self.once("e", t, mb)
+            if self.keeps_input:
+                cell["f_x"][rank] = self.slot["X", *value]
+            else:
+                cell["f_x"][rank] = self.release("X", rank, value)
+            if self.backward and not self.keeps_input:
+                cell["f_res"][rank] = self.take("R", rank, value)
+            if self.backward and stage == last:
+                cell["h_g"][rank] = self.take("G", rank, value)
+            if stage == last:
+                self.once("h", t, mb)
+        elif kind == "B":
+            cell["b_first"][rank] = stage == 0
+            cell["b_g"][rank] = self.release("G", rank, value)
+            if self.keeps_input:
+                cell["b_x"][rank] = self.release("X", rank, value)
+            else:
+                cell["b_res"][rank] = self.release("R", rank, value)
+            if self.schedule.split:
+                cell["b_w"][rank] = self.take("W", rank, value)
+            if stage == 0:
+                self.once("d", t, mb)
+        else:
+            cell["w_w"][rank] = self.release("W", rank, value)
+
+    def once(self, name: str, t: int, mb: int) -> None:
+        self.every[name][t], self.every[f"{name}_mb"][t] = 1, mb
+
+    def send(self, t: int, rank: int, kind: str, mb: int, stage: int) -> None:
+        """What the operation made goes to the rank of the next stage, or of the one before."""
+        to = stage + 1 if kind == "F" else stage - 1
+        if not 0 <= to < self.schedule.num_stages:
+            return
+        owner, p = self.schedule.rank_of(to), self.schedule.ranks
+        port = "from_previous" if owner == (rank + 1) % p else "from_next"
+        port = f"{kind.lower()}_{'from_self' if owner == rank else port}"
+        self.ranks[port][t, owner] = self.take("X" if kind == "F" else "G", owner, (mb, to))
+        self.pairs[port].add((rank, owner))
+
+    def end_tick(self) -> None:
+        for kind, rank, slot in self.released:
+            self.pools[kind][rank].free.append(slot)
+        self.released.clear()
+
+
+def assemble(schedule: Schedule, stash: str = "residuals") -> Program:
+    """The program of a checked schedule. `stash`: `residuals` or `input`, as `PipelineConfig.stash`.
+
+    A table of forward operations alone keeps its inputs for one tick: `stash` does not matter.
+    """
+    work = _Assembler(schedule, stash)
+    for t, row in enumerate(schedule.ticks):
+        for rank, cell in enumerate(row):
+            for kind in "FBW":
+                if kind in cell:
+                    work.operation(t, rank, kind, *cell[kind])
+        for rank, cell in enumerate(row):
+            for kind in "FB":
+                if kind in cell:
+                    work.send(t, rank, kind, *cell[kind])
+        work.end_tick()
+    return _finish(work)
+
+
+def _finish(work: _Assembler) -> Program:
+    sizes = {kind: max(pool.size for pool in pools) for kind, pools in work.pools.items()}
+    ranks = work.ranks
+    ports = _ports()
+    homes = {
+        "X": ("f_x", "b_x", *ports[:3]),
+        "G": ("b_g", "h_g", *ports[3:]),
+        "R": ("f_res", "b_res"),
+        "W": ("b_w", "w_w"),
+    }
+    for kind, names in homes.items():
+        for name in names:
+            ranks[name] = np.where(ranks[name] == _IDLE, sizes[kind], ranks[name]).astype(np.int32)
+    slots = Slots(inputs=sizes["X"], gradients=sizes["G"], residuals=sizes["R"], weights=sizes["W"])
+    return Program(
+        schedule=work.schedule,
+        slots=slots,
+        ranks=ranks,
+        every=work.every,
+        segments=_segments(work.schedule, work.every["h"]),
+        ports={name: tuple(sorted(pairs)) for name, pairs in work.pairs.items() if pairs},
+    )
+
+
+def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
+    """Runs of ticks alike in kinds and in whether the head runs; of too many, in kinds; of still too many, one."""
+    kinds = [frozenset(kind for cell in row for kind in cell) for row in schedule.ticks]
+    for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
+        stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]
+        if len(stops) <= MOST_SEGMENTS:
+            break
+    else:
+        stops, kinds = [len(kinds)], [frozenset().union(*kinds)] * len(kinds)
+    starts = [0, *stops[:-1]]
+    return tuple(
+        Segment(start=start, stop=stop, kinds=kinds[start])
+        for start, stop in zip(starts, stops, strict=True)
+    )

@@ -1,0 +1,109 @@
+"""Pipeline schedules as tables: named, made from measured costs, or the user's own.
+
+A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs any of them. Standard
+library only, so that the planner and the command line can use it anywhere.
+"""
+
+from ultrascale_jax.config import Config, PipelineConfig, require
+from ultrascale_jax.parallel.pipeline import orders as orders
+from ultrascale_jax.parallel.pipeline.from_costs import from_costs
+from ultrascale_jax.parallel.pipeline.table import (
+    KINDS,
+    Cell,
+    Op,
+    Placement,
+    Runtime,
+    Schedule,
+    ScheduleError,
+    stage_of,
+)
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
+
+__all__ = [
+    "KINDS",
+    "Cell",
+    "Op",
+    "Placement",
+    "Runtime",
+    "Schedule",
+    "ScheduleError",
+    "build",
+    "forward_only",
+    "from_costs",
+    "layer_order",
+    "of_config",
+    "read_csv",
+    "stage_layers",
+    "write_csv",
+]
+
+
+def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int = 0) -> Schedule:
+    """The schedule `name` of `config.SCHEDULES`, checked.
+
+    `virtual` and `group` are those of `PipelineConfig`; 0 is the schedule's own. Raises `UserError` where the
+    schedule does not exist for these numbers.
+    """
+    cfg = PipelineConfig(schedule=name, virtual=virtual, group=group)
+    p, m, v = ranks, microbatches, cfg.stages_per_rank
+    require(p >= 1, "mesh.pp", p, "must be at least 1")
+    require(m >= 1, "train.microbatches", m, "must be at least 1")
+    cfg.check(p, m)
+    row = group or p
+    makers = {
+        "afab": lambda: orders.afab(p, m),
+        "1f1b": lambda: orders.one_f_one_b(p, m),
+        "interleaved": lambda: orders.interleaved(p, m, v, row),
+        "zb_uniform": lambda: orders.zb_uniform(p, m, v, row if v > 1 else m),
+        "zb_h1": lambda: orders.zb_h1(p, m),
+        "zb_v": lambda: orders.zb_v(p, m),
+        "dualpipe_v": lambda: orders.dualpipe_v(p, m),
+    }
+    require(name in makers, "pp.schedule", name, f"must be one of {', '.join(makers)}")
+    return makers[name]().check()
+
+
+def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
+    """The forwards alone, for evaluation: of what a rank can run in a tick, the stage furthest down the chain."""
+    return orders.forward_only(ranks, virtual, placement, microbatches).check()
+
+
+def of_config(cfg: Config) -> Schedule:
+    """The schedule of a run on `cfg.mesh.pp` ranks: named, or read from the user's table."""
+    pp, p, m = cfg.pp, cfg.mesh.pp, cfg.train.microbatches
+    if not pp.from_file:
+        return build(pp.schedule, p, m, pp.virtual, pp.group)
+    table = read_csv(pp.schedule)
+    for field, wanted, has in (
+        ("mesh.pp", p, table.ranks),
+        ("train.microbatches", m, table.microbatches),
+    ):
+        require(wanted == has, field, wanted, f"the table {pp.schedule} is for {has}")
+    layers, stages = cfg.model.num_layers, table.num_stages
+    fix = f"the table {pp.schedule} has {stages} stages, which want a layer each; use fewer"
+    require(layers >= stages, "model.num_layers", layers, fix)
+    return table
+
+
+def layer_order(
+    ranks: int, virtual: int, placement: Placement, num_layers: int
+) -> tuple[int | None, ...]:
+    """Position `(rank * virtual + chunk) * layers + l` at rest to layer; None is padding.
+
+    Stage s holds consecutive layers; where the stages do not divide the layers, the first
+    `num_layers % stages` hold one more, and `layers` is what those hold.
+    """
+    sizes = stage_layers(ranks * virtual, num_layers)
+    order: list[int | None] = []
+    for rank in range(ranks):
+        for chunk in range(virtual):
+            stage = stage_of(rank, chunk, ranks, placement)
+            first, size = sum(sizes[:stage]), sizes[stage]
+            order += [first + i if i < size else None for i in range(max(sizes))]
+    return tuple(order)
+
+
+def stage_layers(stages: int, num_layers: int) -> tuple[int, ...]:
+    """Number of layers of each stage."""
+    fewest, more = divmod(num_layers, stages)
+    return tuple(fewest + (stage < more) for stage in range(stages))

@@ -1,0 +1,225 @@
+"""Compile the training step for GPUs that are not there, and say what it needs.
+
+XLA's CUDA plugin compiles for a described chip: `hardware.py` has the descriptions, `target_devices` lays out as many
+chips as wanted in hosts, and `compile_step` compiles the very program that `train_step/step.py` would run on them;
+`simulate_step` says how long it takes.
+The result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice
+of kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
+(extra `aot`), no GPU, driver or CUDA libraries.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from ultrascale_jax import hlo
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.launch.distributed import GPU_FLAGS
+from ultrascale_jax.plan.compiled.collectives import Collective, find_collectives
+from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
+from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.step import make_train_step, xla_options
+
+DEVICELESS_OPTIONS = {
+    # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, and crash where there are none.
+    "xla_gpu_experimental_use_collective_kernels": "",
+    # The autotuner has nothing to time on, and compiles its candidates all the same: without it a compilation takes
+    # half as long, and memory, operations and schedule are the same.
+    "xla_gpu_autotune_level": "0",
+}
+
+# Writes XLA's own estimates of time into the program (`op_costs.py`). It wants XLA's tables of measurements, of which
+# XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
+ESTIMATES = {"xla_gpu_collect_cost_model_stats": "true"}
+ESTIMATED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA B200")
+
+# As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
+BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """One training step as XLA would run it; sizes in bytes on one GPU."""
+
+    run: Run
+    """What the step is one of."""
+    text: str
+    """Scheduled HLO."""
+    axes: dict[str, int]
+    """Mesh axis to size."""
+    argument_bytes: int
+    """State and batch; the new state takes the old one's place."""
+    temporary_bytes: int
+    """Everything else that lives at once, at most."""
+    host_bytes: int
+    """What is offloaded to the host's memory."""
+    peak_bytes: int
+    """Most memory in use at any time, arguments included."""
+    compile_s: float
+    """Seconds that XLA took, tracing not included."""
+
+    @cached_property
+    def module(self) -> hlo.Module:
+        """The program, parsed."""
+        return hlo.parse(self.text)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Every collective of the program."""
+        return find_collectives(self.module, self.axes)
+
+    @cached_property
+    def matmuls(self) -> list[hlo.Matmul]:
+        """Every matrix product and attention call of the program."""
+        return hlo.matmuls(self.module)
+
+
+def target_devices(
+    num_devices: int, gpu: str = "h100", gpus_per_host: int | None = None
+) -> list[jax.Device]:
+    """`num_devices` GPUs that exist for the compiler only, `gpus_per_host` (default: as usual) to a host.
+
+    Raises:
+      UserError: the GPU is unknown, XLA cannot read its description, the last host would not be full, or XLA's CUDA
+        plugin is not installed.
+    """
+    chosen = find_gpu(gpu)
+    require(num_devices > 0, "num_devices", num_devices, "must be at least 1")
+    host = min(gpus_per_host or chosen.host, num_devices)
+    fix = (
+        f"must be a multiple of {host}, the GPUs of a host, or less than one host; "
+        "give other hosts as --cluster NODESxGPUS,INTRA,INTER"
+    )
+    require(num_devices % host == 0, "num_devices", num_devices, fix)
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=chosen.target,
+            topology=f"1x{num_devices // host}x{host}",
+        )
+    except (RuntimeError, KeyError) as error:
+        known = "GpuTargetConfigProto" not in str(error)
+        require(known, "gpu", gpu, "XLA does not read the file as its GpuTargetConfig")
+        raise UserError(
+            f"gpu={gpu!r}: compiling for it needs XLA's CUDA plugin: pip install 'ultrascale_jax[aot]', and without a "
+            "GPU in this machine set JAX_PLATFORMS=cpu before JAX starts"
+        ) from error
+    return topology.devices
+
+
+def compile_step(
+    cfg: Config,
+    num_devices: int,
+    gpu: str = "h100",
+    *,
+    gpus_per_host: int | None = None,
+    estimates: bool = True,
+    options: Mapping[str, str] | None = None,
+) -> CompiledStep:
+    """Compile `make_train_step(cfg)` for `num_devices` GPUs with the XLA flags of a real run.
+
+    Args:
+      cfg: a run; its mesh is checked here.
+      num_devices: how many GPUs.
+      gpu: as `find_gpu` takes it.
+      gpus_per_host: how many GPUs of a host; none is the GPU's usual machine.
+      estimates: let XLA write its estimates of time into the text, where it can for this GPU: `simulate_step` reads
+        them. Without them XLA takes three quarters of the time.
+      options: XLA flags without dashes, added to those of a run.
+    """
+    mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
+    cfg, target = cfg.check(num_devices), find_gpu(gpu)
+    with jax.set_mesh(mesh), target_checks(target):
+        lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+        flags = {**GPU_FLAGS, **xla_options(cfg), **DEVICELESS_OPTIONS}
+        if estimates and target.kind.startswith(ESTIMATED):
+            flags |= ESTIMATES
+        flags |= options or {}
+        compiler_options = {name: BOOLEANS.get(str(value), value) for name, value in flags.items()}
+        start = time.perf_counter()
+        with uncached():
+            compiled = lowered.compile(compiler_options=compiler_options)
+        seconds = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None  # XLA:GPU always has both
+    return CompiledStep(
+        run=Run.of(cfg, num_devices),
+        text=text,
+        axes=dict(mesh.shape),
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        compile_s=seconds,
+    )
+
+
+def simulate_step(step: CompiledStep, cluster: Cluster) -> Timeline:
+    """Predict how one GPU of `cluster` spends its time on `step`.
+
+    A conditional takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it.
+    """
+    share = pipeline.shares(step.run, step.module)
+    return simulate(step.module, step.axes, cluster, share=share)
+
+
+def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of one global batch."""
+    names = (
+        "tokens",
+        "targets",
+        "positions",
+        *(("segment_ids",) if cfg.data.document_mask else ()),
+    )
+    shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    own = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, own)
+
+
+@contextlib.contextmanager
+def target_checks(target: Gpu) -> Iterator[None]:
+    """Let JAX's cuDNN attention ask the target, not this machine, for its compute capability and cuDNN version.
+
+    JAX looks at local devices and at the installed cuDNN when it traces the call; XLA needs neither to compile it.
+    """
+    answers = {
+        "check_cudnn_version": lambda: target.cudnn,
+        "check_compute_capability": lambda least: target.capability >= _version(least),
+        "is_cuda_compute_capability_equal": lambda exact: target.capability == _version(exact),
+    }
+    own = {name: getattr(cudnn_attention, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(cudnn_attention, name, answer)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(cudnn_attention, name, function)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))

@@ -1,0 +1,199 @@
+"""How long each instruction of a scheduled program keeps the GPU busy.
+
+Matrix products and attention are timed by their shapes (`costs.py`), whatever kernel the text names: without a GPU XLA
+has not chosen one yet. Everything else is timed by the bytes it really touches, not by the size of its operands: a
+fusion that reads one layer of a stack, or updates one in place, moves that layer.
+
+XLA writes its own estimate next to a fusion (`reification_cost`) if compiled with `xla_gpu_collect_cost_model_stats`.
+Of that only the arithmetic is taken, as a lower bound: it knows how dear an exponential or a cosine is. Its memory time
+is not: it assumes peak bandwidth and charges broadcast operands as if every read went to memory (2.3 times the bytes
+of a rotary embedding, 1.6 times those of a norm's backward pass, in the Llama-3-8B step). Nor are its times of matrix
+products, 18 to 150 times what the peak allows.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ultrascale_jax.hlo import Array, Dot, Instruction, Module, is_heavy
+from ultrascale_jax.plan.compiled.collectives import FREE
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.training.flops import mean_keys
+
+ELEMENTWISE = ("bitcast", "reshape", "transpose", "copy", "convert", "negate")
+"""What a fusion may do to an array before it slices it: it does it to the slice alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What the GPU does for one instruction."""
+
+    kind: Literal["gemm", "attention", "other"]
+    seconds: float
+    flops: float = 0.0
+    """Operations of matrix products and attention, the masked half not counted."""
+    device_bytes: int = 0
+    """Read and written in the GPU's memory."""
+    host_bytes: int = 0
+    """Read and written in the host's memory."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations of `module` on `gpu`."""
+
+    module: Module
+    gpu: Gpu
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str], Operation | None]:
+        return {}
+
+    def find(self, computation: str, instruction: Instruction) -> Operation | None:
+        """What the GPU does for an instruction that is no collective; none: it takes no time."""
+        key = computation, instruction.name
+        if key not in self._known:
+            self._known[key] = self._operation(computation, instruction)
+        return self._known[key]
+
+    def _operation(self, computation: str, i: Instruction) -> Operation | None:
+        if (
+            i.opcode in FREE
+            or i.opcode.endswith(("-done", "-update"))
+            or "AllocateBuffer" in i.attributes
+        ):
+            return None
+        device, host = touched(self.module, computation, i)
+        if "cudnn$fmha" in i.attributes:
+            return self._attention(computation, i, device)
+        dots = self.module.dots(i, computation) if is_heavy(i, self.module.heavy) else []
+        if dots:
+            return _products(self.gpu, i, dots, device)
+        memory = costs.memory_seconds(self.gpu, device)
+        pcie = costs.host_seconds(self.gpu, host)
+        seconds = costs.LAUNCH_S + max(memory, pcie, arithmetic_seconds(i))
+        return Operation(kind="other", seconds=seconds, device_bytes=device, host_bytes=host)
+
+    def _attention(self, computation: str, i: Instruction, device: int) -> Operation:
+        q = self.module.by_name[computation][i.operands[0]].arrays[0]
+        flops = attention_flops(i, q.dims[-1])
+        seconds = costs.attention_seconds(
+            self.gpu, flops, backward="Backward" in i.attributes, head_dim=q.dims[-1]
+        )
+        return Operation(kind="attention", seconds=seconds, flops=flops, device_bytes=device)
+
+
+def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operation:
+    """Matrix products, and what is fused with them (a residual, say) as far as it moves more than they do."""
+    scratch = sum(array.bytes for array in i.arrays[1:] if array.dtype in ("s8", "u8"))
+    own = sum(2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots)
+    fused = costs.memory_seconds(gpu, max(0, device - scratch - own))
+    seconds = sum(
+        costs.gemm_seconds(gpu, dot.batch * dot.m, dot.n, dot.k, _precision(dot.dtype))
+        for dot in dots
+    )
+    return Operation(
+        kind="gemm",
+        seconds=seconds + fused,
+        flops=sum(dot.flops for dot in dots),
+        device_bytes=device - scratch,
+    )
+
+
+def arithmetic_seconds(instruction: Instruction) -> float:
+    """XLA's estimate of a fusion's arithmetic; 0 if the text has none.
+
+    The record without a name counts the arithmetic of a Triton fusion (`kCustom`) for every tile as if it were the
+    whole array, so there only XLA's model of tiles is asked.
+    """
+    found = re.search(r'"reification_cost":(\[[^\]]*\])', instruction.attributes)
+    records = {record["name"]: record for record in json.loads(found[1])} if found else {}
+    tiled = "kind=kCustom" in instruction.attributes
+    record = records.get("indexing-cost-model" if tiled else "")
+    return record["compute_time_us"] * 1e-6 if record else 0.0
+
+
+def attention_flops(instruction: Instruction, head_dim: int) -> float:
+    """Operations of a call of cuDNN's attention: two products over the scores that the mask leaves, backward five."""
+    text = instruction.attributes
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": *\[([\d", ]+)\]', text)
+    assert scores  # every such call has them
+    batch, heads, queries, keys = map(int, re.findall(r"\d+", scores[1]))
+    window = re.search(r'"sliding_window_length": *"?(\d+)', text)
+    seen = float(keys)
+    if re.search(r'"mask_type": *"[A-Z_]*CAUSAL', text):
+        seen = mean_keys(keys, int(window[1]) if window and int(window[1]) else None)
+    products = 5 if "Backward" in text else 2
+    return products * 2.0 * batch * heads * queries * seen * head_dim
+
+
+def touched(module: Module, computation: str, instruction: Instruction) -> tuple[int, int]:
+    """Bytes that an instruction reads and writes in the memory of the device, and in that of the host."""
+    near = module.by_name[computation]
+    operands = [near[name] for name in instruction.operands]
+    body, names = [*operands, instruction], list(instruction.operands)
+    if instruction.opcode.startswith(("fusion", "async")):
+        body = module.computations[instruction.called[0]]
+        numbered = {i.argument: i.name for i in body if i.opcode == "parameter"}
+        names = [numbered.get(str(number), "") for number in range(len(operands))]
+    amounts = _written(body)
+    if instruction.opcode == "copy-start":
+        amounts = amounts[:1]  # then come what it copies and a handle
+    for name, operand in zip(names, operands, strict=True):
+        share = _share_read(body, name)
+        amounts += [(array, share * array.bytes) for array in operand.arrays]
+    device = sum(amount for array, amount in amounts if not array.space)
+    host = sum(amount for array, amount in amounts if array.space)
+    return round(device), round(host)
+
+
+def _share_read(body: list[Instruction], name: str) -> float:
+    """Which part of its array `name` the instructions of `body` read, at most 1."""
+    by_name = {i.name: i for i in body}
+    share = 0.0
+    for user in (i for i in body if name in i.operands):
+        first = user.operands[0] == name  # else it is an index or an update
+        part = user
+        if first and user.opcode in ELEMENTWISE and user is not body[-1]:
+            share += _share_read(body, user.name)
+            continue
+        if first and user.opcode == "dynamic-update-slice":
+            continue  # updated in place
+        if first and user.opcode == "scatter":
+            part = by_name[user.operands[-1]]  # added to in place
+        elif not first or user.opcode not in ("dynamic-slice", "slice", "gather"):
+            return 1.0
+        share += _elements(part) / max(1, _elements(by_name[name]))
+    return min(1.0, share)
+
+
+def _written(body: list[Instruction]) -> list[tuple[Array, float]]:
+    """Each array that the last instruction of `body` makes, and how many of its bytes it writes."""
+    by_name = {i.name: i for i in body}
+    root = body[-1]
+    results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    amounts: list[tuple[Array, float]] = []
+    for result in results:
+        made = result
+        while made.opcode in ("bitcast", "reshape"):
+            made = by_name[made.operands[0]]
+        update = {"dynamic-update-slice": 1, "scatter": -1}.get(made.opcode)
+        part = made if update is None else by_name[made.operands[update]]
+        share = min(1.0, _elements(part) / max(1, _elements(made)))
+        amounts += [(array, share * array.bytes) for array in result.arrays]
+    return amounts
+
+
+def _elements(instruction: Instruction) -> int:
+    return sum(math.prod(array.dims) for array in instruction.arrays)
+
+
+def _precision(dtype: str) -> str:
+    """What `Gpu.peak_flops` calls the tensor cores' rate for an element type; float32 products run as TF32."""
+    if dtype.startswith("f8"):
+        return "fp8"
+    return "bf16" if dtype in ("bf16", "f16") else "fp32"

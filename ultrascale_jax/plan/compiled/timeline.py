@@ -1,0 +1,345 @@
+"""How one training step runs on the GPU, second by second, from the program that XLA scheduled.
+
+The program is replayed in its own order on one GPU. What computes waits its turn on the compute stream. A collective
+that XLA starts and finishes apart runs beside it:
+
+    compute    | gather-start | matrix product ........ | gather-done waits | next product ...
+    in node                   | gather .......................... |
+                                                        <- exposed ->
+
+* Links, not NCCL's streams, are the rows: two collectives over the same link queue, for the wire is shared whatever the
+  streams; over different links they run side by side. XLA's own limit of collectives in flight is in the schedule.
+* While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
+* A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
+  is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
+  a conditional's branches the slowest counts unless the caller says which one is taken, or in which share of the
+  iterations it is that one.
+* All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
+"""
+
+import copy
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ultrascale_jax.hlo import Instruction, Module
+from ultrascale_jax.plan.compiled import collectives
+from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.workload import Group, Run
+
+NCCL_CORES = 16
+"""Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
+
+COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
+    "compute",
+    "in node",
+    "between nodes",
+    "copies",
+    "host",
+)
+"""The rows of a timeline: what computes, the links, copies beside it, and copies to and from the host."""
+
+
+class Event(NamedTuple):
+    """Something that a stream does."""
+
+    name: str
+    """Its instruction."""
+    start_s: float
+    duration_s: float
+    kind: str
+    """`gemm`, `attention`, `other`, `copy`, a collective's kind, or `loop` for iterations that are not shown."""
+    where: str
+    """Where in the traced Python program it comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step on one GPU; seconds."""
+
+    step_s: float
+    busy_s: dict[str, float]
+    """Of the compute stream, by kind of work."""
+    link_s: dict[tuple[str, ...], float]
+    """Of the links: by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
+    waited_s: dict[tuple[str, ...], float]
+    """Those of them that the compute stream waits for."""
+    streams: dict[str, list[Event]]
+    """The first iterations of each loop in full, the others as one event of kind `loop`."""
+
+    @property
+    def exposed_s(self) -> dict[str, float]:
+        """Communication that nothing hides, by axes."""
+        sums: dict[str, float] = defaultdict(float)
+        for key, seconds in self.waited_s.items():
+            if key != ("copy",):
+                sums[key[1]] += seconds
+        return dict(sums)
+
+    @property
+    def idle_s(self) -> float:
+        """The compute stream does nothing: it waits for communication or for copies."""
+        return self.step_s - sum(self.busy_s.values())
+
+    def tokens_per_s_gpu(self, run: Run) -> float:
+        """Tokens per second and GPU if the step is one of `run`."""
+        return run.step_tokens / (self.step_s * run.num_gpus)
+
+    def mfu(self, run: Run, gpu: Gpu) -> float:
+        """Model FLOPs utilisation, as `training/flops.py` counts it."""
+        return run.mfu(self.step_s, gpu)
+
+
+def simulate(
+    module: Module,
+    axes: Mapping[str, int],
+    cluster: Cluster,
+    *,
+    branch: Callable[[str, tuple[int, ...]], int] | None = None,
+    share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
+    shown: int = 2,
+) -> Timeline:
+    """Replay `module` on a GPU of `cluster`.
+
+    Args:
+      module: a scheduled program.
+      axes: sizes of the mesh axes, as `CompiledStep.axes`.
+      cluster: the machine.
+      branch: which branch a conditional takes, from its name and the iterations of the loops around it, outermost
+        first; every iteration is replayed then. By default the slowest.
+      share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
+        the trip counts of the loops around it, outermost first. By default always.
+      shown: iterations of each loop that the events show in full.
+    """
+    replay = _Replay(module, axes, cluster, branch, share, shown)
+    replay.computation(module.entry)
+    return Timeline(
+        step_s=replay.now,
+        busy_s={kind: seconds for (kind,), seconds in _part(replay.seconds, "busy").items()},
+        link_s=_part(replay.seconds, "link"),
+        waited_s=_part(replay.seconds, "wait"),
+        streams={name: events for name, events in replay.streams.items() if events},
+    )
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline in Chrome's trace format, which https://ui.perfetto.dev opens; a row for each stream."""
+    events: list[dict[str, Any]] = []
+    for row, (stream, shown) in enumerate(timeline.streams.items()):
+        place = {"pid": 0, "tid": row}
+        names = {"thread_name": {"name": stream}, "thread_sort_index": {"sort_index": row}}
+        events += [{"ph": "M", "name": n, "args": args, **place} for n, args in names.items()]
+        for event in shown:
+            times = {"ts": event.start_s * 1e6, "dur": event.duration_s * 1e6}
+            about = {"name": event.name, "cat": event.kind, "args": {"where": event.where}}
+            events.append({"ph": "X", **about, **times, **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class _Replay:
+    """The state of the GPU while the program is replayed."""
+
+    def __init__(
+        self,
+        module: Module,
+        axes: Mapping[str, int],
+        cluster: Cluster,
+        branch: Callable[[str, tuple[int, ...]], int] | None,
+        share: Callable[[Instruction, tuple[int, ...]], float] | None,
+        shown: int,
+    ):
+        self.module = module
+        self.operations = Operations(module, cluster.gpu)
+        self.collectives = {
+            (c.computation, c.name): (c, *_on_link(c, cluster))
+            for c in collectives.find_collectives(module, axes)
+        }
+        self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
+        self.branch, self.share, self.shown = branch, share, shown
+        self.trips: tuple[int, ...] = ()
+        self.now = 0.0
+        self.free = dict.fromkeys((IN_NODE, BETWEEN_NODES, COPIES, HOST), 0.0)
+        self.queues: dict[str, list[tuple[float, float, tuple]]] = {link: [] for link in self.free}
+        self.seconds: dict[tuple, float] = defaultdict(float)
+        self.streams: dict[str, list[Event]] = {COMPUTE: [], **{link: [] for link in self.free}}
+        self.recording = True
+
+    def computation(self, name: str, iterations: tuple[int, ...] = ()) -> None:
+        """Run one computation; `iterations` are those of the loops around it."""
+        pending: dict[str, tuple[str, float]] = {}
+        for i in self.module.computations[name]:
+            if (name, i.name) in self.collectives:
+                self.communicate(name, i, pending)
+            elif i.opcode == "while":
+                self.loop(i, iterations)
+            elif i.opcode == "conditional":
+                self.conditional(i, iterations)
+            elif i.opcode == "call":
+                self.computation(i.called[0], iterations)
+            elif i.operands and i.operands[0] in pending and i.opcode.endswith("-done"):
+                self.wait(*pending.pop(i.operands[0]))
+            elif operation := self.operations.find(name, i):
+                if i.opcode.endswith("-start"):
+                    link = HOST if operation.host_bytes else COPIES
+                    pending[i.name] = link, self.issue(link, i, operation.seconds, ("copy",))
+                else:
+                    self.compute(i, operation)
+
+    def compute(self, instruction: Instruction, operation: Operation) -> None:
+        """The compute stream works; slower while NCCL has its part of the GPU."""
+        seconds = operation.seconds
+        if operation.kind != "other":
+            communicating = max(self.free[IN_NODE], self.free[BETWEEN_NODES]) - self.now
+            slow = min(seconds * self.slowdown, max(0.0, communicating))
+            seconds += slow - slow / self.slowdown
+        self.record(COMPUTE, instruction, self.now, seconds, operation.kind)
+        self.seconds["busy", operation.kind] += seconds
+        self.now += seconds
+
+    def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:
+        """A collective joins the queue of its link; the compute stream waits if it is synchronous."""
+        collective, link, seconds = self.collectives[computation, instruction.name]
+        end = self.issue(link, instruction, seconds, (collective.kind, "*".join(collective.axes)))
+        if collective.asynchronous:
+            pending[instruction.name] = link, end
+        else:
+            self.wait(link, end)
+
+    def issue(self, link: str, instruction: Instruction, seconds: float, key: tuple) -> float:
+        """Put work on a link and say when it will be done; `key` is its kind, and of a collective the axes."""
+        start = max(self.now, self.free[link])
+        end = self.free[link] = start + seconds
+        waiting = [work for work in self.queues[link] if work[1] > self.now]
+        self.queues[link] = [*waiting, (start, end, key)]
+        self.seconds["link", *key] += seconds
+        self.record(link, instruction, start, seconds, key[0])
+        return end
+
+    def wait(self, link: str, end: float) -> None:
+        """The compute stream stands still until `end`; what the link does meanwhile is what it waits for."""
+        for begun, done, key in self.queues[link]:
+            self.seconds["wait", *key] += max(0.0, min(done, end) - max(begun, self.now))
+        self.now = max(self.now, end)
+
+    def loop(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
+        """Replay a loop until it repeats itself, then multiply."""
+        body, known = self.module.loop(instruction)
+        trips = known or 0
+        recording, steady, hidden, hidden_from = self.recording, None, 0, 0.0
+        lengths = {stream: len(events) for stream, events in self.streams.items()}
+        for done in range(1, trips + 1):
+            start, before = self.now, dict(self.seconds)
+            self.recording = recording and done <= self.shown
+            around, self.trips = self.trips, (*self.trips, trips)
+            self.computation(body, (*iterations, done - 1))
+            self.trips = around
+            state = (self.now - start, *(max(0.0, end - self.now) for end in self.free.values()))
+            repeats = self.branch is None and steady is not None and _same(state, steady)
+            if not hidden and (repeats or done == self.shown):
+                hidden, hidden_from = trips - done, self.now
+            if repeats:
+                self.skip(trips - done, start, before)
+                break
+            steady = state
+        self.recording = recording
+        if recording and hidden:
+            self.fold(instruction, hidden, hidden_from, lengths)
+
+    def fold(
+        self, loop: Instruction, iterations: int, start: float, lengths: dict[str, int]
+    ) -> None:
+        """Record the iterations since `start` as one event of each stream that works in the loop."""
+        for stream, events in self.streams.items():
+            if len(events) > lengths[stream]:
+                begin = max(start, events[-1].start_s + events[-1].duration_s)
+                name = f"{loop.name}: {iterations} more iterations"
+                end = max(begin, self.now, self.free.get(stream, 0.0))
+                events.append(Event(name, begin, end - begin, "loop", loop.op_name))
+
+    def conditional(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
+        """Take the branch that the caller names, or the slowest in its share of the time."""
+        branches = instruction.called
+        if self.branch is not None:
+            self.computation(branches[self.branch(instruction.name, iterations)], iterations)
+            return
+        ends = {name: self.tried(name, iterations) for name in branches}
+        share = 1.0 if self.share is None else self.share(instruction, self.trips)
+        start, before, free = self.now, dict(self.seconds), dict(self.free)
+        self.computation(max(branches, key=ends.__getitem__), iterations)
+        if share < 1:
+            self.shrink(share, min(ends.values()), start, before, free)
+
+    def shrink(
+        self, share: float, end: float, start: float, before: dict, free: dict[str, float]
+    ) -> None:
+        """Let what happened since `start` happen in a share of the time only; without it, it would be `end`."""
+        for key, seconds in self.seconds.items():
+            self.seconds[key] -= (1 - share) * (seconds - before.get(key, 0.0))
+        self.now = share * self.now + (1 - share) * end
+        self.free = {link: share * at + (1 - share) * free[link] for link, at in self.free.items()}
+        self.queues = {
+            link: [
+                (min(begun, self.free[link]), min(done, self.free[link]), key)
+                for begun, done, key in works
+            ]
+            for link, works in self.queues.items()
+        }
+
+    def tried(self, computation: str, iterations: tuple[int, ...]) -> float:
+        """When `computation` would end if it ran now."""
+        trial = copy.copy(self)
+        trial.free, trial.queues = dict(self.free), dict(self.queues)
+        trial.seconds = defaultdict(float, self.seconds)
+        trial.recording = False
+        trial.computation(computation, iterations)
+        return trial.now
+
+    def skip(self, times: int, start: float, before: dict) -> None:
+        """Let the iteration since `start` happen `times` more."""
+        span = times * (self.now - start)
+        for key, seconds in self.seconds.items():
+            self.seconds[key] += times * (seconds - before.get(key, 0.0))
+        self.free = {link: end + span for link, end in self.free.items()}
+        self.queues = {
+            link: [(begun + span, done + span, key) for begun, done, key in works]
+            for link, works in self.queues.items()
+        }
+        self.now += span
+
+    def record(
+        self, stream: str, instruction: Instruction, start: float, seconds: float, kind: str
+    ) -> None:
+        """Keep an event for the plots."""
+        if self.recording:
+            event = Event(instruction.name, start, seconds, kind, instruction.op_name)
+            self.streams[stream].append(event)
+
+
+def _on_link(collective: collectives.Collective, cluster: Cluster) -> tuple[str, float]:
+    """Over which link a collective runs, and for how long: in the group that is spread over most nodes."""
+    spread = (_members(devices, cluster.gpus_per_node) for devices in collective.groups)
+    members = max(spread, key=lambda group: group.nodes)
+    size = max(collective.operand_bytes, collective.result_bytes)
+    seconds = costs.collective_seconds(cluster, collective.kind, size, members)
+    return (IN_NODE if members.nodes == 1 else BETWEEN_NODES), seconds
+
+
+def _members(devices: tuple[int, ...], gpus_per_node: int) -> Group:
+    """How many devices, and how many of them share a node at most."""
+    per_node = Counter(device // gpus_per_node for device in devices)
+    return Group(ranks=len(devices), per_node=max(per_node.values()))
+
+
+def _same(state: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether two iterations took equally long and left the links alike."""
+    return all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(state, other, strict=True)
+    )
+
+
+def _part(seconds: Mapping[tuple, float], name: str) -> dict[Any, float]:
+    return {key[1:]: value for key, value in seconds.items() if key[0] == name}

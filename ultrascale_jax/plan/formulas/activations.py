@@ -1,0 +1,208 @@
+"""What one layer keeps for its backward pass, what that pass has in hand, and the loss: bytes on one GPU.
+
+The lists were read off XLA's buffer assignment of our step, tensor by tensor (`docs/planning/memory_xla.csv` has the
+runs). In the comments, letters are those of `sharding.py`; `a` is the width of one activation in bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.plan.formulas import context, experts
+from ultrascale_jax.plan.workload import Run
+
+CHUNK_BYTES = 2**29
+"""`models/loss.py`: the float32 logits of one chunk, at most."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Numbers of values in the tensors of one layer on one GPU."""
+
+    whole: float
+    """Tokens times D where the tensor group has every token: the input of its matmuls."""
+    residual: float
+    """Tokens times D of the residual stream, which `sp` splits."""
+    query: float
+    """Queries, or attention's result."""
+    key: float
+    """Keys, or values; a tensor group larger than the kv heads shares them."""
+    ffn: float
+    """Gate, or up, or their product."""
+    scores: float
+    """Attention scores of a block, where they are in memory; 0 with flash attention."""
+    statistics: float
+    """Flash attention's log-sum-exp, or a ring's; 0 without."""
+    width: int
+    """Bytes of one activation."""
+    input_width: int
+    """Bytes of one that is kept only as the input of a matmul: 1 with fp8."""
+
+
+def layer_of(run: Run) -> Layer:
+    """The layer of `run`; without experts."""
+    shape, mesh, tokens = run.shape, run.mesh, run.tokens
+    heads, head_dim = shape.num_heads / mesh.tensor, shape.head_dim
+    # As kernels/attention.py decides.
+    flash = (
+        run.precision != "fp32"
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and shape.attention != "xla"
+    )
+    width = 4 if run.precision == "fp32" else 2
+    return Layer(
+        whole=tokens * shape.d_model,
+        residual=tokens * shape.d_model / mesh.sp,
+        query=tokens * heads * head_dim,
+        key=tokens * head_dim * shape.num_kv_heads / min(mesh.tensor, shape.num_kv_heads),
+        ffn=tokens * shape.d_ff / mesh.tensor,
+        scores=0 if flash else tokens * run.seq_len / run.ring[0] * heads,
+        statistics=tokens * heads if flash or mesh.cp > 1 else 0,
+        width=width,
+        input_width=1 if run.precision == "fp8" else width,
+    )
+
+
+def kept(run: Run, layer: Layer) -> dict[str, float]:
+    """Bytes that a mean layer keeps from its forward to its backward pass, by kind.
+
+    Where a pipeline's layers are of both kinds, each has room for what either keeps.
+    """
+    parts, moe = dense_kept(run, layer), run.shape.expert_share
+    if moe:
+        both = run.mesh.pp > 1 and moe < 1
+        parts["mlp"] = parts.get("mlp", 0) * (1 if both else 1 - moe)
+        for name, value in experts_kept(run, layer).items():
+            parts[name] = parts.get(name, 0) + value * (1 if both else moe)
+    return parts
+
+
+def document_mask(run: Run, layer: Layer) -> float:
+    """Bytes of the masks that cuDNN's attention reads where documents end inside a sequence.
+
+    On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
+    """
+    if layer.scores or not run.document_mask:
+        return 0
+    others = context.block_share(run) if run.ring[0] > 1 else 0
+    return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
+
+
+def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
+    """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
+
+    full: its input. selective: the named tensors of `train_step/remat.py`, and cuDNN's residuals, so attention's result
+    is there twice, of a ring once. none: also gate and up through silu and product, and each norm's float32 insides (3
+    arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
+    """
+    a, i = layer.width, layer.input_width
+    residual, query, key = layer.residual, layer.query, layer.key
+    flash = a * query + 4 * layer.statistics if layer.statistics else 0
+    core = i * query if run.mesh.cp == 1 else 0
+    mlp = a * layer.ffn * (2 if run.shape.gated else 1)
+    parts = {"layer inputs": a * residual}
+    if run.remat == "full":
+        return parts
+    if run.remat == "selective":
+        parts["attention"] = a * (query + 2 * key + residual) + core + flash
+        parts["mlp"] = mlp
+        parts["norms"] = 2 * i * residual
+    elif run.remat == "dots":
+        parts["attention"] = a * (query + 2 * key + residual)
+        parts["mlp"] = mlp
+    elif run.remat == "none":
+        qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
+        scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
+        parts["layer inputs"] = 0
+        parts["attention"] = a * (query + 2 * key) + core + flash + qk_norms + scores
+        parts["mlp"] = 3 * mlp
+        parts["norms"] = 24 * residual + 2 * i * layer.whole
+    else:
+        saved = TrainConfig(remat=run.remat).remat_names()[0]
+        sizes = {"q": query, "k": key, "v": key, "attn_core": query, "attn_out": residual}
+        parts["attention"] = a * sum(sizes.get(name, 0) for name in saved)
+        parts["mlp"] = a * layer.ffn * sum(name in ("gate", "up") for name in saved)
+        parts["norms"] = a * residual * sum(name in ("attn_norm", "mlp_norm") for name in saved)
+    return parts
+
+
+def experts_kept(run: Run, layer: Layer) -> dict[str, float]:
+    """Bytes that a layer of experts keeps instead of the feed-forward layer, by kind.
+
+    selective: the rows that a GPU got, and of them gate and up. none: also the rows by expert, and gate and up through
+    silu, product and weights, once in float32; the router's float32 input, but its input gathered over sp not.
+    """
+    shape, a = run.shape, layer.width
+    rows, ffn = experts.values(run)
+    shared = shape.shared_width * run.tokens / run.mesh.tensor
+    got = a * experts.hop_rows(run) * shape.d_model
+    matrices = 2 if shape.gated else 1
+    if run.remat == "selective":
+        return {"mlp": a * matrices * (ffn + shared), "dispatch": got}
+    if run.remat == "dots":
+        return {"mlp": a * matrices * shared}
+    if run.remat == "none":
+        mlp = (3 * a * matrices + 4) * ffn + 3 * a * matrices * shared
+        norms = 4 * layer.residual - layer.input_width * layer.whole
+        return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
+    saved = TrainConfig(remat=run.remat).remat_names()[0]
+    wide = sum(name in ("gate", "up") for name in saved)
+    return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
+
+
+def working_set(run: Run, layer: Layer) -> float:
+    """Bytes of activations that the backward pass of one layer has in hand at its largest moment.
+
+    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up; or in attention the
+    scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
+    """
+    a, shape = layer.width, run.shape
+    wide = {"none": 2, "selective": 3, "dots": 3}.get(run.remat, 4)
+    dense = shape.d_ff if shape.dense_layers else 0
+    ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
+    mlp = a * ffn * (wide if shape.gated else wide - 1)
+    mlp = max(mlp, experts_in_hand(run, layer)) + context.left(run, a)
+    attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
+    gathered = 2 if run.mesh.sp > 1 else 0
+    return max(mlp, attention) + a * (
+        (2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query
+    )
+
+
+def experts_in_hand(run: Run, layer: Layer) -> float:
+    """Bytes of activations that the backward pass of the routed experts has in hand.
+
+    The rows as they came at each exchange, and by expert, with their gradients; and gate, up, their product's gradient,
+    the product and their gradients where the first round repeats gate and up. In a loop of further rounds, which is
+    never entered if routing is balanced, the last three take the place of the first; or at its end, when only those are
+    left, there are gradients of the rows by expert, and of those that came at each exchange.
+    """
+    if run.shape.experts is None:
+        return 0.0
+    rows, ffn = experts.values(run)
+    got = experts.halves(run) * experts.received(run) * run.shape.d_model
+    came = max(got, experts.hop_rows(run) * run.shape.d_model)
+    first = 4 if run.remat in ("none", "selective") else 6
+    found = [first * ffn + 2 * rows + 2 * came]
+    if experts.loops(run):
+        found += [4 * ffn + 2 * rows + 2 * came, 3 * ffn + 3 * rows + 3 * came]
+    return layer.width * max(found)
+
+
+def experts_passed(run: Run, layer: Layer) -> float:
+    """Bytes of activations that the forward pass of the routed experts has in hand: gate, up and their product."""
+    if run.shape.experts is None:
+        return 0.0
+    rows, ffn = experts.values(run)
+    return layer.width * (3 * ffn + 2 * rows + experts.hop_rows(run) * run.shape.d_model)
+
+
+def loss_chunks(run: Run) -> tuple[int, float]:
+    """Chunks into which `models/loss.py` cuts a device's sequence, and the bytes of one chunk's float32 logits."""
+    length = run.seq_len // run.mesh.cp
+    parts = run.mesh.tensor * run.mesh.pp
+    total = 4 * run.sequences * length * (run.shape.vocab_size // parts)
+    least = max(1, math.ceil(total / CHUNK_BYTES))
+    chunks = next((n for n in range(least, length) if length % n == 0), length)
+    return chunks, total / chunks

@@ -1,0 +1,224 @@
+"""The playbook's cheat-sheet for one model on one cluster: what each axis splits, sends, and whether that can hide.
+
+The formulas are those of `playbook.py`, with the model's real sizes instead of 16 h^2 and the GPU's dense peak and the
+links' bandwidths as the data sheets have them: a lower bound for both sides, without latencies. In texts, N parameters
+and L layers of one GPU before ZeRO, n the axis, B the bytes a second of its link, F the GPU's FLOP/s, T the tokens of a
+micro-batch on one GPU.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ultrascale_jax.config import Experts
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.validation.playbook import ring_bytes
+from ultrascale_jax.plan.workload import Run, group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One axis."""
+
+    strategy: str
+    axis: str
+    """Of the mesh."""
+    size: int
+    """Of the axis in the run; where it is not used there, one that the cluster suggests."""
+    used: bool
+    """Whether the run uses it."""
+    batch: str
+    memory: str
+    compute: str
+    communication: str
+    """Formula of communication over computation."""
+    volume: float
+    """Bytes that one GPU sends in a step."""
+    communication_s: float
+    """Of one micro-batch, and for dp and ZeRO-1 of the step."""
+    computation_s: float
+    """What it can hide behind."""
+
+    @property
+    def ratio(self) -> float:
+        """Communication over computation."""
+        return self.communication_s / self.computation_s
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the computation is long enough to hide the communication."""
+        return self.ratio <= 1
+
+
+def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
+    """A row for each axis, in the playbook's order; experts only for a model that has some."""
+    sheet = _Sheet(run, cluster)
+    rows = [*sheet.data(), *sheet.tensor(), sheet.context(), sheet.pipeline()]
+    return rows if run.shape.experts is None else [*rows, sheet.expert(run.shape.experts)]
+
+
+class _Sheet:
+    """What the rows share."""
+
+    def __init__(self, run: Run, cluster: Cluster):
+        self.run, self.shape, self.mesh, self.cluster = run, run.shape, run.mesh, cluster
+        self.flops = cluster.gpu.peak_flops("bf16")
+        self.tokens = run.tokens
+        parts = self.mesh.tensor * self.mesh.pp
+        self.params = self.shape.num_params / parts
+        self.active = self.shape.active_params / parts
+        self.layers = self.shape.num_layers / self.mesh.pp
+
+    def size(self, axis: str, suggested: int) -> int:
+        """The axis in the run, or what is suggested if the run has none."""
+        size = self.mesh.sizes[axis]
+        return size if size > 1 else max(2, suggested)
+
+    def bandwidth(self, axis: str, size: int, *, neighbour: bool) -> float:
+        """Bytes a second of one GPU along an axis of `size`.
+
+        A ring over nodes uses a network card for each of its ranks there, a transfer to a neighbour one. A batch axis
+        that the run has not would take the place of the one that it has.
+        """
+        absent = axis in ("dp", "fsdp") and self.mesh.sizes[axis] == 1
+        instead = {"dp": 1, "fsdp": 1} if absent else {}
+        mesh = dataclasses.replace(self.mesh, **(instead | {axis: size}))
+        ranks = group(mesh, (axis,), self.cluster.gpus_per_node)
+        if ranks.nodes == 1:
+            return self.cluster.intra_gbs * 1e9
+        cards = 1 if neighbour else ranks.per_node
+        return min(self.cluster.intra_gbs, self.cluster.inter_gbs * cards) * 1e9
+
+    def row(self, axis: str, size: int, sent: float, times: float, work: float, **texts) -> Row:
+        """`sent` bytes of the communication that is compared, `times` as many in a step, beside `work` FLOPs."""
+        neighbour = axis in ("pp", "cp")
+        return Row(
+            axis=axis,
+            size=size,
+            used=texts.pop("used", self.mesh.sizes[axis] > 1),
+            volume=sent * times,
+            communication_s=sent / self.bandwidth(axis, size, neighbour=neighbour),
+            computation_s=work / self.flops,
+            **texts,
+        )
+
+    def data(self) -> list[Row]:
+        """Gradients, and with ZeRO-3 parameters, in bfloat16 beside the passes of a micro-batch."""
+        mesh, m, backward = self.mesh, self.run.microbatches, 4 * self.tokens * self.active
+        others = mesh.tensor * mesh.cp * mesh.pp * mesh.ep
+        rest = max(mesh.dp, mesh.fsdp)
+        rest = rest if rest > 1 else self.cluster.num_gpus // others
+        texts = {"batch": "n x micro-batch x accumulation", "compute": "1/n of the batch"}
+        rows = []
+        for stage, memory in enumerate(
+            ("all on each GPU", "optimizer / n", "optimizer and gradients / n", "all / n")
+        ):
+            axis = "fsdp" if stage else "dp"
+            n = self.size(axis, rest)
+            one = ring_bytes("all-gather", 2 * self.params, n)
+            sent, times, work = [
+                (2 * one, 1, backward),
+                (2 * one, 1, backward),
+                (one, m + 1, backward),
+                (3 * one, m, 1.5 * backward),
+            ][stage]
+            rows.append(
+                self.row(
+                    axis,
+                    n,
+                    sent,
+                    times,
+                    work,
+                    strategy=f"ZeRO-{stage}" if stage else "DP",
+                    used=mesh.sizes[axis] > 1 and (not stage or stage == self.run.zero),
+                    memory=memory,
+                    communication=f"{'F/2BT' if stage == 2 else 'F/BT'} x (n-1)/n",
+                    **texts,
+                )
+            )
+        return rows
+
+    def tensor(self) -> list[Row]:
+        """Four collectives of the hidden states in the forward pass of a layer, beside its products."""
+        whole = self.mesh.tensor
+        node = max(2, self.cluster.gpus_per_node // whole)
+        layer = self.shape.attention_params + self.shape.mlp_params
+        rows = []
+        for axis, name, memory in (
+            ("tp", "TP", "layers' parameters and inner activations / n"),
+            ("sp", "TP + SP", "layers' parameters and all activations / n"),
+        ):
+            n = self.size(axis, node)
+            group_size = whole if self.mesh.sizes[axis] > 1 else whole * n
+            sent = 4 * ring_bytes("all-gather", 2 * self.tokens * self.shape.d_model, n)
+            rows.append(
+                self.row(
+                    axis,
+                    n,
+                    sent,
+                    2 * self.layers * self.run.microbatches,
+                    2 * self.tokens * layer / group_size,
+                    strategy=name,
+                    batch="unchanged",
+                    memory=memory,
+                    compute="1/n of a layer",
+                    communication="4(n-1)hF / (B x parameters of a layer)",
+                )
+            )
+        return rows
+
+    def context(self) -> Row:
+        """Keys and values of a neighbour in attention's forward pass; the backward pass moves twice as many bytes."""
+        n = self.size("cp", self.cluster.gpus_per_node)
+        tokens = self.run.sequences * self.run.seq_len / n
+        heads = self.shape.head_dim / self.mesh.tensor
+        step = 4 * tokens * self.shape.num_kv_heads * heads
+        scores = 2 * tokens * self.run.seq_len / n * self.shape.num_heads * heads
+        return self.row(
+            "cp",
+            n,
+            (n - 1) * step,
+            3 * self.layers * self.run.microbatches,
+            (n - 1) * scores,
+            strategy="CP",
+            batch="unchanged",
+            memory="activations / n",
+            compute="1/n of the sequence",
+            communication="2KF / (NBs), s tokens of a sequence on one GPU, K of N heads",
+        )
+
+    def pipeline(self) -> Row:
+        """A micro-batch's hidden states beside the next stage's forward pass."""
+        p = self.size("pp", min(self.cluster.nodes, self.shape.num_layers))
+        layers = self.shape.num_layers / p
+        layer = (self.shape.attention_params + self.shape.mlp_params) / self.mesh.tensor
+        return self.row(
+            "pp",
+            p,
+            2 * self.tokens * self.shape.d_model / self.mesh.sp,
+            2 * self.run.microbatches,
+            2 * self.tokens * layers * layer,
+            strategy="PP",
+            batch="accumulation > n - 1",
+            memory="parameters / n",
+            compute="1/n of the layers; idle (n-1)/accumulation",
+            communication="hF / (B x parameters of a stage)",
+        )
+
+    def expert(self, experts: Experts) -> Row:
+        """Every token's copies to their experts and back, beside those experts."""
+        shape = self.shape
+        n = self.size("ep", min(self.cluster.gpus_per_node, experts.num))
+        copies = self.tokens * experts.per_token
+        there = ring_bytes("all-to-all", 2 * copies * shape.d_model / self.mesh.sp, n)
+        return self.row(
+            "ep",
+            n,
+            2 * there,
+            2 * self.run.microbatches * shape.moe_layers / self.mesh.pp,
+            2 * copies * shape.expert_params / self.mesh.tensor,
+            strategy="EP",
+            batch="n x micro-batch x accumulation",
+            memory="experts / n",
+            compute="1/n of the experts",
+            communication="2(n-1)F / (nB x matrices x width of an expert)",
+        )

@@ -1,0 +1,103 @@
+"""What a sequence that is split over cp costs beside the blocks of its attention; no JAX.
+
+`parallel/context/ring.py` has the program: before and after the ring the ranks of one place exchange heads for
+sequence; on it a block is computed for each distance while the next keys travel, backward also the float32 sums of
+their gradients. What its copies move, and what is in memory at once, was read off XLA's programs
+(`docs/planning/context.csv`).
+"""
+
+import dataclasses
+
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.workload import Group, Run, group
+
+HALVES_BYTES, WHOLE_BYTES = 29, 18
+"""Memory traffic of one step for each value of the queries, forward or backward, where it has two half blocks, or one
+whole: XLA's fusions that pick a block's chunks, turn its result to float32 and add it to what there is."""
+
+EXCHANGED_BYTES = 8
+"""The same of one exchange of heads: copies to and from the order that it wants."""
+
+
+def values(run: Run) -> tuple[float, float]:
+    """Numbers of values in a rank's queries and in its keys, as the ring has them: ranks may share too few kv heads."""
+    shape, tensor, together = run.shape, run.mesh.tensor, run.ring[1]
+    kv_heads = max(shape.num_kv_heads // tensor, 1)
+    kv_heads *= max(1, together // kv_heads)
+    one = run.tokens * shape.head_dim
+    return one * shape.num_heads / tensor, one * kv_heads
+
+
+def groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
+    """The ranks of one place of the ring, which are neighbours, and the ring."""
+    (places, together), mesh = run.ring, run.mesh
+    near = dataclasses.replace(mesh, cp=together, ep=mesh.ep * places)
+    ring = dataclasses.replace(mesh, cp=places, tp=mesh.tp * together)
+    return group(near, ("cp",), gpus_per_node), group(ring, ("cp",), gpus_per_node)
+
+
+def block_share(run: Run) -> float:
+    """Scores of one step over those of a whole piece: two half blocks, or in natural order one whole."""
+    return 1.0 if run.context.strategy == "ring" else 0.5
+
+
+def left(run: Run, width: int) -> float:
+    """Bytes that the forward pass of a ring, where it is repeated, leaves to the backward pass of the same layer.
+
+    XLA finds that both pick the same chunks of the queries, and send the same keys first.
+    """
+    kept = run.remat in ("none", "selective") or "attn_core" in run.remat
+    if kept or not run.steps(run.shape.sliding_window):
+        return 0.0
+    query, key = values(run)
+    keys = run.ring[0] if run.context.strategy == "allgather" else 2
+    return width * ((0 if run.context.strategy == "ring" else 3) * query + 2 * keys * key)
+
+
+def backward_bytes(run: Run, width: int) -> float:
+    """Bytes that a step of the backward pass has in hand on a ring, beside the layer's own queries and result.
+
+    Chunks of queries, results and gradients, and float32 sums of the queries' gradients; keys, and float32 sums of
+    theirs: here, on their way, and as they arrive, or of all places.
+    """
+    if not run.steps(run.shape.sliding_window):
+        return 0.0
+    query, key = values(run)
+    keys = run.ring[0] if run.context.strategy == "allgather" else 2.5
+    return width * 10 * query + (2 * width + 8) * keys * key
+
+
+def joining(run: Run, gpu: Gpu) -> float:
+    """Seconds of one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
+    if run.mesh.cp == 1:
+        return 0.0
+    steps, query = run.steps(run.shape.sliding_window), values(run)[0]
+    moved = steps * (WHOLE_BYTES if run.context.strategy == "ring" else HALVES_BYTES)
+    moved += EXCHANGED_BYTES * (run.ring[1] > 1)
+    return 2 * steps * costs.LAUNCH_S + costs.memory_seconds(gpu, moved * query)
+
+
+def waited(run: Run, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that a layer waits for cp, forward and backward, where all its blocks together take that long.
+
+    A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
+    neither exchanges of heads.
+    """
+    steps, (query, key) = run.steps(run.shape.sliding_window), values(run)
+    near, ring = groups(run, cluster.gpus_per_node)
+
+    def seconds(kind: str, size: float, ranks: Group) -> float:
+        return costs.collective_seconds(cluster, kind, size, ranks)
+
+    heads = sum(2 * seconds("all-to-all", 2 * size, near) for size in (query, key))
+    block, block_backward = forward / (steps + 1), backward / (steps + 1)
+    if run.context.strategy == "allgather":
+        gather = max(0.0, seconds("all-gather", 4 * key * ring.ranks, ring) - block)
+        scatter = seconds("reduce-scatter", 8 * key * ring.ranks, ring)
+        return heads + gather, heads + gather + scatter
+    hop, back = (seconds("collective-permute", size * key, ring) for size in (4, 8))
+    return (
+        heads + steps * max(0.0, hop - block),
+        heads + steps * max(0.0, hop + back - block_backward),
+    )

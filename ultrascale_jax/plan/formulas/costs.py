@@ -1,0 +1,139 @@
+"""How long one operation takes: matrix products, attention, memory traffic and collectives, in seconds on one GPU.
+
+Every formula is a sum of the work over a rate and of what it costs to begin, so that doubling the work never makes it
+faster. The rates are what published measurements on H100s reach of a data sheet's peak; other GPUs are taken to reach
+the same shares.
+"""
+
+import functools
+import math
+
+from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.workload import Group
+
+MATMUL_SHARE = 0.8
+"""Of the peak, for the arithmetic alone. With reading and writing, [8192]^3 in bfloat16 comes to 718 TFLOP/s (cuBLAS on
+an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms (XLA, in tokamax 0.0.17's timings: 6.29)."""
+
+BUSY_SHARE = 0.80
+"""Speed of a matrix product within a training step over that of the product alone: clocks fall under the power limit.
+Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too (`validate.calibrate`)."""
+
+MEMORY_SHARE = 0.85
+"""Of the data sheet's bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
+
+LAUNCH_S = 3e-6
+"""From one kernel to the next of the same stream (XLA's own estimate of a launch)."""
+
+ATTENTION_SHARE = {"forward": 0.60, "backward": 0.44}
+"""Of the bfloat16 peak, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629 TFLOP/s forward, Mosaic 408 to
+438 backward (tokamax 0.0.17's timings on H100)."""
+
+NARROW_HEAD_SHARE = 0.8
+"""Of that, with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
+
+LINK_SHARE = 0.8
+"""Of NVLink's bandwidth: NCCL's own model has 360 GB/s for Hopper's 450 and 720 for Blackwell's 900."""
+
+SWITCH_SHARE = 0.97
+"""Of NVLink's bandwidth, where the switch adds (NVLS, Hopper and later): the playbook's 436 GB/s of all-reduce."""
+
+NETWORK_SHARE = 0.98
+"""Of the node's network: see `HOP_S`."""
+
+HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
+"""On EFA a collective over nodes takes this for each rank, beside its bytes. Fitted with `NETWORK_SHARE` to the
+playbook's bandwidth figure (256 MB, 2 to 64 nodes of 8); `tests/plan/test_costs.py` has both side by side."""
+
+SMALL_HOP_S = 7e-6
+"""The same for few bytes, by NCCL's low-latency protocol; a small all-reduce goes up and down a tree of ranks."""
+
+SMALL_BYTES = 0.5e6
+"""Bytes from rank to rank from which on a hop takes `HOP_S`: the smallest of the playbook's figure."""
+
+NETWORK_HOP_S = 14e-6
+"""From node to node elsewhere (InfiniBand, RoCE): `hwLat`, network, Simple of NCCL's model (src/graph/tuning.cc)."""
+
+NODE_HOP_S = 3.4e-6
+"""From GPU to GPU of a node: the same table, NVLink, ring, Simple."""
+
+START_S = 8.4e-6
+"""Beginning a collective: `baseLat` of the same model, ring, Simple."""
+
+HOST_GBS = {8: 0.85 * 31.5, 9: 0.85 * 63.0, 10: 0.85 * 63.0}
+"""To the host's memory, by compute capability: x16 of PCIe 4.0 or 5.0, of which packets of 256 bytes leave 85%.
+GB200 reaches its host faster than this."""
+
+
+@functools.cache
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Dense peak in FLOP/s."""
+    return gpu.peak_flops(dtype)
+
+
+def gemm_seconds(gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16") -> float:
+    """[m, k] x [k, n] within a step."""
+    arithmetic = 2 * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
+    moved = memory_seconds(gpu, 2 * (m * n + n * k + m * k))
+    return (arithmetic + moved) / BUSY_SHARE + LAUNCH_S
+
+
+def attention_seconds(
+    gpu: Gpu, flops: float, *, backward: bool = False, head_dim: int = 128
+) -> float:
+    """Fused attention of so many FLOPs (the masked half not counted)."""
+    share = ATTENTION_SHARE["backward" if backward else "forward"]
+    if head_dim < 128:
+        share *= NARROW_HEAD_SHARE
+    return flops / (share * peak_flops(gpu, "bf16")) + LAUNCH_S
+
+
+def memory_seconds(gpu: Gpu, size: float) -> float:
+    """Reading and writing `size` bytes of device memory."""
+    return size / (MEMORY_SHARE * 1e9 * gpu.hbm_gbs)
+
+
+def host_seconds(gpu: Gpu, size: float) -> float:
+    """Copying `size` bytes to the host's memory, or from it."""
+    return size / (HOST_GBS[gpu.capability[0]] * 1e9)
+
+
+def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -> float:
+    """One collective (`collectives.KINDS`) whose larger side is `size` bytes on each GPU of `group`.
+
+    Within a node bytes over links; over nodes a ring with the bandwidth of all network cards that the group has in a
+    node. The latency grows with the ranks.
+    """
+    ranks, within = group.ranks, group.nodes == 1
+    if ranks == 1:
+        return 0.0
+    link = 1e9 * cluster.intra_gbs * LINK_SHARE
+    network = 1e9 * cluster.inter_gbs * NETWORK_SHARE
+    if kind in ("collective-permute", "collective-broadcast"):
+        moving = size / (link if within else network)
+    elif kind in ("all-to-all", "ragged-all-to-all"):
+        local = size * (group.per_node - 1) / ranks
+        moving = local / link + size * (ranks - group.per_node) / ranks / network
+    else:
+        if within and kind == "all-reduce" and cluster.gpu.capability >= (9, 0):
+            link *= SWITCH_SHARE / LINK_SHARE
+        moved = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+        moving = moved / (link if within else min(link, network * group.per_node))
+    return START_S + _latency(cluster, kind, size, group) + moving
+
+
+def _latency(cluster: Cluster, kind: str, size: float, group: Group) -> float:
+    """What a collective takes beside its start and its bytes."""
+    ranks, nodes = group.ranks, group.nodes
+    if kind in ("collective-permute", "collective-broadcast"):
+        far = HOP_S["all-gather"] if cluster.efa else NETWORK_HOP_S
+        return NODE_HOP_S if nodes == 1 else far
+    if nodes == 1 or kind not in HOP_S:
+        return NODE_HOP_S * ranks
+    if cluster.efa:
+        hops = 2 * math.log2(ranks) if kind == "all-reduce" else ranks
+        bulk = min(1.0, size / ranks / SMALL_BYTES)
+        return bulk * HOP_S[kind] * ranks + (1 - bulk) * SMALL_HOP_S * hops
+    if kind == "all-reduce":  # a chain in the node, a tree of nodes, both ways
+        return 2 * (NODE_HOP_S * (group.per_node - 1) + NETWORK_HOP_S * math.log2(nodes))
+    return NODE_HOP_S * (ranks - nodes) + NETWORK_HOP_S * (nodes - 1)

@@ -1,0 +1,131 @@
+"""What tokens that travel to their experts cost: rows of the buffers, of the products, bytes on the links; no JAX.
+
+`parallel/experts/exchange.py` has the program and `parallel/experts/capacity.py` its buffers. Routing is taken to be
+balanced, so that no buffer is too small and there is no further round.
+"""
+
+import dataclasses
+import math
+
+from ultrascale_jax.parallel.experts import capacity
+from ultrascale_jax.parallel.experts.capacity import Hop
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.workload import Group, Run, group
+
+
+def halves(run: Run) -> int:
+    """Parts of a GPU's tokens that travel one after the other."""
+    return 2 if run.moe.overlap and run.mesh.ep > 1 else 1
+
+
+def tokens(run: Run) -> int:
+    """Tokens that a GPU sends at a time: those of its part of the residual stream, or half of them."""
+    return run.tokens // run.mesh.sp // halves(run)
+
+
+def hops(run: Run) -> list[Hop]:
+    """The exchanges on the way of those tokens to their experts; back they go likewise."""
+    experts = run.shape.experts
+    return [] if experts is None else capacity.hops(run.moe, experts, run.mesh.ep, tokens(run))
+
+
+def received(run: Run) -> int:
+    """Rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
+    gathered = run.mesh.ep if run.moe.dispatch == "allgather" else 1
+    found = [hop.parts * hop.rows for hop in hops(run)]
+    return (found[-1] if found else tokens(run) * gathered) * run.mesh.sp
+
+
+def balanced(run: Run) -> float:
+    """Rows of one expert of those tokens if all experts have the same."""
+    experts = run.shape.experts
+    assert experts is not None
+    return tokens(run) * run.mesh.sp * experts.per_token * run.mesh.ep / experts.num
+
+
+def slots(run: Run) -> int:
+    """Rows for which one expert has room: `moe.bound` times the balanced ones."""
+    return capacity.room(received(run), balanced(run), run.moe.bound)
+
+
+def rows(run: Run) -> int:
+    """Rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
+    ragged = run.moe.implementation == "mosaic"
+    return math.ceil(balanced(run)) if ragged else slots(run)
+
+
+def hop_rows(run: Run) -> int:
+    """Rows that a GPU gets of all its tokens, in all exchanges together."""
+    gathered = run.mesh.ep > 1 and run.moe.dispatch == "allgather"
+    found = [hop.parts * hop.rows for hop in hops(run)]
+    return halves(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
+
+
+def loops(run: Run) -> int:
+    """Loops for further rounds, one inside the other: none where a buffer has room for everything."""
+    if run.moe.dispatch == "capacity" or run.shape.experts is None:
+        return 0
+    held, count = tokens(run), 0
+    for hop in hops(run):
+        count += hop.rows < held
+        held = hop.parts * hop.rows
+    return count + (slots(run) < received(run))
+
+
+def values(run: Run) -> tuple[float, float]:
+    """Values of the rows of a GPU's experts, padding included: as the residual stream has them, and as gate."""
+    shape = run.shape
+    if shape.experts is None:
+        return 0.0, 0.0
+    count = halves(run) * slots(run) * shape.experts.num / run.mesh.ep
+    return count * shape.d_model, count * shape.expert_d_ff / run.mesh.tensor
+
+
+def moved(run: Run) -> float:
+    """Bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
+
+    Read off XLA's programs for 11 runs of Mixtral, Qwen3 and DeepSeek-V3, and fitted to within 8%: so many passes over
+    the rows as they come and by expert, over gate, and over the matrices, which are cast and cut out of their stack,
+    turned where they are gathered, and whose gradients are added to those of each loop for further rounds.
+    """
+    shape, mesh = run.shape, run.mesh
+    if shape.experts is None:
+        return 0.0
+    (by_expert, gate), depth = values(run), loops(run)
+    came = halves(run) * received(run) * shape.d_model
+    matrices = shape.experts.num * shape.expert_params / (mesh.ep * mesh.tensor)
+    parts = mesh.fsdp * mesh.cp if run.zero == 3 else 1
+    turned = 3.6 if parts > 1 and shape.experts.num > mesh.ep else 0.0
+    passes = 2 * by_expert + 11 * gate + (17 + 5 * depth) * came
+    return 2 * (passes + (turned + 2.8 * depth + 9 / parts) * matrices)
+
+
+def links(run: Run, gpus_per_node: int) -> list[tuple[Hop, Group]]:
+    """The exchanges, and the ranks of each: one of each part of ep, then those of a part."""
+    mesh, nodes, experts = run.mesh, run.moe.nodes, run.shape.experts
+    if experts is None:
+        return []
+    far = dataclasses.replace(mesh, ep=nodes, cp=mesh.cp * mesh.ep // nodes)
+    near = dataclasses.replace(mesh, ep=mesh.ep // nodes, fsdp=mesh.fsdp * nodes)
+    return [
+        (hop, group(far if hop.experts * nodes == experts.num else near, ("ep",), gpus_per_node))
+        for hop in hops(run)
+    ]
+
+
+def travelling(run: Run, cluster: Cluster) -> float:
+    """Seconds of one way of a GPU's tokens, in bfloat16, to the experts or back, and over the sequence group."""
+
+    def seconds(kind: str, count: int, ranks: Group) -> float:
+        return costs.collective_seconds(cluster, kind, 2 * run.shape.d_model * count, ranks)
+
+    def along(axis: str) -> Group:
+        return group(run.mesh, (axis,), cluster.gpus_per_node)
+
+    found = seconds("all-gather", received(run), along("sp"))
+    for hop, ranks in links(run, cluster.gpus_per_node):
+        found += seconds("all-to-all", hop.parts * hop.rows, ranks)
+    if run.moe.dispatch == "allgather":
+        found += seconds("all-gather", tokens(run) * run.mesh.ep, along("ep"))
+    return halves(run) * found

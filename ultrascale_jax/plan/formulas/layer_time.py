@@ -1,0 +1,151 @@
+"""What one GPU computes for a layer, in seconds: matrix products, attention and memory traffic; no JAX."""
+
+import functools
+from dataclasses import dataclass
+
+from ultrascale_jax.plan.formulas import context, costs
+from ultrascale_jax.plan.formulas import experts as experts_of
+from ultrascale_jax.plan.formulas.framework import Software
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.workload import Run, group
+
+type Product = tuple[float, float, float, float]
+"""Rows, columns and contracted dim of a matrix product, and how many of it."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through a mean layer, nothing repeated, no communication."""
+
+    products: dict[str, float]
+    """Matrix products of the forward pass, by part."""
+    backward_products: float
+    """Half of them for the input gradient, half for the weight gradient."""
+    attention: float
+    attention_backward: float
+    traffic: float
+    """Memory traffic of both passes, a third of it of the forward pass."""
+
+    @property
+    def forward(self) -> float:
+        """The whole forward pass."""
+        return sum(self.products.values()) + self.attention + self.traffic / 3
+
+    @property
+    def backward(self) -> float:
+        """The whole backward pass."""
+        return self.backward_products + self.attention_backward + self.traffic * 2 / 3
+
+
+class Arithmetic:
+    """The arithmetic of `run` on one GPU of `cluster` by `software`."""
+
+    def __init__(self, run: Run, cluster: Cluster, software: Software):
+        self.run, self.cluster, self.software = run, cluster, software
+        self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
+        self.tensor = group(run.mesh, ("sp", "tp"), cluster.gpus_per_node)
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """Of a mean layer."""
+        products = self.products()
+        return Passes(
+            {name: self.gemms(shapes, backward=False) for name, shapes in products.items()},
+            sum(self.gemms(shapes, backward=True) for shapes in products.values()),
+            *self.attention(),
+            self.traffic(),
+        )
+
+    def products(self) -> dict[str, list[Product]]:
+        """The matrix products of a mean layer's forward pass, by part."""
+        shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
+        found: dict[str, list[Product]] = {
+            "qkv": self.queries(),
+            "out": [(tokens, shape.d_model, shape.value_dim * shape.num_heads / n, 1)],
+        }
+        for part, layers in (("", self.dense()), ("routed ", self.routed())):
+            layers = [(rows, width / n, count) for rows, width, count in layers if count]
+            found[part + "up"] = [
+                (rows, (shape.matrices - 1) * width, shape.d_model, count)
+                for rows, width, count in layers
+            ]
+            found[part + "down"] = [
+                (rows, shape.d_model, width, count) for rows, width, count in layers
+            ]
+        return found
+
+    def queries(self) -> list[Product]:
+        """The products that make queries, keys and values; latents are made of a GPU's part of the residual stream."""
+        shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
+        if latent is None:
+            kv_heads = max(shape.num_kv_heads, n)
+            qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
+            return [(tokens, qkv, shape.d_model, 1)]
+        heads, own = shape.num_heads / n, tokens / self.mesh.sp
+        kv = shape.head_dim - latent.rope_dim + latent.v_dim
+        found: list[Product] = [
+            (tokens, heads * shape.head_dim, latent.q_rank or shape.d_model, 1),
+            (own, latent.kv_rank + latent.rope_dim, shape.d_model, 1),
+            (tokens, heads * kv, latent.kv_rank, 1),
+        ]
+        if latent.q_rank:
+            found.append((own, latent.q_rank, shape.d_model, 1))
+        return found
+
+    def dense(self) -> list[tuple[float, float, float]]:
+        """Feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""
+        shape, tokens, moe = self.shape, self.run.tokens, self.shape.expert_share
+        return [
+            (tokens, shape.d_ff, 1 - moe),
+            (tokens, shape.shared_width, moe if shape.shared_width else 0),
+        ]
+
+    def routed(self) -> list[tuple[float, float, float]]:
+        """The same of one GPU's routed experts."""
+        shape, experts = self.shape, self.shape.experts
+        if experts is None:
+            return []
+        count = experts_of.halves(self.run) * experts.num / self.mesh.ep
+        return [(experts_of.rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
+
+    def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
+        """The products of a forward pass, or the two for each of the backward pass."""
+        seconds, dtype = 0.0, self.run.precision
+        dtype = "bf16" if dtype == "fp8" and not fp8 else dtype
+        for m, n, k, count in shapes:
+            orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
+            seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
+        return seconds / self.software.matmul
+
+    def attention(self) -> tuple[float, float]:
+        """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
+        run, shape = self.run, self.shape
+        query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks
+        flops = 12 * query * self.keys() / self.software.attention
+        flops *= 2 if run.precision == "fp32" else 1
+        one = {"head_dim": shape.head_dim}
+        joining = context.joining(run, self.gpu)
+        return (
+            costs.attention_seconds(self.gpu, flops / 3, **one) + joining,
+            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one) + joining,
+        )
+
+    def keys(self) -> float:
+        """Keys that attention computes for a query of a mean layer."""
+        shape, window = self.shape, self.shape.sliding_window
+        windowed = 0 if window is None else max(1 - shape.first_window_layer / shape.num_layers, 0)
+        keys = (1 - windowed) * self.run.keys(None) if windowed < 1 else 0.0
+        return keys + (windowed * self.run.keys(window) if windowed else 0.0)
+
+    def traffic(self) -> float:
+        """Norms, residual sums, rotary embeddings, activation functions, sorting rows; forward and backward.
+
+        In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
+        a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.
+        """
+        shape, moe = self.shape, self.shape.expert_share
+        d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
+        width = (shape.d_model + d_ff / 2) / self.tensor.ranks
+        passes = self.software.passes * (1 if self.run.precision == "bf16" else 2)
+        size = 2 * passes * self.run.tokens * width + moe * experts_of.moved(self.run)
+        return costs.memory_seconds(self.gpu, size)

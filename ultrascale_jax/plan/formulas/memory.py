@@ -1,0 +1,165 @@
+"""How much memory one GPU needs, part by part, from formulas; no JAX.
+
+`breakdown` follows `train_step/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
+which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
+`docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
+in `pipeline_memory.py`. Plain feed-forward layers, which the trainer does not have, follow from theory. fp8 has been
+compared with XLA for one run: 23.1 GiB, and XLA's 23.8 (docs/precision.md).
+"""
+
+from dataclasses import dataclass
+
+from ultrascale_jax.plan.formulas import pipeline_memory
+from ultrascale_jax.plan.formulas.activations import (
+    Layer,
+    document_mask,
+    kept,
+    layer_of,
+    loss_chunks,
+    working_set,
+)
+from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, rest, weights_of
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.workload import Run
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes on one GPU at the peak of a step, by part."""
+
+    parts: dict[str, float]
+    """Name, as `optimizer state` or `activations: attention`, to bytes."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All parts together."""
+        return int(sum(self.parts.values()))
+
+
+def breakdown(run: Run) -> Breakdown:
+    """What `run` needs in this project's trainer, at the moment that needs most.
+
+    That is in the backward pass of a layer, in the loss, where zero 2 scatters a micro-batch's gradients, or, with few
+    tokens, in the optimizer, where only the reduced gradients are left.
+    """
+    weights, layer = weights_of(run), layer_of(run)
+    resting, moments = state(run, weights), [{"gradients": 4 * rest(run, weights)}]
+    if run.mesh.pp > 1:
+        moments += pipeline_memory.moments(run, weights, layer)
+    else:
+        living = sums(run, weights) | activations(run, layer)
+        moments += [
+            living | _backward(run, weights, layer),
+            living | _loss(run, weights, layer),
+        ]
+    if run.mesh.pp == 1 and run.zero == 2 and run.microbatches > 1:
+        moments.append(sums(run, weights) | _scatter(weights))
+    largest = max(moments, key=lambda parts: sum(parts.values()))
+    return Breakdown({name: value for name, value in (resting | largest).items() if value})
+
+
+def state(run: Run, weights: Weights) -> dict[str, float]:
+    """What is there between steps: float32 master parameters, AdamW's moments, the batch of int32."""
+    number = rest(run, weights) + weights.vectors
+    arrays = 4 if run.document_mask else 3
+    return {
+        "master parameters": 4 * number,
+        "optimizer state": run.moment_bytes * number,
+        "batch": 4 * arrays * run.tokens * run.microbatches,
+    }
+
+
+def sums(run: Run, weights: Weights) -> dict[str, float]:
+    """What lives through all micro-batches: parameters in the type of compute, and float32 sums of gradients.
+
+    zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers one
+    layer at a time, and without recomputation keeps the cast shards. Only zero 2 and 3 shard the sums. float32 needs no
+    cast.
+    """
+    several, cast = run.microbatches > 1, run.precision != "fp32"
+    width = 2 if cast else 4
+    if run.zero == 3:
+        used = rest(run, weights, tables=False) * (cast and run.remat == "none")
+    else:
+        used = (weights.blocks + weights.tables * several) * (cast or run.zero > 0)
+    whole = weights.blocks + weights.tables
+    return {
+        "compute parameters": width * used,
+        "accumulation buffer": 4 * several * (rest(run, weights) if run.zero >= 2 else whole),
+    }
+
+
+def activations(run: Run, layer: Layer) -> dict[str, float]:
+    """What lives from a layer's forward to its backward pass, over all layers."""
+    parts = {name: run.shape.num_layers * size for name, size in kept(run, layer).items()}
+    return {f"activations: {name}": size for name, size in parts.items()} | {
+        "activations: document mask": document_mask(run, layer)
+    }
+
+
+def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """What the backward pass of a layer adds.
+
+    Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
+    The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
+    where XLA casts it earlier, this is too much by half of it. Of the layer's own parameters attention's and two of the
+    feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed experts more.
+    """
+    gathered = run.zero == 3 and run.shards > 1
+    used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
+    used *= layer.input_width
+    blocks = 4 * rest(run, weights, tables=False) if run.zero == 3 else layer.width * weights.blocks
+    head = 4 if loss_chunks(run)[0] > 1 else layer.width
+    return {
+        "gradients": blocks + head * weights.table,
+        "communication buffers": used if gathered else 0,
+        "workspace": working_set(run, layer) + (0 if gathered else used),
+    }
+
+
+def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """What the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
+
+    The hidden states are there gathered, cut into chunks, and as gradients.
+    """
+    head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
+    return {
+        "gradients": 4 * weights.table,
+        "activations: logits": (1 + layer.width / 4) * loss_chunks(run)[1],
+        "workspace": layer.width * (head + 4 * layer.whole),
+    }
+
+
+def _scatter(weights: Weights) -> dict[str, float]:
+    """What zero 2's scatter adds after a micro-batch: its gradients, and the one that leaves, transposed."""
+    return {
+        "gradients": 2 * weights.blocks + 4 * weights.table,
+        "communication buffers": 2
+        * (weights.layers * max(weights.matrix, weights.routed) + weights.table),
+    }
+
+
+def timeline(run: Run) -> list[tuple[str, int]]:
+    """Bytes at the moments of one step and of the next.
+
+    The state has its moments from the start and the step is one program, so the second step is as high as the first.
+    """
+    weights = weights_of(run)
+    living = (
+        pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
+    )
+    start = sum(state(run, weights).values())
+    waiting = start + sum(living.values())
+    peak = breakdown(run).peak_bytes
+    return [
+        ("model init", int(start)),
+        ("accumulators", int(waiting)),
+        ("forward-backward peak", peak),
+        ("optimizer step", int(start + 4 * rest(run, weights))),
+        ("second forward-backward peak", peak),
+    ]
+
+
+def fits(run: Run, gpu: Gpu) -> bool:
+    """Whether `run` needs no more than what is usable of `gpu`."""
+    return breakdown(run).peak_bytes <= gpu.usable_bytes

@@ -1,0 +1,89 @@
+"""How many parameters one GPU works on, and how many of them it keeps; no JAX."""
+
+from dataclasses import dataclass
+
+from ultrascale_jax.plan.formulas import experts
+from ultrascale_jax.plan.workload import Run
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters of one pipeline stage on one GPU of its tensor group, whole over the axes of ZeRO."""
+
+    dense: float
+    """Matrices of its layers, without routed experts."""
+    experts: float
+    """Routed experts of its layers, which `ep` splits."""
+    table: float
+    """The embedding's table, or the head."""
+    tables: float
+    """Both; a tied one counts once."""
+    vectors: float
+    """Norms, whole on every GPU."""
+    attention: float
+    """Matrices of the attention of one layer."""
+    matrix: float
+    """One matrix of the widest dense feed-forward layer."""
+    routed: float
+    """One matrix of all routed experts of a layer."""
+    layers: float
+    """Layers."""
+
+    @property
+    def blocks(self) -> float:
+        """Matrices of its layers."""
+        return self.dense + self.experts
+
+
+def weights_of(run: Run) -> Weights:
+    """The parameters that one GPU works on.
+
+    Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router and what makes the latents of
+    latent attention. Every rank of a pipeline has as many layers as the fullest, and its part of the vocabulary.
+    """
+    shape, mesh, found = run.shape, run.mesh, run.shape.experts
+    t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
+    heads, kv_heads, whole = shape.attention_matrices
+    attention = heads / t + kv_heads / min(t, shape.num_kv_heads) + whole
+    moe, routed, shared = shape.expert_share, 0.0, 0.0
+    if found is not None:
+        routed = found.num * shape.expert_params / (mesh.ep * t)
+        shared = found.shared * shape.expert_params / t + D * found.num
+    # Where a pipeline's layers are of both kinds, each has room for either.
+    both = mesh.pp > 1 and 0 < moe < 1
+    mlp, moe = (1, 1) if both else (1 - moe, moe)
+    width = max(shape.d_ff if mlp else 0, shape.shared_width)
+    table = shape.vocab_size * D / (t * mesh.pp)
+    return Weights(
+        dense=layers * (attention + mlp * shape.mlp_params / t + moe * shared),
+        experts=layers * moe * routed,
+        table=table,
+        tables=table if shape.tied_embeddings else 2 * table,
+        vectors=layers * shape.vector_params / shape.num_layers + D,
+        attention=attention,
+        matrix=D * width / t,
+        routed=routed / shape.matrices,
+        layers=layers,
+    )
+
+
+def expert_matrices(run: Run) -> int:
+    """Copies of one matrix of the routed experts in their backward pass.
+
+    All matrices gathered or cut out, where several experts are gathered at once the same in another order, and the
+    gradients of each loop for further rounds; those of a loop in another begin with zeros.
+    """
+    found, matrices, loops = run.shape.experts, run.shape.matrices, experts.loops(run)
+    if found is None:
+        return 0
+    gathered = run.zero == 3 and run.mesh.fsdp * run.mesh.cp > 1
+    copies = 2 if gathered and found.num > run.mesh.ep else 1
+    return matrices * (copies + loops) + 2 * max(loops - 1, 0)
+
+
+def rest(run: Run, weights: Weights, *, tables: bool = True) -> float:
+    """Matrix parameters that one GPU keeps where ZeRO shards them: over (fsdp, cp, ep), experts over (fsdp, cp)."""
+    dense = weights.dense + weights.tables * tables
+    if run.zero == 0:
+        return dense + weights.experts
+    return dense / run.shards + weights.experts / (run.mesh.fsdp * run.mesh.cp)

@@ -1,0 +1,179 @@
+"""What a pipeline does in a step, counted in the very table that the executor runs; no JAX.
+
+`parallel/pipeline/program.py` gives the ticks by what runs in them and the slots of every buffer. A table grows with
+the micro-batches; what is counted in it grows by the same amount with each further row of them, once there are a few
+rows. So the counts of a large table are those of two small ones, continued.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ultrascale_jax.config import GROUPED
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.schedules import KINDS, Schedule
+from ultrascale_jax.plan.workload import Run
+
+if TYPE_CHECKING:
+    from ultrascale_jax.hlo import Instruction, Module
+    from ultrascale_jax.parallel.pipeline.program import Program
+
+ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.2}
+"""As `parallel/pipeline/executor.py` has it: where so much of a segment's ticks need it, all of them run it, masked."""
+
+COLUMNS = {"embed": "e", "head": "h", "embed_gradient": "d"}
+"""Of `buffers.Program.every`."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one step."""
+
+    ticks: dict[str, int]
+    """By the kind of operation: ticks that run it, on whatever rank (in lock step all wait for it); and `all`."""
+    times: dict[str, int]
+    """How often the executor runs `embed`, `head` and `embed_gradient`."""
+    slots: dict[str, int]
+    """As `buffers.Slots`: most values of a kind at once on the fullest rank."""
+    peaks: dict[str, int]
+    """Chunks that the fullest rank keeps at once: `in_flight` from forward to backward pass, then `w_queue`."""
+
+
+def counts(run: Run) -> Counts:
+    """The counts of the pipeline of `run`.
+
+    Raises:
+      UserError: the schedule does not exist for these numbers.
+    """
+    return _counts(_key(run), run.stash)
+
+
+def divergent_bubble(run: Run, f: float, b: float, w: float) -> float:
+    """Idle over ideal time where each rank runs its own operations and waits for its neighbours in every tick.
+
+    `f`, `b`, `w`: forward pass, input gradient, weight gradient of one micro-batch on one rank, in any unit.
+    """
+    total = f + b + w
+    return _divergent_bubble(_key(run), *(round(part / total, 2) for part in (f, b, w)))
+
+
+def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
+    """Idle over ideal time as the executor runs a table; costs as in `Schedule.bubble`.
+
+    That is `Schedule.bubble` in lock step, and more where so many ticks differ that all run what any of them does.
+    """
+    cost = {"F": f, "B": b if schedule.split else b + w, "W": w}
+    segments = _assembled(schedule, "residuals").segments
+    step = sum(cost[kind] * (s.stop - s.start) for s in segments for kind in s.kinds)
+    return step / schedule.virtual / (schedule.microbatches * (f + b + w)) - 1
+
+
+def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
+    """For `timeline.simulate`: in which share of the time a conditional of the compiled step takes its slowest branch.
+
+    Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
+    has as many, or else the nearest. Of layers of both kinds it is the share of those with experts.
+    """
+    if run.mesh.pp == 1:
+        return lambda conditional, trips: 1.0
+    program = _assembled(_table(_key(run)), run.stash)
+
+    def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
+        bodies = (module.computations[name] for name in conditional.called)
+        inside = [i.op_name for body in bodies for i in body]
+        if any("/attention/" in name for name in inside):
+            return run.shape.expert_share
+        column = COLUMNS["head" if any("loss" in name for name in inside) else "embed_gradient"]
+        ticks = trips[0] if trips else 1
+        segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))
+        return float(program.every[column][segment.start : segment.stop].mean())
+
+    return share
+
+
+class Key(NamedTuple):
+    """What a table depends on."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    virtual: int
+    group: int
+
+    @property
+    def fewer(self) -> tuple[int, int, int] | None:
+        """Two numbers of micro-batches, and how many times the way between them leads from the first to all of them.
+
+        None where the table is small, or the user's.
+        """
+        grouped = self.virtual > 1 and self.schedule in GROUPED
+        row = (self.group or self.ranks) if grouped else 1
+        small = 6 * row if grouped else 2 * self.ranks
+        small += (self.microbatches - small) % row
+        steps = (self.microbatches - small) // row
+        own = self.schedule.endswith(".csv")
+        return None if own or steps <= 1 else (small, small + row, steps)
+
+
+def _key(run: Run) -> Key:
+    return Key(run.schedule, run.mesh.pp, run.microbatches, run.virtual_stages, run.group)
+
+
+@functools.cache
+def _counts(key: Key, stash: str) -> Counts:
+    if key.fewer is None:
+        return _counted(key, stash)
+    small, larger, steps = key.fewer
+    first, second = (vars(_counted(key._replace(microbatches=m), stash)) for m in (small, larger))
+    line = {
+        field: {name: n + steps * (second[field][name] - n) for name, n in numbers.items()}
+        for field, numbers in first.items()
+    }
+    return Counts(**line)
+
+
+@functools.lru_cache(8)  # the same table for either stash
+def _table(key: Key) -> Schedule:
+    if key.schedule.endswith(".csv"):
+        return schedules.read_csv(key.schedule)
+    return schedules.build(*key)
+
+
+def _assembled(schedule: Schedule, stash: str) -> "Program":
+    # It imports numpy, for which a plan without a pipeline need not wait.
+    from ultrascale_jax.parallel.pipeline.program import assemble
+
+    return assemble(schedule, stash)
+
+
+@functools.cache
+def _counted(key: Key, stash: str) -> Counts:
+    schedule = _table(key)
+    program = _assembled(schedule, stash)
+    ticks = {"all": len(schedule.ticks)} | dict.fromkeys(KINDS, 0)
+    times = dict.fromkeys(ENOUGH, 0)
+    for segment in program.segments:
+        length = segment.stop - segment.start
+        for kind in segment.kinds:
+            ticks[kind] += length
+        for name, enough in ENOUGH.items():
+            needed = int(program.every[COLUMNS[name]][segment.start : segment.stop].sum())
+            times[name] += length if needed and needed >= enough * length else needed
+    peaks = {"in_flight": max(schedule.in_flight), "w_queue": max(schedule.w_queue)}
+    return Counts(ticks, times, vars(program.slots), peaks)
+
+
+@functools.cache
+def _divergent_bubble(key: Key, f: float, b: float, w: float) -> float:
+    """Of more than 8 micro-batches a rank continued from 6 and 8, which is within 1% of the work."""
+
+    def step(m: int) -> float:
+        return m * (1 + _table(key._replace(microbatches=m)).bubble(f, b, w, "divergent"))
+
+    m, p = key.microbatches, key.ranks
+    if key.schedule.endswith(".csv") or m <= 8 * p:
+        return step(m) / m - 1
+    small, larger = 6 * p, 8 * p
+    first = step(small)
+    return (first + (m - small) / (larger - small) * (step(larger) - first)) / m - 1

@@ -1,0 +1,117 @@
+"""How much memory a pipeline needs beside its state, from the slots of the executor's buffers; no JAX.
+
+Between ticks there are the parameters as they are used, float32 sums of gradients, and ring buffers, each with one slot
+more than the table needs, for idle ranks (`parallel/pipeline/executor.py`). Within a tick the largest moment is in the
+loop over layers or in the loss. As in `memory.py` every term is a buffer of XLA's program;
+`docs/planning/pipelines.csv` has the sums beside XLA's own.
+"""
+
+from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas.activations import (
+    Layer,
+    document_mask,
+    experts_passed,
+    kept,
+    loss_chunks,
+    working_set,
+)
+from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, rest
+from ultrascale_jax.plan.workload import Run
+
+
+def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """Parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
+    whole = weights.blocks + weights.tables
+    cast = run.precision != "fp32" or 0 < run.zero < 3
+    return {
+        "compute parameters": layer.width * cast * (rest(run, weights) if run.zero == 3 else whole),
+        "accumulation buffer": 4 * (rest(run, weights) if run.zero >= 2 else whole),
+    }
+
+
+def rings(run: Run, layer: Layer) -> dict[str, float]:
+    """The ring buffers, and the values of this tick."""
+    slots, stashes = pipeline.counts(run).slots, run.stash == "residuals"
+    chunks = slots["residuals"] + 1 if stashes else 0
+    parts = _kept(run, layer, chunks)
+    sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
+    parts["activations: stage inputs"] = sent * layer.width * layer.residual
+    if slots["weights"]:
+        queue = (slots["weights"] + 1) * run.chunk_layers * waiting(run, layer)
+        parts["activations: W queue"] = queue
+    return parts
+
+
+def _kept(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
+    """What so many stages keep, by kind."""
+    layers = chunks * run.chunk_layers
+    return {f"activations: {name}": layers * size for name, size in kept(run, layer).items()}
+
+
+def waiting(run: Run, layer: Layer) -> float:
+    """Bytes with which the weight gradients of one layer wait: what its matrix products read, and their cotangents.
+
+    The product of gate and up is made again, except where it is kept. What the norms give waits as it is kept: with
+    `none` gathered, with `dots` as the norms' float32 inputs.
+    """
+    a = layer.width
+    norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(run.remat, a * layer.residual)
+    wide = (3 if run.remat == "none" else 4) if run.shape.gated else 2
+    values = 2 * (layer.residual + layer.query + layer.key) + wide * layer.ffn
+    return 2 * norms + a * values
+
+
+def beside(run: Run) -> bool:
+    """Whether a tick has forward and backward passes, of different stages."""
+    ticks = pipeline.counts(run).ticks
+    return ticks["F"] + ticks["B"] > ticks["all"]
+
+
+def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
+    """What is there at the moments that may need most.
+
+    If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
+    """
+    living = sums(run, weights, layer) | rings(run, layer)
+    loss = living | _head(run, weights, layer)
+    if not beside(run):
+        tables = (
+            weights.tables
+            if run.zero < 2
+            else rest(run, weights) - rest(run, weights, tables=False)
+        )
+        loss["accumulation buffer"] = 4 * tables
+    return [living | _layers(run, weights, layer), loss]
+
+
+def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """The backward pass of one layer, and beside it the forward pass of another where a tick has both.
+
+    Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read
+    and written; what the next layer's backward pass reads is read ahead. A stage of which the input alone is stashed
+    has its forward pass repeated.
+    """
+    a, both = layer.width, beside(run)
+    params = weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
+    ahead = sum(kept(run, layer).values()) if both and run.stash == "residuals" else 0
+    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_passed(run, layer)
+    copies = a * expert_matrices(run) * weights.routed
+    return {
+        "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
+        "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
+        "workspace": working_set(run, layer) + both * forward + ahead + copies,
+        "activations: document mask": (1 + both) * document_mask(run, layer),
+        **(_kept(run, layer, 1) if run.stash == "input" else {}),
+    }
+
+
+def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """The loss: a chunk of logits in float32 and of their gradient, the head and its gradient, and the embedding."""
+    a, (chunks, logits) = layer.width, loss_chunks(run)
+    gathers = 2 if run.zero == 3 and run.shards > 1 else 0
+    return {
+        "communication buffers": gathers * a * weights.table,
+        "gradients": (4 if chunks > 1 else a) * weights.table,
+        "activations: logits": (1 + a / 4) * logits,
+        "workspace": 4 * a * layer.whole,
+    }

@@ -1,0 +1,347 @@
+"""How long one step takes, from formulas; no JAX.
+
+A step is its micro-batches on the slowest stage of the pipeline, the bubble, the communication that arithmetic does not
+hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
+"""
+
+from dataclasses import dataclass
+
+from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
+from ultrascale_jax.plan.formulas.activations import kept, layer_of
+from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, Software
+from ultrascale_jax.plan.formulas.layer_time import Arithmetic, Product
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.validation import nanotron
+from ultrascale_jax.plan.workload import Group, Run, group
+
+SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
+"""Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One optimizer step."""
+
+    step_s: float
+    """Seconds."""
+    tokens_per_s_gpu: float
+    """Tokens that one GPU trains on in a second."""
+    mfu: float
+    """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted,
+    over the peak of `run.precision`."""
+    parts: dict[str, float]
+    """What takes how many seconds; together `step_s`."""
+
+
+def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Estimate:
+    """One step of `run` on `cluster` by `software`."""
+    step = Step(run, cluster, software)
+    parts = step.parts()
+    seconds = sum(parts.values())
+    if software.stall_risk is not None and (risk := software.stall_risk(run, cluster)):
+        # Between a step that ran and one that stalled, nearer to the likelier.
+        parts["stalls"] = seconds * ((1 + step.stall() / seconds) ** risk - 1)
+        seconds += parts["stalls"]
+    speed = run.step_tokens / seconds / run.num_gpus
+    mfu = run.mfu(seconds, cluster.gpu)
+    return Estimate(seconds, speed, mfu, {name: s for name, s in parts.items() if s > 0})
+
+
+class Step(Arithmetic):
+    """The terms of one step on one GPU, in seconds."""
+
+    def __init__(self, run: Run, cluster: Cluster, software: Software):
+        super().__init__(run, cluster, software)
+        self.tensor_axes = "exposed " + (
+            "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
+        )
+        self.shards = self.group(*SHARDED[0])
+
+    def parts(self) -> dict[str, float]:
+        """The whole step by what takes it."""
+        m, pp = self.run.microbatches, self.mesh.pp
+        layer, head, loss = self.layer(), self.head(), self.loss()
+        layer_s, head_s = sum(layer.values()), sum(head.values())
+        stages = self.stages()
+        times = [n * layer_s + h * head_s + e * loss for n, h, e in stages]
+        busiest = max(times)
+        layers, heads, losses = stages[times.index(busiest)]
+        slowest = max(busiest, self.logits(stages))
+        parts = {name: m * layers * seconds for name, seconds in layer.items()}
+        for name, seconds in head.items():
+            parts[name] = parts.get(name, 0.0) + m * heads * seconds
+        parts["loss"] = m * losses * loss
+        if pp > 1 and self.software.by_cost:  # 1F1B of separate programs, as nanotron runs it
+            parts["bubble"] = sum(times) - busiest
+            parts["exposed pp"] = 2 * (m + pp - 1) * self.hand_over() + m * (slowest - busiest)
+        elif pp > 1:
+            parts |= self.pipeline(layer_s, heads * head_s + losses * loss)
+        for name, seconds in self.once_a_step(slowest).items():
+            parts[name] = parts.get(name, 0.0) + seconds
+        return parts | {"step overhead": self.software.step_s}
+
+    def stall(self) -> float:
+        """What a stalled step takes more."""
+        m, pp = self.run.microbatches, self.mesh.pp
+        if pp == 1:
+            return m * self.software.network_stall_s
+        return (m + pp - 1) * min(pp - 1, 2) * self.software.stall_s
+
+    def stages(self) -> list[tuple[float, float, float]]:
+        """Layers, and shares of head and loss, of every stage."""
+        pp = self.mesh.pp
+        if self.software.by_cost and pp > 1:
+            return [(s.layers, s.head, s.loss) for s in nanotron.stages(self.shape, pp)]
+        return [(self.run.rank_layers, 1 / pp, 1 / pp)] * pp
+
+    def copies(self) -> float:
+        """Copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
+
+        What a layer kept is read ahead, its part of the stacks of parameters and of the sums of gradients is cut out,
+        and the W queue is written and read.
+        """
+        run = self.run
+        if run.mesh.pp == 1 or self.software.by_cost or not pipeline_memory.beside(run):
+            return 0.0
+        count = sum(n for n, _ in self.layer_params())
+        params = count / (self.shards.ranks if run.zero == 3 else 1)
+        sums = count / (self.shards.ranks if run.zero >= 2 else 1)
+        layer = layer_of(run)
+        activations = 2 * sum(kept(run, layer).values())
+        if pipeline.counts(run).slots["weights"]:
+            activations += 2 * pipeline_memory.waiting(run, layer)
+        return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
+
+    def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
+        """What the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
+
+        In lock step a tick takes what it runs on any rank. A tick sends activations forward and gradients back; the
+        first stage's input and its gradient, the last one's result and its gradient are summed over all ranks, for all
+        hold a part of the vocabulary.
+        """
+        run, counts = self.run, pipeline.counts(self.run)
+        m, rank_s = run.microbatches, run.rank_layers * layer_s
+        passes, weight = self.passes, self.passes.backward_products / 2
+        times = passes.forward, passes.backward - weight + self.recomputed(), weight
+        f, b, w = (rank_s * part / sum(times) for part in times)
+        if run.divergent:
+            idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
+        else:
+            chunks = {"F": f, "B": b if counts.slots["weights"] else b + w, "W": w}
+            ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
+            idle = ticks / run.virtual_stages - m * rank_s
+        idle += (counts.times["head"] - m) * head_s
+        size = 2 * run.tokens * self.shape.d_model / self.mesh.sp
+        summed = self.collective("all-reduce", size, self.group("pp"))
+        sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
+        sends = counts.ticks["F"] + counts.ticks["B"]
+        return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
+
+    def logits(self, stages: list[tuple[float, float, float]]) -> float:
+        """Sending the logits of one micro-batch where the loss is on another stage than the head."""
+        if all(head == loss for _, head, loss in stages):
+            return 0.0
+        size = 2 * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
+        return self.collective("collective-permute", size, self.group("pp"))
+
+    def layer(self) -> dict[str, float]:
+        """Forward and backward pass of one micro-batch through one layer."""
+        passes, repeated = self.passes, self.recomputed()
+        forward_s, backward_s = passes.forward, passes.backward + repeated
+        parts = {
+            "matrix products": sum(passes.products.values()) + passes.backward_products,
+            "attention": passes.attention + passes.attention_backward,
+            "memory traffic": passes.traffic
+            + self.accumulation(self.layer_params())
+            + self.copies(),
+            "recomputation": repeated,
+            self.tensor_axes: self.tensor_group(),
+            "exposed cp": sum(self.exchanged()),
+            "exposed ep": self.experts(),
+            "exposed fsdp": self.parameters(self.layer_params()[:1], forward_s, backward_s)
+            + self.matrices_of_experts(),
+            "exposed offload": self.offload(forward_s + backward_s),
+        }
+        host = self.software.host_s
+        if self.mesh.pp > 1 and self.cluster.nodes > 1 and self.tensor.ranks > 1:
+            host += self.software.host_rank_s * self.tensor.ranks
+        parts["host"] = max(0.0, host - sum(parts.values()))
+        return parts
+
+    def head(self) -> dict[str, float]:
+        """Output projection of one micro-batch, and gathering its table and the embedding's."""
+        shape, n = self.shape, self.tensor.ranks
+        shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, shape.d_model, 1)]
+        forward = self.gemms(shapes, backward=False, fp8=False)
+        backward = self.gemms(shapes, backward=True, fp8=False)
+        tables = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.d_model
+        params = [(tables / n, self.shards)]
+        return {
+            "matrix products": forward + backward,
+            "memory traffic": self.accumulation(params),
+            "exposed fsdp": self.parameters(params, forward, backward),
+        }
+
+    def loss(self) -> float:
+        """Cross-entropy of one micro-batch beside its matrix products."""
+        logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
+        return costs.memory_seconds(self.gpu, logits * self.software.logit_bytes)
+
+    def accumulation(self, params: list[tuple[float, Group]]) -> float:
+        """Adding the bfloat16 gradients of one micro-batch to those in float32, of a shard in ZeRO-2 and 3."""
+        if self.run.microbatches == 1:
+            return 0.0
+        counts = (n / (ranks.ranks if self.run.zero > 1 else 1) for n, ranks in params)
+        return costs.memory_seconds(self.gpu, 10 * sum(counts))
+
+    def recomputed(self) -> float:
+        """What the backward pass repeats of the forward pass: what is not kept; the last product of a layer never.
+
+        A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
+        """
+        remat, passes, seconds = self.run.remat, self.passes, 0.0
+        if self.mesh.pp > 1 and self.run.stash == "input":
+            seconds = passes.forward + self.tensor_group() / 2
+        if remat == "none":
+            return seconds
+        groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
+        kept = {name for names in groups for name in names}
+        seconds += passes.traffic / 3
+        if "attn_core" not in kept:
+            seconds += passes.attention + self.exchanged()[0]
+        for product, names in RESULTS.items():
+            own = set() if product == "routed up" and remat == "dots" else kept
+            again = sum(name not in own for name in names) / len(names)
+            seconds += passes.products[product] * again
+        gathered = 2 if "attn_out" in kept else 3
+        return seconds + gathered / self.software.tensor_passes * self.tensor_group()
+
+    def offload(self, layer: float) -> float:
+        """Copying activations to the host and back, beyond the time of the layer."""
+        if "offload" not in self.run.remat:
+            return 0.0
+        shape, n = self.shape, self.tensor.ranks
+        heads = shape.head_dim * shape.num_heads
+        kv_heads = shape.head_dim * max(shape.num_kv_heads, n)
+        widths = {"q": heads, "attn_core": heads, "k": kv_heads, "v": kv_heads}
+        widths |= {"gate": shape.d_ff, "up": shape.d_ff}
+        names = TrainConfig(remat=self.run.remat).remat_names()[1]
+        width = sum(widths.get(name, shape.d_model) for name in names)
+        copied = 2 * 2 * self.run.tokens * width / n
+        return max(0.0, costs.host_seconds(self.gpu, copied) - self.software.hide * layer)
+
+    def tensor_group(self) -> float:
+        """Gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
+        size = 2 * self.run.tokens * self.shape.d_model
+        passes = self.software.tensor_passes
+        if self.mesh.sp > 1:
+            seconds = passes * self.collective("all-gather", size, self.tensor)
+        else:
+            seconds = passes / 2 * self.collective("all-reduce", size, self.tensor)
+        return seconds * (self.software.tensor if self.tensor.nodes == 1 else 1.0)
+
+    def exchanged(self) -> tuple[float, float]:
+        """What attention waits for over cp, forward and backward."""
+        if self.mesh.cp == 1:
+            return 0.0, 0.0
+        passes = self.passes
+        return context.waited(self.run, self.cluster, passes.attention, passes.attention_backward)
+
+    def experts(self) -> float:
+        """Tokens to their experts and back, forward and backward, and there again if what came is not kept."""
+        if self.shape.experts is None:
+            return 0.0
+        remat = self.run.remat
+        kept = remat in ("none", "selective") or "dispatched" in remat
+        ways = self.shape.expert_share * (4 if kept else 5)
+        halves = experts.halves(self.run) == 2
+        waited = self.software.overlapped if halves else self.software.travel
+        return waited * ways * experts.travelling(self.run, self.cluster)
+
+    def layer_params(self) -> list[tuple[float, Group]]:
+        """Parameters of a mean layer on one GPU, whole over the axes of ZeRO, and the GPUs that share them."""
+        shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
+        router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
+        whole = shape.attention_matrices[2] + router
+        dense = whole + (shape.dense_params / shape.num_layers - whole) / n
+        found = [(dense, self.shards)]
+        if shape.routed_params:
+            routed = shape.routed_params / shape.num_layers / n / self.mesh.ep
+            found.append((routed, self.group(*SHARDED[1])))
+        return found
+
+    def parameters(
+        self, params: list[tuple[float, Group]], forward: float, backward: float
+    ) -> float:
+        """Parameters gathered twice (ZeRO-3) and gradients scattered (ZeRO-2 and 3), beyond that much arithmetic."""
+        hide = self.software.hide
+        gather, scatter = self.moved(params)
+        return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
+
+    def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
+        """Gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
+        zero, pieces, gather, scatter = self.run.zero, self.software.gathers, 0.0, 0.0
+        for count, ranks in params if zero >= 2 else ():
+            scatter += self.collective("reduce-scatter", 2 * count, ranks)
+            if zero == 3:
+                gather += pieces * self.collective("all-gather", 2 * count / pieces, ranks)
+        return gather, scatter
+
+    def matrices_of_experts(self) -> float:
+        """The same for routed experts, which a layer gathers for itself: only its attention and dense products hide it.
+
+        Backward these come after the experts, unless they are repeated before.
+        """
+        passes, hide = self.passes, self.software.hide
+        own = sum(passes.products[name] for name in ("routed up", "routed down"))
+        beside = hide * (passes.forward - passes.traffic / 3 - own)
+        again = beside if self.run.remat not in ("none", "selective") else 0.0
+        gather, scatter = self.moved(self.layer_params()[1:])
+        waits = gather - beside, gather - again, scatter - 2 * beside
+        return sum(max(0.0, seconds) for seconds in waits)
+
+    def hand_over(self) -> float:
+        """Activations of one micro-batch to the next stage."""
+        size = 2 * self.run.tokens * self.shape.d_model / self.mesh.sp
+        pp = self.group("pp")
+        return self.software.send_s + self.collective("collective-permute", size, pp)
+
+    def once_a_step(self, slowest: float) -> dict[str, float]:
+        """Gradients summed and parameters gathered outside the micro-batches, and the optimizer."""
+        run, shape, mesh, software = self.run, self.shape, self.mesh, self.software
+        layers = shape.num_layers / mesh.pp if software.by_cost else run.rank_layers
+        tables = 1 if shape.tied_embeddings else 2
+        table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
+        reduce = scatter = gather = kept = 0.0
+        for (count, shards), axes in zip(self.layer_params(), SHARDED, strict=False):
+            count = count * layers + (table if axes == SHARDED[0] else 0.0)
+            owned = count / (shards.ranks if run.zero else 1)
+            whole = self.group("dp", *(() if run.zero else axes))
+            reduce += self.summed("all-reduce", 4 * owned, whole)
+            kept += owned
+            if run.zero == 1:
+                scatter += self.summed("reduce-scatter", 4 * count, shards)
+            if run.zero in (1, 2):
+                seconds = self.collective("all-gather", 2 * count, shards)
+                gather += seconds * (1 + software.gather * (shards.nodes - 1))
+        seconds = {"exposed dp": reduce, "exposed fsdp": scatter}
+        if software.reduce_in_backward:
+            hidden = software.hide * slowest * 2 / 3
+            seconds = {name: max(0.0, s - hidden) for name, s in seconds.items()}
+        seconds["exposed fsdp"] += gather
+        # Float32 parameter, gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
+        traffic = kept * (14 + 2 * run.moment_bytes)
+        return seconds | {"optimizer": costs.memory_seconds(self.gpu, traffic)}
+
+    def summed(self, kind: str, size: float, ranks: Group) -> float:
+        """Gradients of a step over `ranks`, one tensor at a time where the backward pass does it."""
+        pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
+        pieces = pieces if self.software.reduce_in_backward else 1
+        return self.software.reduce * pieces * self.collective(kind, size / pieces, ranks)
+
+    def group(self, *axes: str) -> Group:
+        return group(self.mesh, axes, self.cluster.gpus_per_node)
+
+    def collective(self, kind: str, size: float, ranks: Group) -> float:
+        return costs.collective_seconds(self.cluster, kind, size, ranks)

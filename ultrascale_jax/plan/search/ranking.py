@@ -1,0 +1,348 @@
+"""Which of the legal ways to train a model is the fastest that fits.
+
+The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
+maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
+`speed.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`, and the
+winner is the fastest of those. `cp` is tried for long sequences, and where nothing that this release runs fits without;
+`ep` for models with experts, within a node where something fits so.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.config import AXES, Config, MeshConfig
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import Estimate, estimate
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.search.search_space import (
+    REMAT,
+    UNTRAINED,
+    Choices,
+    Space,
+    configured,
+    divisors,
+    drawback,
+    enumerate_runs,
+)
+from ultrascale_jax.plan.workload import GIB, Run, Shape
+
+MARGIN = 0.85
+"""Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""
+
+NEAR = 1.25
+"""A candidate that needs up to so many times the memory is a near miss."""
+
+NEAR_MISSES = 3
+"""Near misses that are shown."""
+
+PROMISING = 1.5
+"""A kind of candidate is not compiled if by formula the best of it is so many times slower than the best of all."""
+
+LONG, PIECE = 2**15, 2**13
+"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's piece of it at least: of
+so many the attention of Llama-3-8B hides keys and values that come from another node."""
+
+NEEDLESS = "recomputes without need"
+"""The reason of what `MARGIN` prunes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What a compiled program says of one step on one GPU."""
+
+    peak_bytes: int
+    step_s: float
+    parts: Mapping[str, float]
+    """Seconds by what takes them."""
+
+
+type Evaluate = Callable[[Config], Compiled]
+"""Compiles one configuration and times it; may raise `NotCompiled`."""
+
+
+type Kind = tuple[int, int, bool, bool]
+"""What the candidates have in common of which one is compiled to correct the formulas of all."""
+
+
+class NotCompiled(Exception):
+    """A candidate could not be compiled; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train the model, and what is known of it."""
+
+    run: Run
+    refusal: str
+    """Why it is not recommended; empty if it may be."""
+    formula_bytes: int
+    estimate: Estimate
+    compiled: Compiled | None = None
+    failure: str = ""
+    """Why it did not compile."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the compiled program, or by formula."""
+        return self.compiled.peak_bytes if self.compiled else self.formula_bytes
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Seconds by what takes them: of the compiled program, or by formula and uncorrected."""
+        return self.compiled.parts if self.compiled else self.estimate.parts
+
+
+class Search:
+    """One search under way; what it has found so far can be asked for at any time, also after an interrupt."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        cluster: Cluster,
+        choices: Choices | None = None,
+        shape: Shape | None = None,
+        precision: str | None = None,
+    ):
+        """Search for the model, batch and sequence length of `cfg` on `cluster`.
+
+        Args:
+          choices: what is pinned.
+          shape: the model, where `cfg.model` cannot say it.
+          precision: the type of compute, where `cfg.train.precision` cannot say it.
+        """
+        self.cfg, self.cluster = cfg, cluster
+        self.counts = dict.fromkeys(("candidates", "fits", "does not fit", NEEDLESS), 0)
+        """How many candidates there were, and how many were pruned for which reason."""
+        self._candidates: dict[Run, Candidate] = {}
+        self._misses: list[tuple[int, Run]] = []
+        self._choices, self._shape, self._precision = choices or {}, shape, precision
+        self._space = Space()
+        self._ratios: dict[Kind, list[float]] = {}
+
+    def predict(self, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Rank all candidates by formula; `advance` is told how many of how many are done."""
+        axes, sizes = [axis for axis in AXES if axis not in ("cp", "ep")], self._pieces()
+        within, across = self._parts()
+        self._predict(axes, {**sizes, **within, **self._choices}, advance)
+        if not self._usable and across and "ep" not in self._choices:
+            self._predict(axes, {**sizes, **across, **self._choices}, advance)
+        if not self._usable and "cp" not in self._choices:
+            self._predict([*axes, "cp"], {**within, **self._choices}, advance)
+
+    @property
+    def _usable(self) -> bool:
+        """Whether something fits that may be recommended, or could be if the trainer had the model."""
+        return any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
+
+    def _parts(self) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
+        """Sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
+        experts, node = self.cfg.model.experts, self.cluster.gpus_per_node
+        if experts is None:
+            return {}, {}
+        sizes = divisors(math.gcd(experts.num, self.cluster.num_gpus))
+        return {"ep": [size for size in sizes if size <= node]}, {"ep": sizes}
+
+    def _pieces(self) -> dict[str, Sequence[int]]:
+        """Sizes of cp that are tried beside everything else."""
+        tokens = self.cfg.data.seq_len
+        sizes = divisors(self.cluster.num_gpus) if tokens >= LONG else ()
+        return {"cp": [size for size in sizes if tokens >= size * PIECE]} if sizes else {}
+
+    def _predict(
+        self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
+    ) -> None:
+        known = set(self._space.runs)
+        self._space = enumerate_runs(
+            self.cfg, self.cluster, choices, axes, self._shape, self._precision
+        )
+        runs = [run for run in self._space.runs if run not in known]
+        self.counts["candidates"] += len(runs)
+        self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}
+        enough = None
+        for done, run in enumerate(runs):
+            advance(done, len(runs))
+            alike = run.mesh, run.zero, run.microbatches, run.schedule, run.virtual_stages
+            if alike == enough and run.remat in REMAT:
+                self.counts[NEEDLESS] += 1
+                continue
+            peak = breakdown(run).peak_bytes
+            if peak > self.usable_bytes:
+                self.counts["does not fit"] += 1
+                self._misses.append((peak, run))
+                continue
+            self.counts["fits"] += 1
+            self._candidates[run] = self._candidate(run, peak)
+            if peak <= MARGIN * self.usable_bytes and run.remat in REMAT:
+                enough = alike
+        advance(len(runs), len(runs))
+
+    def _candidate(self, run: Run, peak: int) -> Candidate:
+        return Candidate(
+            run=run,
+            refusal=self._space.refusal or drawback(run),
+            formula_bytes=peak,
+            estimate=estimate(run, self.cluster),
+        )
+
+    def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
+        """Compile `most` of those that may be recommended, and yield each before it is compiled.
+
+        First the best of each kind, then more of the kind that turns out the fastest. If none of them fits, up to as
+        many again are tried; if two fail and none succeeds, no more.
+        """
+        for attempt in range(2 * most):
+            tried = [c for c in self._candidates.values() if c.compiled or c.failure]
+            compiled = [c for c in tried if c.compiled]
+            following = self._next({kind(c.run) for c in tried})
+            enough = attempt >= most and any(map(self.fits, compiled))
+            if following is None or enough or (len(tried) >= 2 and not compiled):
+                return
+            yield following
+            try:
+                result = evaluate(configured(self.cfg, following.run))
+            except NotCompiled as error:
+                done = dataclasses.replace(following, failure=str(error))
+            else:
+                done = dataclasses.replace(following, compiled=result)
+                ratio = result.step_s / following.estimate.step_s
+                self._ratios.setdefault(kind(done.run), []).append(ratio)
+            self._candidates[done.run] = done
+
+    def _next(self, known: set[Kind]) -> Candidate | None:
+        """What to compile next, where something of the kinds in `known` is compiled."""
+        ours = [c for c in self.ranking if not c.refusal]
+        waiting = [c for c in ours if not (c.compiled or c.failure)]
+        if not waiting:
+            return None
+        limit = PROMISING * min(c.estimate.step_s for c in ours)
+        unknown = (c for c in waiting if kind(c.run) not in known and c.estimate.step_s <= limit)
+        alike = (c for c in waiting if kind(c.run) == kind(ours[0].run))
+        return next(unknown, None) or next(alike, waiting[0])
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a run may take on one GPU."""
+        return self.cluster.gpu.usable_bytes
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether one GPU's memory is enough, by the best that is known."""
+        return candidate.peak_bytes <= self.usable_bytes
+
+    def correction(self, run: Run) -> float:
+        """Compiled over formula in the time of a step: median of the runs of its kind that are compiled, or of all."""
+        every = [ratio for ratios in self._ratios.values() for ratio in ratios]
+        return statistics.median(self._ratios.get(kind(run), every) or [1.0])
+
+    def step_s(self, candidate: Candidate) -> float:
+        """Seconds of a step: of the compiled program, or by formula and corrected."""
+        if candidate.compiled:
+            return candidate.compiled.step_s
+        return candidate.estimate.step_s * self.correction(candidate.run)
+
+    @property
+    def ranking(self) -> list[Candidate]:
+        """What fits by formula: the compiled by step time, then the rest by formula, then what the compiler refuted."""
+        candidates = self._candidates.values()
+        works = any(c.compiled for c in candidates)
+
+        def place(c: Candidate) -> tuple[int, float, int]:
+            refuted = not self.fits(c) or (works and c.failure != "")
+            return 2 if refuted else 0 if c.compiled else 1, self.step_s(c), c.peak_bytes
+
+        return sorted(candidates, key=place)
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The best that fits and that may be recommended."""
+        usable = (c for c in self.ranking if not c.refusal and self.fits(c))
+        return next(usable, None)
+
+    @property
+    def closest(self) -> tuple[int, Run] | None:
+        """Of what does not fit, the run that needs the least memory, and the bytes that it needs."""
+        return min(self._misses, key=lambda miss: miss[0], default=None)
+
+    def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
+        """By section, candidates and their verdicts: `top` meshes, the winner with one change, near misses."""
+        ranking, best = self.ranking, self.winner
+        near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
+        missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.step_s)
+        sections = {
+            "the best of each mesh": best_per_mesh(ranking)[:top],
+            "one change to the best": [] if best is None else self._changed(best),
+            "would need more memory": best_per_mesh(missed)[:NEAR_MISSES],
+        }
+        return {
+            name: [(c, self._verdict(c, best)) for c in candidates]
+            for name, candidates in sections.items()
+        }
+
+    def _changed(self, best: Candidate) -> list[Candidate]:
+        """Other micro-batches, ZeRO stages, recompute policies or schedules on the mesh of `best`."""
+        alternatives = [
+            run
+            for run in self._space.runs
+            if run.mesh == best.run.mesh
+            and sum(a != b for a, b in zip(_work(run), _work(best.run), strict=True)) == 1
+        ]
+        found = [
+            self._candidates.get(run) or self._candidate(run, breakdown(run).peak_bytes)
+            for run in alternatives
+        ]
+        return sorted(found, key=lambda c: (not self.fits(c), self.step_s(c)))
+
+    def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
+        """What distinguishes `candidate`, or the reason why it lost to `best`."""
+        if not self.fits(candidate):
+            source = "compiled, it" if candidate.compiled else "it"
+            need, usable = (size / GIB for size in (candidate.peak_bytes, self.usable_bytes))
+            return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB"
+        if candidate is best:
+            return "best"
+        failure = f"does not compile: {candidate.failure}" if candidate.failure else ""
+        slower = "" if best is None else self._difference(candidate, best)
+        return "; ".join(text for text in (failure, candidate.refusal, slower) if text)
+
+    def _difference(self, candidate: Candidate, best: Candidate) -> str:
+        """How much slower or faster than `best`, and the part that costs the most, both from one source."""
+        share = self.step_s(candidate) / self.step_s(best) - 1
+        if abs(share) < 0.001:
+            return "as fast"
+        text = f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
+        alone = candidate.estimate.step_s / best.estimate.step_s - 1
+        one_source = candidate.compiled is not None and best.compiled is not None
+        if not one_source and alone * share < 0:
+            return f"{text}, by formula alone {alone:+.1%}"
+        own, other = (c.parts if one_source else c.estimate.parts for c in (candidate, best))
+        sign = math.copysign(1, share)
+        costs = {
+            name: sign * (own.get(name, 0.0) - other.get(name, 0.0))
+            for name in sorted({*own, *other})
+        }
+        name, cost = max(costs.items(), key=lambda item: item[1])
+        return f"{text}: {name} {sign * cost / sum(other.values()):+.1%}" if cost > 0 else text
+
+
+def kind(run: Run) -> Kind:
+    """Tensor group, ZeRO stage, cp, ep: on these it depends what communication is hidden, where formulas err most."""
+    return run.mesh.tensor, run.zero, run.mesh.cp > 1, run.mesh.ep > 1
+
+
+def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
+    """The compiled, and the first of each mesh."""
+    seen: set[MeshConfig] = set()
+    kept = []
+    for c in ranking:
+        if c.compiled or c.run.mesh not in seen:
+            kept.append(c)
+        seen.add(c.run.mesh)
+    return kept
+
+
+def _work(run: Run) -> tuple[Any, ...]:
+    pipeline = run.schedule, run.virtual_stages
+    return run.microbatches, run.zero, (run.remat, run.stash), pipeline

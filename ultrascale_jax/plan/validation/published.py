@@ -1,0 +1,184 @@
+"""Runs of other trainers as their makers published them, beside the estimate for this project's trainer.
+
+A row names its model by sizes and its machine by `find_cluster`, so any run can be added to the file. None of the
+planner's constants was fitted to these runs.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, parse_mesh, require
+from ultrascale_jax.plan.formulas import memory
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.validation.validate import count, lines, measured
+from ultrascale_jax.plan.workload import GIB, Run, Shape
+
+PRECISIONS = ("bf16", "fp32", "fp8")
+NAMES = ("source", "software", "model")
+SIZES = (*("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),)
+COLUMNS = (
+    *NAMES,
+    *SIZES,
+    *("gated", "gpu", "cluster", "gpus", "mesh", "seq_len", "mbs", "gas", "zero", "remat"),
+    *("precision", "schedule", "virtual_stages", "tok_s_gpu", "mem_gib", "assumed"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published run."""
+
+    source: str
+    """Where it was published."""
+    software: str
+    model: str
+    run: Run
+    cluster: Cluster
+    tokens_per_s_gpu: float
+    """Measured."""
+    memory_gib: float | None
+    """Measured, if published."""
+    assumed: str
+    """What the source does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row with what the formulas say of the same run by this project's trainer (software `ULTRASCALE`)."""
+
+    row: Row
+    tokens_per_s_gpu: float
+    memory_gib: float
+
+    @property
+    def ratio(self) -> float:
+        """Throughput predicted over measured."""
+        return self.tokens_per_s_gpu / self.row.tokens_per_s_gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The rows of one software, with or without a pipeline, in one precision."""
+
+    software: str
+    pipeline: bool
+    precision: str
+    rows: int
+    median_ratio: float
+    """Throughput predicted over measured."""
+    median_error: float
+    """Median of |log(predicted / measured)|."""
+    worst_ratio: float
+    """The furthest from 1."""
+
+
+def is_published(path: Path) -> bool:
+    """Whether the file has the column `software`, which the playbook's benchmark has not.
+
+    Raises:
+      UserError: it is no CSV file with rows.
+    """
+    return "software" in lines(path, ())[0][1]
+
+
+def read(path: Path) -> list[Row]:
+    """The runs of a CSV file in the columns of docs/planning/published_runs.csv.
+
+    Raises:
+      UserError: the file or a column is not there, or a value makes no sense; with the line and the column.
+    """
+    found = []
+    for where, line in lines(path, COLUMNS):
+        try:
+            found.append(_row(line))
+        except UserError as error:
+            raise UserError(where + str(error)) from None
+    return found
+
+
+def _row(line: dict[str, str]) -> Row:
+    for name in NAMES:
+        require(line[name] != "", name, line[name], "must not be empty")
+    run = run_of(line)
+    speed = measured("tok_s_gpu", line["tok_s_gpu"])
+    if speed is None:
+        raise UserError(f"tok_s_gpu={line['tok_s_gpu']!r}: must be a positive number")
+    return Row(
+        source=line["source"],
+        software=line["software"],
+        model=line["model"],
+        run=run,
+        cluster=find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus),
+        tokens_per_s_gpu=speed,
+        memory_gib=measured("mem_gib", line["mem_gib"]),
+        assumed=line["assumed"],
+    )
+
+
+def run_of(line: dict[str, str]) -> Run:
+    """The run of one line of the file.
+
+    Raises:
+      UserError: a value makes no sense, or the mesh has not so many GPUs; names the column.
+    """
+    sizes: dict[str, Any] = {name: count(name, line[name]) for name in SIZES}
+    zero: Any = count("zero", line["zero"], 0, 3)
+    precision: Any = line["precision"]
+    fix = f"choose one of {', '.join(PRECISIONS)}"
+    require(precision in PRECISIONS, "precision", precision, fix)
+    sharding = {"fsdp": 1} | parse_mesh(line["mesh"])
+    mesh = MeshConfig(**sharding).resolve(count("gpus", line["gpus"]))
+    seq_len = count("seq_len", line["seq_len"])
+    require(seq_len % mesh.cp == 0, "seq_len", seq_len, f"cp={mesh.cp} must divide it")
+    return Run(
+        shape=Shape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1),
+        mesh=mesh,
+        seq_len=seq_len,
+        sequences=count("mbs", line["mbs"]),
+        microbatches=count("gas", line["gas"]),
+        zero=zero,
+        remat=TrainConfig(remat=line["remat"]).remat,
+        precision=precision,
+        schedule=line["schedule"] or "1f1b",
+        virtual_stages=count("virtual_stages", line["virtual_stages"]),
+    )
+
+
+def predict(row: Row) -> Prediction:
+    """Throughput and memory of a row by this project's trainer."""
+    return Prediction(
+        row=row,
+        tokens_per_s_gpu=estimate(row.run, row.cluster).tokens_per_s_gpu,
+        memory_gib=memory.breakdown(row.run).peak_bytes / GIB,
+    )
+
+
+def summaries(predictions: Iterable[Prediction]) -> list[Summary]:
+    """Predictions by software, pipeline and precision, compared with what was measured."""
+    groups: dict[tuple[str, bool, str], list[float]] = {}
+    for one in predictions:
+        run = one.row.run
+        key = (one.row.software, run.mesh.pp > 1, run.precision)
+        groups.setdefault(key, []).append(one.ratio)
+    return [
+        Summary(
+            software=key[0],
+            pipeline=key[1],
+            precision=key[2],
+            rows=len(ratios),
+            median_ratio=statistics.median(ratios),
+            median_error=median_error(ratios),
+            worst_ratio=max(ratios, key=lambda ratio: abs(math.log(ratio))),
+        )
+        for key, ratios in sorted(groups.items())
+    ]
+
+
+def median_error(ratios: Iterable[float]) -> float:
+    """Median of |log(predicted / measured)|."""
+    return statistics.median(abs(math.log(ratio)) for ratio in ratios)

@@ -1,0 +1,316 @@
+"""The formulas beside the playbook's benchmark: each run predicted with nanotron's settings, and the constants' fit.
+
+The rows' halves are `nanotron.is_calibration`: constants are fitted on one, the other is the test. Left out are rows
+that contradict themselves (dp * mbs * gas is not gbs); a configuration that was run several times counts once, with
+its best throughput, since a repeat that ran far slower met a fault.
+"""
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.plan.formulas.framework import NANOTRON, Software
+from ultrascale_jax.plan.formulas.step_time import Step, estimate
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.validation import nanotron
+from ultrascale_jax.plan.workload import GIB, Run
+
+COUNTS = ("nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero")
+MEASURED = ("tok_s_gpu", "mem_gb")
+
+FITTED = (
+    *("matmul", "logit_bytes", "host_s", "host_rank_s", "tensor", "hide"),
+    *("reduce", "gather", "send_s", "step_s", "stall_s", "network_stall_s"),
+)
+"""Constants of `Software` that `calibrate` fits."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration."""
+
+    model: str
+    nodes: int
+    run: Run
+    cluster: Cluster
+    tokens_per_s_gpu: float | None
+    """Measured, or none if the run failed."""
+    memory_gib: float | None
+    """Measured on the first stage."""
+    calibration: bool
+    """Of the half on which constants are fitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row with what the formulas say."""
+
+    row: Row
+    tokens_per_s_gpu: float
+    either: float
+    """Tokens/s/GPU of a step that ran or of one that stalled, whichever is nearer to the measured: no prediction."""
+    memory_gib: float
+    """Of the first stage."""
+    fits: bool
+    """Whether every stage fits."""
+    impossible: bool
+    """Whether not even what is certainly needed fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The rows of one model on one number of nodes."""
+
+    model: str
+    nodes: int
+    rows: int
+    """Those that ran."""
+    spearman: float | None
+    """Rank correlation of predicted and measured throughput; none with fewer than three rows."""
+    spearman_either: float | None
+    """The same if it were known which rows stalled."""
+    first_choice: float | None
+    """Measured throughput of the fastest by prediction, of those predicted to fit, over the best measured."""
+    speed_error: float | None
+    """Median of |log(predicted / measured)| of the throughput."""
+    memory_error: float | None
+    """Median relative error."""
+    fits_right: int
+    """Of `fits_of` rows that ran or cannot possibly fit, those whose fit is predicted."""
+    fits_of: int
+
+
+def read(path: Path) -> tuple[list[Row], int]:
+    """The configurations of a CSV file in the benchmark's columns, and how many rows contradict themselves.
+
+    Raises:
+      UserError: the file or a column is not there, or a value makes no sense; with the line and the column.
+    """
+    found: dict[Run, Row] = {}
+    contradictory = 0
+    for where, line in lines(path, ("model", *COUNTS, *MEASURED)):
+        row = _row(where, line)
+        if row is None:
+            contradictory += 1
+            continue
+        other = found.get(row.run)
+        if other is None or (row.tokens_per_s_gpu or 0) > (other.tokens_per_s_gpu or 0):
+            found[row.run] = row
+    return list(found.values()), contradictory
+
+
+def _row(where: str, line: dict[str, str]) -> Row | None:
+    counts = {
+        name: count(where + name, line[name], 0, 1)
+        if name == "zero"
+        else count(where + name, line[name])
+        for name in COUNTS
+    }
+    speed, memory = (measured(where + name, line[name]) for name in MEASURED)
+    models = ", ".join(nanotron.SHAPES)
+    require(
+        line["model"] in nanotron.SHAPES, where + "model", line["model"], f"the models are {models}"
+    )
+    if counts["dp"] * counts["mbs"] * counts["gas"] != counts["gbs"]:
+        return None
+    try:
+        run = nanotron.run_of(line)
+    except UserError as error:
+        raise UserError(where + str(error)) from None
+    cluster = find_cluster("playbook", "h100", run.num_gpus)
+    fix = f"dp * pp * tp is {run.num_gpus} GPUs, {cluster.nodes} nodes of {cluster.gpus_per_node}"
+    require(counts["nodes"] == cluster.nodes, where + "nodes", counts["nodes"], fix)
+    calibration = nanotron.is_calibration(line)
+    return Row(line["model"], cluster.nodes, run, cluster, speed, memory, calibration)
+
+
+def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV file as text, each after its place as errors name it: `FILE, line N, `.
+
+    Raises:
+      UserError: the file or one of `columns` is not there, there are no rows, or one is longer than the header.
+    """
+    require(path.is_file(), "runs", str(path), "there is no such file")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, restval="")
+            missing = [name for name in columns if name not in (reader.fieldnames or [])]
+            fix = f"the file has no column {', '.join(missing)}"
+            require(not missing, "runs", str(path), fix)
+            found = [(f"{path}, line {reader.line_num}, ", line) for line in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"runs={str(path)!r}: is not a CSV file: {error}") from None
+    require(bool(found), "runs", str(path), "the file has no rows")
+    for where, line in found:
+        fix = "more values than columns; quote those with a comma"
+        require(None not in line, where + "values", ",".join(line.get(None, [])), fix)
+    return found
+
+
+def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
+    """A whole number of `least` to `most`.
+
+    Raises:
+      UserError: it is none; names `field`.
+    """
+    few = " or ".join(str(n) for n in range(least, most + 1)) if most < 10 else ""
+    right = text.isdecimal() and least <= int(text) <= most
+    require(right, field, text, f"must be {few or f'a number, {least} or more'}")
+    return int(text)
+
+
+def measured(field: str, text: str) -> float | None:
+    """A positive number; none if `text` is nan or empty.
+
+    Raises:
+      UserError: it is neither; names `field`.
+    """
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        value = -1.0
+    right = math.isnan(value) or 0 < value < math.inf
+    require(right, field, text, "must be a positive number, or nan where there is none")
+    return None if math.isnan(value) else value
+
+
+def predict(row: Row, software: Software = NANOTRON) -> Prediction:
+    """Throughput and memory of a row."""
+    run, usable = row.run, nanotron.usable_bytes(row.cluster.gpu)
+    first = nanotron.nanotron_breakdown(run, stage=0).peak_bytes
+    seconds = step_seconds(row, software)
+    measured = row.tokens_per_s_gpu or 1.0
+    speeds = [run.step_tokens / run.num_gpus / s for s in seconds]
+    return Prediction(
+        row=row,
+        tokens_per_s_gpu=estimate(run, row.cluster, software).tokens_per_s_gpu,
+        either=min(speeds, key=lambda speed: abs(math.log(speed / measured))),
+        memory_gib=first / GIB,
+        fits=nanotron.nanotron_breakdown(run).peak_bytes <= usable,
+        impossible=nanotron.least_bytes(run) > usable,
+    )
+
+
+def step_seconds(row: Row, software: Software) -> tuple[float, ...]:
+    """A step that ran and, of pipelines and on 64 nodes, one that stalled."""
+    step = Step(row.run, row.cluster, software)
+    seconds = sum(step.parts().values())
+    if row.run.mesh.pp == 1 and row.nodes < 64:
+        return (seconds,)
+    return seconds, seconds + step.stall()
+
+
+def cells(predictions: Iterable[Prediction]) -> list[Cell]:
+    """Predictions by model and nodes, compared with what was measured."""
+    groups: dict[tuple[str, int], list[Prediction]] = {}
+    for one in predictions:
+        groups.setdefault((one.row.model, one.row.nodes), []).append(one)
+    order = list(nanotron.SHAPES)
+    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
+    return [_cell(*key, groups[key]) for key in keys]
+
+
+def _cell(model: str, nodes: int, group: list[Prediction]) -> Cell:
+    ran = [(p, p.row.tokens_per_s_gpu) for p in group if p.row.tokens_per_s_gpu is not None]
+    speeds = [speed for _, speed in ran]
+    guesses = [p.tokens_per_s_gpu for p, _ in ran]
+    fitting = [(p.tokens_per_s_gpu, speed) for p, speed in ran if p.fits]
+    memory = [abs(p.memory_gib / m - 1) for p in group if (m := p.row.memory_gib) is not None]
+    certain = [p for p in group if p.row.tokens_per_s_gpu is not None or p.impossible]
+    return Cell(
+        model=model,
+        nodes=nodes,
+        rows=len(ran),
+        spearman=spearman(guesses, speeds) if len(ran) > 2 else None,
+        spearman_either=spearman([p.either for p, _ in ran], speeds) if len(ran) > 2 else None,
+        first_choice=max(fitting)[1] / max(speeds) if fitting else None,
+        speed_error=_median([abs(math.log(g / s)) for g, s in zip(guesses, speeds, strict=True)]),
+        memory_error=_median(memory),
+        fits_right=sum(p.fits == (p.row.tokens_per_s_gpu is not None) for p in certain),
+        fits_of=len(certain),
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks. 0 if one of both is constant."""
+    ranks = [_ranks(first), _ranks(second)]
+    if any(len(set(r)) == 1 for r in ranks):
+        return 0.0
+    return statistics.correlation(*ranks)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for i in order[start:end]:
+            ranks[i] = (start + end - 1) / 2
+        start = end
+    return ranks
+
+
+def calibrate(rows: Iterable[Row], start: Software = NANOTRON) -> Software:
+    """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
+
+    Gauss-Newton on the logarithms of constants and step times, each step damped and the rows weighted by
+    1 / sqrt(1 + (error / 10%)^2): the benchmark has faults. A row of a pipeline, or on 64 nodes, is compared with the
+    nearer of the predictions for a step that ran and one that stalled. A weak prior (30% for an error of 10%) holds the
+    constants that the rows say little of.
+    """
+    import numpy as np
+
+    timed = [
+        (row, row.run.step_tokens / row.tokens_per_s_gpu / row.run.num_gpus)
+        for row in rows
+        if row.tokens_per_s_gpu is not None
+    ]
+    require(bool(timed), "runs", len(timed), "no row was measured")
+    prior = np.log([getattr(start, name) for name in FITTED])
+
+    def software(x) -> Software:
+        values: dict[str, Any] = dict(zip(FITTED, map(float, np.exp(x)), strict=True))
+        return dataclasses.replace(start, **values)
+
+    def errors(x):
+        found = []
+        for row, seconds in timed:
+            predicted = step_seconds(row, software(x))
+            found.append(min((math.log(s / seconds) for s in predicted), key=abs))
+        return np.array([*found, *(0.3 * (x - prior))])
+
+    def cost(residuals) -> float:
+        return float(np.sum(np.sqrt(1 + (residuals / 0.1) ** 2) - 1))
+
+    x, damping = prior, 1e-2
+    residuals = errors(x)
+    for _ in range(30):
+        shifts = np.eye(len(x)) * 1e-4
+        slope = np.stack([(errors(x + shift) - residuals) / 1e-4 for shift in shifts], axis=1)
+        weighted = slope.T / np.sqrt(1 + (residuals / 0.1) ** 2)
+        matrix = weighted @ slope
+        for _ in range(8):
+            damped = matrix + damping * np.diag(np.diag(matrix))
+            moved = x - np.linalg.solve(damped, weighted @ residuals)
+            tried = errors(moved)
+            if cost(tried) < cost(residuals):
+                break
+            damping *= 4
+        gain = cost(residuals) - cost(tried)
+        if gain <= 1e-5 * cost(residuals):
+            break
+        x, residuals, damping = moved, tried, damping / 4
+    return software(x)

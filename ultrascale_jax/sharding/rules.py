@@ -1,0 +1,254 @@
+"""The alphabet: one letter per dim decides over which mesh axes it is split.
+
+    B batch   T positions   R positions of the residual stream   S key/value positions   D model   F ffn
+    N query heads   K kv heads   G queries per kv head   H head dim   V vocab   E experts   L layers
+    X experts as the router sees them   C rows of an expert   Z statistics
+    of latent attention: Q latent of queries   J latent of keys and values   A = J and the rotary key
+    W value width   I = a head's key without positions and its value
+
+    activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
+    parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
+
+ZeRO splits the first of D, Q and J that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
+
+Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
+`unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
+there and has an unreduced cotangent. So a parameter gathered as `reduced` over the batch axes collects its gradient
+locally, and the reduction happens once, where the gradient is resharded.
+
+Inside a region that is manual over all axes (`sharding/manual.py`) the same text works on this device's pieces: specs
+come out empty, and the words that communicate do it by `jax.lax` collectives. Both kinds of value, `reduced` and
+`unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where the text says so.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+BATCH = ("dp", "fsdp", "ep")
+TENSOR = ("sp", "tp")
+VOCABULARY = ("pp", "sp", "tp")
+SHARD = ("fsdp", "ep", "cp")
+"""Axes over which ZeRO shards parameters, gradients and optimizer state, in the mesh's order.
+
+In another order XLA does not know the reduce-scatter of a gradient: it all-reduces, and sends twice as much.
+"""
+
+ACTIVATION: dict[str, tuple[str, ...]] = {
+    "B": BATCH,
+    "T": ("cp",),
+    "R": ("cp", "sp"),
+    "F": TENSOR,
+    "N": TENSOR,
+    "K": TENSOR,
+    "V": VOCABULARY,
+    "E": ("ep",),
+}
+PARAMETER: dict[str, tuple[str, ...]] = {
+    "F": TENSOR,
+    "N": TENSOR,
+    "K": TENSOR,
+    "V": VOCABULARY,
+    "E": ("ep",),
+    "L": ("pp",),
+}
+
+PRODUCT = "product"
+"""The name for `jax.checkpoint` of every product with parameters, summed over the devices that share it."""
+
+
+def manual() -> bool:
+    """Whether values are this device's pieces: the call stands in a region that is manual over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def axes_of(dims: str) -> frozenset[str]:
+    """The mesh axes over which an activation with these dims is split."""
+    return frozenset(axis for dim in dims for axis in _axes(ACTIVATION, dim))
+
+
+def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
+    """The axes that split `dim`. pp counts only where there is a pipeline: a scan over layers wants its dim whole."""
+    return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+
+
+def _spec(parts, reduced=frozenset(), unreduced=frozenset()) -> P:
+    """A spec without the axes that are manual already."""
+    done = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    parts = (tuple(axis for axis in part if axis not in done) or None for part in parts)
+    return P(*parts, reduced=reduced - done, unreduced=unreduced - done)
+
+
+def act(
+    dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
+) -> P:
+    """Sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
+    return _spec((_axes(ACTIVATION, dim) for dim in dims), reduced, unreduced)
+
+
+def zero_dim(dims: str) -> int:
+    """Which dim of a matrix ZeRO splits: the model's, else that of a latent."""
+    return next(dims.index(dim) for dim in "DQJ" if dim in dims)
+
+
+def is_matrix(dims: str) -> bool:
+    """Whether a parameter is a matrix: it maps the model dim, or a latent's, to others or back."""
+    return bool(set("DQJ") & set(dims)) and len(dims.strip("L")) > 1
+
+
+def shard_axes(dims: str) -> tuple[str, ...]:
+    """The axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
+    taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
+    return tuple(axis for axis in SHARD if axis not in taken)
+
+
+def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
+    """Sharding in which a parameter is used: split over the tensor group, whole over (fsdp, cp, ep).
+
+    A dim that the tensor group does not divide (few kv heads) is replicated.
+    """
+    return _spec(_partitions(dims, shape), reduced)
+
+
+def stored(
+    dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()
+) -> P:
+    """Sharding in which a parameter, its gradient and its moments rest between steps.
+
+    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it
+    (`Config.check` asks for it). Vectors stay whole: gathering them would cost a collective each and save nothing.
+    """
+    parts = _partitions(dims, shape)
+    if zero and is_matrix(dims) and shape[zero_dim(dims)] % mesh_size(*shard_axes(dims)) == 0:
+        parts[zero_dim(dims)] = shard_axes(dims)
+    return _spec(parts, reduced)
+
+
+def _partitions(dims: str, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    axes = [_axes(PARAMETER, dim) for dim in dims]
+    return [a if size % mesh_size(*a) == 0 else () for a, size in zip(axes, shape, strict=True)]
+
+
+def mesh_size(*axes: str) -> int:
+    """Product of the sizes of these axes in the current mesh; 1 outside any mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def piece(dim: str, size: int) -> int:
+    """Size of this device's piece of an activation's dim, of which `size` is what the text sees."""
+    return size if manual() else size // mesh_size(*_axes(ACTIVATION, dim))
+
+
+def offset(dim: str, size: int) -> jax.Array | int:
+    """Global index of the first of `size` elements of an activation's dim: not 0 only where values are pieces."""
+    axes = _axes(ACTIVATION, dim)
+    return jax.lax.axis_index(axes) * size if manual() and axes else 0
+
+
+def specs[T](tree: T) -> T:
+    """The shardings of a tree's arrays, as their types say."""
+    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The manual axes over which `x` may differ, as its type says."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` typed as differing over those of these axes that are manual: its cotangent stays a partial sum over them."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def reshard(
+    subscripts: str,
+    x: jax.Array,
+    *,
+    summed: frozenset[str] = frozenset(),
+    reduced: frozenset[str] = frozenset(),
+) -> jax.Array:
+    """`reshard("BRD->BTD", x)`: the activation split as other letters say, and with it the partial sums added.
+
+    Args:
+      subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
+        one that is split more scatters the sum.
+      x: an activation, `unreduced` over `summed`.
+      summed: axes over which `x` is a partial sum.
+      reduced: axes over which the cotangent of the result stays a partial sum.
+    """
+    dims, to = subscripts.split("->")
+    if not manual():
+        y = jax.reshard(x, act(to, reduced=reduced))
+        return checkpoint_name(y, PRODUCT) if summed else y
+    x, rest = vary(x, reduced), summed
+    for i, (old, new) in enumerate(zip(dims, to, strict=True)):
+        before, after = _axes(ACTIVATION, old), _axes(ACTIVATION, new)
+        lost = tuple(axis for axis in before if axis not in after)
+        won = tuple(axis for axis in after if axis not in before)
+        assert summed.issuperset(won), f"{subscripts}: only a sum is scattered"
+        if mesh_size(*lost) > 1:
+            x = jax.lax.all_gather(x, lost, axis=i, tiled=True)
+        if mesh_size(*won) > 1:
+            x = jax.lax.psum_scatter(x, won, scatter_dimension=i, tiled=True)
+        rest -= set(won)
+    if rest:
+        x = jax.lax.psum(x, tuple(sorted(rest)))
+    return checkpoint_name(x, PRODUCT) if summed else x
+
+
+def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
+    """Mean over the dims `over` of an activation with these `dims`, which keep the size 1."""
+    y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
+    axes = tuple(sorted(axes_of(over)))
+    return jax.lax.pmean(y, axes) if manual() and axes else y
+
+
+def einsum(
+    subscripts: str,
+    *operands: Any,
+    to: str | None = None,
+    partial: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    product: Callable[..., jax.Array] = jnp.einsum,
+) -> jax.Array:
+    """`jnp.einsum` over the alphabet, the result sharded as its letters say.
+
+    When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
+    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
+    left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
+    """
+    inputs, out = subscripts.split("->")
+    summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
+    y = product(
+        subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
+    )
+    if partial:
+        return y
+    if summed or to:
+        return reshard(f"{out}->{to or out}", y, summed=summed)
+    return checkpoint_name(y, PRODUCT)
+
+
+@jax.custom_vjp
+def together(tree):
+    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
+
+    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
+    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
+    the feed-forward layer's activations also live on through the backward pass of attention.
+    """
+    return tree
+
+
+together.defvjp(
+    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)

@@ -1,0 +1,117 @@
+"""Learning-rate schedule and optimizer, both from optax."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
+from ultrascale_jax.train_step.rounding import in_bfloat16
+
+
+def schedule(cfg: Config) -> optax.Schedule:
+    """Learning rate at an optimizer step: linear warm-up, then what `optim.schedule` names, ending at `min_lr * lr`."""
+    optim, steps = cfg.optim, cfg.train.steps
+    warmup = optax.linear_schedule(0.0, optim.lr, optim.warmup_steps)
+    rest = max(steps - optim.warmup_steps, 1)
+    if optim.schedule == "cosine":
+        after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr)
+    elif optim.schedule == "wsd":
+        decay = min(optim.decay_steps or max(steps // 5, 1), rest)
+        down = optax.linear_schedule(optim.lr, optim.min_lr * optim.lr, decay)
+        after = optax.join_schedules([optax.constant_schedule(optim.lr), down], [rest - decay])
+    else:
+        after = optax.constant_schedule(optim.lr)
+    return (
+        optax.join_schedules([warmup, after], [optim.warmup_steps]) if optim.warmup_steps else after
+    )
+
+
+def optimizer(cfg: Config) -> optax.GradientTransformation:
+    """AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only."""
+    optim = cfg.optim
+    if optim.name == "muon":
+        return _muon(cfg)
+    adam: Callable = functools.partial(
+        optax.scale_by_adam, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps
+    )
+    if optim.stochastic_rounding:
+        scale = in_bfloat16(adam(), cfg.train.seed)
+    else:
+        scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
+    matrices: Callable = functools.partial(map_params, lambda _, dims, on: is_matrix(dims))
+    # What `optax.adamw` is.
+    return optax.chain(
+        scale,
+        optax.add_decayed_weights(optim.weight_decay, matrices),
+        optax.scale_by_learning_rate(schedule(cfg)),
+    )
+
+
+def _muon(cfg: Config) -> optax.GradientTransformation:
+    """optax's Muon (arXiv 2502.16982) on the list of parameters.
+
+    Its Newton-Schulz iteration multiplies a matrix with its own transpose, so it needs dims whole that ZeRO has split:
+    XLA is left to partition it (Auto axes), and the results return to the sharding in which they rest.
+    """
+    optim = cfg.optim
+
+    def transformation(params):
+        return optax.contrib.muon(
+            schedule(cfg),
+            beta=optim.betas[1],
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            mu_dtype=jnp.dtype(optim.moment_dtype),
+            adam_b1=optim.betas[0],
+            adam_b2=optim.betas[1],
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=_each(params, _matrix_axes),
+        )
+
+    def init(params):
+        return transformation(params).init(jax.tree.leaves(params))
+
+    def update(grads, state, params=None):
+        arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
+        rest = specs(arrays[:2])
+        run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
+        updates, state = run(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(grads), updates), state
+
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore
+
+
+def _each(params, fn) -> list:
+    """`fn(dims)` of each parameter, in the order of the leaves."""
+    found = []
+
+    def visit(value, dims, on):
+        found.append(fn(dims))
+        return value
+
+    map_params(visit, params)
+    return found
+
+
+def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
+    """Rows (input) and columns (output) of a stacked matrix of the blocks; None for what AdamW takes.
+
+    Each expert is a matrix of its own.
+    """
+    if not dims.startswith("L") or not is_matrix(dims):
+        return None
+    model = (zero_dim(dims),)
+    others = tuple(i for i, dim in enumerate(dims) if dim not in "LE" and i not in model)
+    rows, columns = (model, others) if model < others else (others, model)
+    return optax.contrib.MuonDimensionNumbers(rows, columns)
+
+
+def global_norm(tree: object) -> jax.Array:
+    """Square root of the sum of squares of all leaves, float32."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))

@@ -1,0 +1,169 @@
+"""The micro-batches of a step through a pipeline: the model in the form that `parallel/pipeline/executor.py` runs.
+
+One region is manual over all mesh axes. Parameters enter it as they rest and their gradients leave it so; inside,
+`zero.py` gathers and the model's own text runs on this device's pieces. Every rank holds its part of the vocabulary,
+for the embedding as for the head.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.layers import map_params, reduce_gradient, scatter_gradient
+from ultrascale_jax.models.rotary import rotary
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import act, specs, vary, varying
+from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
+from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.zero import use
+
+MicroBatches = dict[str, jax.Array]
+"""Tokens, targets, positions and documents `[M, B, T]`, int32."""
+
+
+def loss_and_gradients(
+    cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array
+) -> tuple[jax.Array, Transformer]:
+    """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+
+    def region(params, parts, weight):
+        loss, grads = _run(cfg, schedules.of_config(cfg), params, parts, weight)
+        return loss, map_params(
+            lambda g, dims, on, value: reduce_gradient(g, dims, value), grads, params
+        )
+
+    rest = specs(params)
+    run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest))
+    return run(params, parts, weight)
+
+
+def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
+    """Bare cross-entropy times `weight`, by forward operations alone."""
+    table = schedules.of_config(cfg)
+    forward = schedules.forward_only(
+        table.ranks, table.virtual, table.placement, cfg.train.microbatches
+    )
+
+    def region(params, parts, weight):
+        return _run(cfg, forward, params, parts, weight)[0]
+
+    run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
+    return run(params, parts, weight)
+
+
+def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, weight):
+    """Bare loss, the same on every device, and this device's partial sums of the gradients (none without a backward
+    pass)."""
+    used = use(cfg, params)
+    shared, join = _apart(used)
+    out = pipeline(
+        schedule,
+        _stages(cfg, join, params, weight),
+        used.blocks,
+        shared,
+        parts,
+        stash=cfg.pp.stash,
+        divergent=cfg.pp.divergent,
+        lengths=schedules.stage_layers(schedule.num_stages, cfg.model.num_layers),
+    )
+    loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
+    return loss, None if out.blocks is None else join(out.shared, out.blocks)
+
+
+def _inside(model: Transformer) -> list[bool]:
+    """For each leaf, whether it is in the blocks."""
+    return [str(path[0]) == ".blocks" for path, _ in jax.tree.leaves_with_path(model)]
+
+
+def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transformer]]:
+    """The leaves that are not in the blocks, and the function that puts such leaves back (and blocks)."""
+    leaves, tree = jax.tree.flatten(model)
+    inside = _inside(model)
+
+    def join(shared: list[jax.Array], blocks=model.blocks) -> Transformer:
+        theirs, others = iter(jax.tree.leaves(blocks)), iter(shared)
+        return jax.tree.unflatten(tree, [next(theirs if is_in else others) for is_in in inside])
+
+    return [leaf for leaf, is_in in zip(leaves, inside, strict=True) if not is_in], join
+
+
+def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
+    """The model's parts as functions of their parameters."""
+    dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
+    fp8 = fp8_of(cfg, params)
+    settings = {
+        "window": cfg.model.window(0),
+        "context": cfg.cp,
+        "recompute": cfg.train.remat == "selective",
+    }
+
+    def layer(block, x_BRD, context, number):
+        rope, segment_ids_BT, weight, low = context
+        low = low and Fp8(low.recipe, {path: amax[number] for path, amax in low.amaxes.items()})
+        if dense in (0, cfg.model.num_layers):
+            block = block.gathered(dtype, low)
+            x_BRD, aux_BR, _ = block(x_BRD, rope, segment_ids_BT, **settings, moe=cfg.moe)
+            return x_BRD, jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+        attention = block.without("mlp", "moe").gathered(dtype, low)
+        x_BRD = attention.attend(x_BRD, rope, segment_ids_BT, **settings)[0]
+        axes = varying(x_BRD)
+
+        def feed(kind, block, x_BRD):
+            block = block.of(kind).gathered(dtype, low)
+            x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), cfg.moe)
+            aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+            return vary(x_BRD, axes), vary(aux, axes)
+
+        # Stages part ways here: only the all-to-alls of experts, over ranks of one stage, stand inside.
+        kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))
+        rest = block.without("attn", "attn_norm")
+        return jax.lax.cond(number < dense, *kinds, rest, x_BRD)
+
+    def embed(shared, batch):
+        with jax.named_scope("embedding"):
+            return join(shared).embedding(batch["tokens"], dtype)
+
+    def head(shared, x_BRD, batch):
+        model, targets_BT = join(shared), batch["targets"]
+        x_BRD = model.normed(x_BRD)
+        return model.loss(x_BRD, targets_BT, weight, z_loss=cfg.train.z_loss, dtype=dtype)
+
+    def context(batch):
+        return rotary(batch["positions"], cfg.model), batch.get("segment_ids"), weight, fp8
+
+    stages = Stages(
+        layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True
+    )
+    if cfg.train.zero != 2:
+        return stages
+    blocks = _scatters(jax.tree.map(lambda p: p[0], params.blocks))
+    others = [
+        fn for fn, inside in zip(_scatters(params), _inside(params), strict=True) if not inside
+    ]
+    return dataclasses.replace(
+        stages,
+        accumulate=blocks,
+        accumulate_shared=lambda grads: [fn(g) for fn, g in zip(others, grads, strict=True)],
+    )
+
+
+def _scatters(params) -> list[Callable]:
+    """For each leaf: its gradient reduce-scattered, in float32, as ZeRO-2 adds gradients up."""
+    found: list[Callable] = []
+
+    def note(value, dims, on):
+        found.append(lambda g: scatter_gradient(g, dims, value).astype(jnp.float32))
+        return value
+
+    map_params(note, params)
+    return found

@@ -1,0 +1,69 @@
+"""Activation recomputation: what one layer keeps for its backward pass (playbook: activation recomputation).
+
+none        everything, except gathered parameters: ZeRO-3 gathers them again
+full        the input of the layer
+selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
+            embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
+dots        the results of matmuls with parameters; of routed experts only the sum that returns to a token
+save:q,k    only these names; offload:gate,up keeps those in host memory
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from ultrascale_jax.config import REMAT_NAMES, TrainConfig
+from ultrascale_jax.sharding.rules import PRODUCT, manual
+
+HANDED_ON = (
+    *("pvary", "reduced_vary_cast", "stop_gradient"),
+    *("reshape", "broadcast_in_dim", "dynamic_slice"),
+)
+"""What is done with a gathered parameter on the way to its product; it costs nothing to do it again."""
+
+
+def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
+    """The wrapper of one layer's function that `train.remat` asks for."""
+    policies = jax.checkpoint_policies
+    saved, offloaded = cfg.remat_names()
+    if cfg.remat == "none":
+        policy = _keep_all_but_gathered
+    elif cfg.remat == "selective":
+        policy = _keep_named
+    elif cfg.remat == "full":
+        policy = policies.nothing_saveable
+    elif cfg.remat == "dots":
+        policy = policies.save_only_these_names(PRODUCT)
+    else:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(saved),
+            names_which_can_be_offloaded=list(offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
+    """Keep a value unless it is a parameter whole over the ZeRO axes, known by its type: `reduced` over fsdp.
+
+    On pieces it is known by what is done with parameters: gathered, and handed on by operations that cost nothing.
+    """
+    if primitive.name == "dot_general":
+        return True
+    if manual():
+        if primitive.name == "all_gather":
+            return "fsdp" not in params["axis_name"]
+        return primitive.name not in HANDED_ON
+    if primitive.name == "reshard":
+        return "fsdp" not in params["dst_sharding"].spec.reduced
+    return not any(
+        "fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding")
+    )
+
+
+def _keep_named(primitive, *_, **params) -> bool:
+    """Keep what a block names, and cuDNN attention's own residuals."""
+    if primitive.name == "name":
+        return params["name"] in REMAT_NAMES
+    return primitive.name.startswith("dot_product_attention_fwd")

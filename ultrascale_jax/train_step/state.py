@@ -1,0 +1,215 @@
+"""What a run carries from step to step, the sharding in which it rests, and the form in which checkpoints hold it.
+
+In a pipeline the stacked layers rest in the order of its stages: rank after rank, on each its stages one after the
+other, each as long as the longest, which for shorter ones means layers of zeros. A checkpoint knows nothing of this:
+it holds `[L, ...]`, the layers as the model runs them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.transformer import LayerOrder, Transformer
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.sharding.rules import stored
+from ultrascale_jax.train_step.loss_scale import LossScale
+from ultrascale_jax.train_step.optim import optimizer
+from ultrascale_jax.train_step.spikes import Spikes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a checkpoint must hold to continue a run, except the data position, which is `step`."""
+
+    params: Transformer
+    """Master parameters, float32."""
+    opt_state: Any
+    """Optimizer state, sharded like the parameters."""
+    step: jax.Array
+    """Steps taken, skipped ones included; int32."""
+    skipped: jax.Array
+    """Steps whose loss, gradient norm or update was not finite, or that were spikes; int32."""
+    skipped_in_a_row: jax.Array
+    """Those since the last good step, in float16 only those that the loss scale cannot explain; int32."""
+    loss_scale: LossScale | None
+    """In float16 the factor of the loss."""
+    spikes: Spikes | None = None
+    """With `watch.spike_sigma` the last steps' losses and gradient norms."""
+
+
+type OrderOf = Callable[[str], LayerOrder]
+"""The layers at the positions of an array, by its dotted path: `Transformer.order_of`."""
+
+
+def layer_order(cfg: Config) -> LayerOrder | None:
+    """How the layers of a run rest by the stages of its schedule; none where they rest as the model runs them."""
+    if cfg.mesh.pp == 1:
+        return None
+    table = schedules.of_config(cfg)
+    return schedules.layer_order(table.ranks, table.virtual, table.placement, cfg.model.num_layers)
+
+
+def initial_state(cfg: Config) -> TrainState:
+    """A fresh state inside the current mesh; call it under `jax.jit`."""
+
+    def rest(value, dims, on):
+        return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
+
+    model = Transformer(cfg.model, jax.random.key(cfg.train.seed), layer_order(cfg))
+    params = map_params(rest, model)
+    zero = jnp.int32(0)
+    init: Callable = optimizer(cfg).init
+    return TrainState(params, init(params), zero, zero, zero, *carried(cfg))
+
+
+def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
+    """The last two parts of a fresh state, which depend on what the run computes in and looks for."""
+    return LossScale.start(cfg.train), Spikes.start(cfg.watch)
+
+
+def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
+    """`abstract` with the parts that a checkpoint of `saved` holds."""
+    return dataclasses.replace(
+        abstract,
+        loss_scale=LossScale.shapes(saved.train, abstract.step),
+        spikes=Spikes.shapes(saved.watch, abstract.step),
+    )
+
+
+def carry_on(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
+    """A checkpoint's state with the parts that `abstract`, of the run `cfg`, has: where it saved other ones, fresh."""
+
+    def part(saved, fresh, like):
+        form = [(s.shape, s.dtype) for s in jax.tree.leaves(like)]
+        if [(x.shape, x.dtype) for x in jax.tree.leaves(saved)] == form:
+            return saved
+        return jax.device_put(fresh, jax.tree.map(lambda s: s.sharding, like))
+
+    loss_scale, spikes = carried(cfg)
+    return dataclasses.replace(
+        state,
+        loss_scale=part(state.loss_scale, loss_scale, abstract.loss_scale),
+        spikes=part(state.spikes, spikes, abstract.spikes),
+    )
+
+
+def init_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """A fresh state on the devices of `mesh`, each device making only its own pieces."""
+    # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
+    options = {"xla_backend_optimization_level": 1}
+    with jax.set_mesh(mesh):
+        return jax.jit(initial_state, static_argnums=0, compiler_options=options)(cfg)
+
+
+def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
+    """Shapes, types and shardings of the state, without allocating anything."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = jax.eval_shape(lambda: initial_state(cfg))
+
+    def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # eval_shape leaves the sharding of a value out that is whole on every device.
+        spec = s.sharding.spec if s.sharding else P()
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state)
+
+
+def canonical[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+    """Arrays whose layers lie as `order_of` says in the form of a checkpoint; what must move is copied.
+
+    On the devices: between two steps the room of the step's gradients and activations is free.
+    """
+
+    def leaf(x: jax.Array, order: LayerOrder) -> jax.Array:
+        if not _moves(x, order):
+            return x
+        rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
+        return _take(x, rows, _travelling(x), _travelling(x))
+
+    return _map_with_order(leaf, order_of, tree)
+
+
+def canonical_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+    """What `canonical` makes of arrays with these shapes and shardings."""
+
+    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
+        if not _moves(s, order):
+            return s
+        shape = (_num_layers(order), *s.shape[1:])
+        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
+
+    return _map_with_order(leaf, order_of, tree)
+
+
+def arranged[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
+    """The inverse of `canonical`, in the shardings of `like`. What it copies of `tree` it frees."""
+
+    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
+        if not _moves(s, order):
+            return x
+        moved = _take(x, order, x.sharding, s.sharding)
+        x.delete()  # one by one, or the device would hold all of them twice
+        return moved
+
+    return _map_with_order(leaf, order_of, like, tree)
+
+
+def _map_with_order[Tree](leaf: Callable, order_of: OrderOf, tree: Tree, *rest: Tree) -> Tree:
+    """`leaf(array, its order, *arrays of rest)` of each array."""
+
+    def apply(path, x, *others):
+        return leaf(x, order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others)
+
+    return jax.tree.map_with_path(apply, tree, *rest)
+
+
+def _num_layers(order: LayerOrder) -> int:
+    return len(order) - order.count(None)
+
+
+def _moves(leaf: jax.Array | jax.ShapeDtypeStruct, order: LayerOrder) -> bool:
+    """Whether a checkpoint holds this array in another form: stacked layers of a pipeline, not in the model's order.
+
+    The alphabet splits nothing but a leading dim of layers over pp alone.
+    """
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    stacked = len(spec) > 0 and spec[0] in ("pp", ("pp",))
+    return stacked and order != tuple(range(len(order)))
+
+
+def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """Every layer on each rank, and the ranks of the pipeline splitting another dim instead, if they divide one.
+
+    From the sharding at rest to this one is an all-to-all inside each pipeline.
+    """
+    rest = cast(NamedSharding, leaf.sharding)
+    spec = [None, *rest.spec[1:], *(None,) * (leaf.ndim - len(rest.spec))]
+    for dim in range(1, leaf.ndim):
+        axes = spec[dim] or ()
+        axes = (*((axes,) if isinstance(axes, str) else axes), "pp")
+        if leaf.shape[dim] % math.prod(rest.mesh.shape[axis] for axis in axes) == 0:
+            spec[dim] = axes
+            break
+    return NamedSharding(rest.mesh, P(*spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _take(
+    stack: jax.Array, rows: LayerOrder, between: NamedSharding, rest: NamedSharding
+) -> jax.Array:
+    """Layers `rows` of the stack, zeros for None, picked where every device has all of them."""
+    index = np.array([len(stack) if row is None else row for row in rows])
+    whole = jax.reshard(stack, between)
+    taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
+    return jax.reshard(taken, rest)

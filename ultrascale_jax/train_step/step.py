@@ -1,0 +1,202 @@
+"""One optimizer step: micro-batches, gradients, one reduction, clip, optimizer. Reading it is reading the parallelism.
+
+What ZeRO's stages gather and reduce, and when, stands in `zero.py`; with pp > 1 the micro-batches go through
+`pipelined.py`.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.rules import act, mesh_size
+from ultrascale_jax.train_step import balance, pipelined
+from ultrascale_jax.train_step.loss_scale import LEAST
+from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
+from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
+from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.state import TrainState
+from ultrascale_jax.train_step.zero import accumulable, accumulator, reduce_gradients, use
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+def xla_options(cfg: Config) -> dict[str, int | bool]:
+    """XLA options of this run's step.
+
+    A pipeline's sends are in flight beside the head's own collectives. With a limit of 2 half of them wait in line
+    (70B, pp 4 x sp 8); with 8 ZeRO-3's gathers do (8B, pp 4 x fsdp 2: 1.2% slower).
+
+    Products in fp8 are cuBLASLt's. XLA makes a bfloat16 one of them where Triton may take it, and where it merges
+    products of one activation, as of q, k and v, whose matrices have a scale each.
+    """
+    options: dict[str, int | bool] = {}
+    if cfg.mesh.pp > 1:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    if cfg.train.precision in FP8:
+        options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return options
+
+
+def make_train_step(cfg: Config) -> jax.stages.Wrapped:
+    """The jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
+
+    The state is donated, unless `watch.rerun` may want to start from it again.
+    """
+    return jax.jit(
+        lambda state, batch: train_step(cfg, state, batch),
+        donate_argnums=() if cfg.watch.rerun else 0,
+        compiler_options=xla_options(cfg) or None,
+    )
+
+
+def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
+    """The jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
+
+    def eval_step(params, batch):
+        parts = split(batch, cfg.train.microbatches)
+        if mesh_size("pp") > 1:
+            return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
+        used, fp8 = use(cfg, params), fp8_of(cfg, params)
+
+        def step(total, micro_batch):
+            return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1], None
+
+        return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
+
+    return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
+
+
+def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """One optimizer step on a global batch of `[B, T]` int32 arrays.
+
+    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
+    """
+    weight = position_weight(state, batch)
+    return apply_gradients(cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight))
+
+
+def position_weight(state: TrainState, batch: Batch) -> jax.Array:
+    """What the loss of a position is multiplied by: 1 / their number, in float16 times the loss scale."""
+    weight = jnp.float32(1 / batch["targets"].size)
+    return weight if state.loss_scale is None else weight * state.loss_scale.scale
+
+
+def apply_gradients(
+    cfg: Config, state: TrainState, batch: Batch, loss: jax.Array, grads: Transformer
+) -> tuple[TrainState, Metrics]:
+    """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
+
+    A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the parameters
+    that it would make is not finite, or if it is a spike.
+    """
+    tokens, positions = count(batch), float(batch["targets"].size)
+    grads, routed = balance.apart(grads)
+    share, scaling = positions / jnp.maximum(tokens, 1).astype(jnp.float32), state.loss_scale
+    if scaling is not None:
+        share /= scaling.scale
+    loss, norm = share * loss, share * global_norm(grads)
+    ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    spikes, told = state.spikes, {}
+    if spikes is not None:
+        told["spike"] = finite & spikes.leaps(loss, norm, cfg.watch.spike_sigma)
+        ok = finite & ~told["spike"]
+    with jax.named_scope("optimizer"):
+        if cfg.optim.clip_norm:
+            share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * share, grads)
+        update: Callable = optimizer(cfg).update
+        updates, opt_state = update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
+        params = balance.rebalanced(cfg, params, routed)
+        # The moments are sums of gradients and of their squares, which are finite if the square of their norm is.
+        ok &= jnp.isfinite(jnp.square(norm)) & jnp.isfinite(global_norm(params))
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(ok, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
+    if spikes is not None:
+        spikes = spikes.after(ok, loss, norm)
+    bad = counted = (~ok).astype(jnp.int32)
+    if scaling is not None:
+        told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
+        scaling = scaling.after(finite, cfg.train.loss_scale_window)
+    in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
+    new = TrainState(params, opt_state, state.step + 1, skipped, in_a_row, scaling, spikes)
+    lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
+    return new, metrics | told | balance.metrics(cfg, routed)
+
+
+def count(batch: Batch) -> jax.Array:
+    """Number of targets that the loss counts; int32 scalar."""
+    return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
+
+
+def loss_and_gradients(
+    cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
+) -> tuple[jax.Array, Transformer]:
+    """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+    if mesh_size("pp") > 1:
+        parts = split(batch, cfg.train.microbatches)
+        return pipelined.loss_and_gradients(cfg, params, parts, weight)
+    used, fp8 = use(cfg, params), fp8_of(cfg, params)
+
+    def loss(used, micro_batch):
+        return objective(cfg, used, micro_batch, weight, fp8)
+
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    if cfg.train.microbatches == 1:
+        (_, total), grads = value_and_grad(used, batch)
+        return total, reduce_gradients(cfg, accumulable(cfg, grads))
+
+    def step(carry, micro_batch):
+        total, grads = carry
+        (_, part), more = value_and_grad(used, micro_batch)
+        return (total + part, jax.tree.map(jnp.add, grads, accumulable(cfg, more))), None
+
+    def zeros(value, dims, on):
+        return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
+
+    start = (jnp.float32(0.0), map_params(zeros, params))
+    (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
+    return total, reduce_gradients(cfg, grads)
+
+
+def split(batch: Batch, microbatches: int) -> Batch:
+    """`[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
+
+    def rows(x):
+        parts = jax.lax.reshape(
+            x, (x.shape[0] // microbatches, microbatches, x.shape[1]), out_sharding=act("BMT")
+        )
+        return jnp.moveaxis(parts, 1, 0)
+
+    return {name: rows(x) for name, x in batch.items()}
+
+
+def objective(
+    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Loss to differentiate (with z-loss and the experts' balance) and bare cross-entropy, summed over tokens times
+    `weight`."""
+    dtype = COMPUTE[cfg.train.precision]
+    x_BRD, _, aux = used(
+        batch["tokens"],
+        batch["positions"],
+        batch.get("segment_ids"),
+        dtype=dtype,
+        remat=remat(cfg.train),
+        context=cfg.cp,
+        recompute=cfg.train.remat == "selective",
+        moe=cfg.moe,
+        fp8=fp8,
+    )
+    total, nats = used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)
+    return total + weight * aux, nats

@@ -1,0 +1,66 @@
+"""ZeRO: what rests sharded over (fsdp, cp, ep), when it is gathered, and when gradients are reduced.
+
+    zero   parameters rest   gathered            gradients
+    0      whole             -                   accumulate locally; one all-reduce a step
+    1      sharded           once a step         accumulate locally; one reduce-scatter a step
+    2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
+    3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
+
+Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import gather_param, gradient_axes, map_params, shard_param
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.rules import SHARD, gathered, is_matrix, stored
+from ultrascale_jax.train_step.precision import COMPUTE
+
+
+def use(cfg: Config, params: Transformer) -> Transformer:
+    """Parameters as the micro-batches use them: with `zero < 3` cast and gathered here, once a step.
+
+    Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
+    not shard the parameters), so that gradients accumulate without communication.
+    """
+
+    dtype = COMPUTE[cfg.train.precision]
+
+    def leaf(value, dims, on):
+        if keeps_shards(cfg, dims):
+            return shard_param(value, dims, on, dtype)
+        return gather_param(value, dims, on, dtype, cfg.model)
+
+    return map_params(leaf, params)
+
+
+def keeps_shards(cfg: Config, dims: str) -> bool:
+    """Whether this parameter is still sharded when the layers see it."""
+    return cfg.train.zero == 3 and is_matrix(dims)
+
+
+def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
+    """Sharding of a gradient accumulator."""
+    axes = gradient_axes(dims, on)
+    if cfg.train.zero >= 2 and is_matrix(dims):
+        return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
+    return P(*gathered(dims, value.shape).partitions, unreduced=axes)
+
+
+def accumulable(cfg: Config, grads: Transformer) -> Transformer:
+    """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
+
+    def leaf(g, dims, on):
+        return jax.reshard(g, accumulator(cfg, g, dims, on)).astype(jnp.float32)
+
+    return map_params(leaf, grads)
+
+
+def reduce_gradients(cfg: Config, grads: Transformer) -> Transformer:
+    """The one reduction of a step: to the sharding in which parameters and moments rest."""
+    return map_params(
+        lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads
+    )
