@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import hops, room
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, room
 
 
 def routed(logits, experts: Experts, bias=None) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +85,7 @@ def kept_by_capacity(
         parts = np.arange(len(ids)).reshape(ranks, columns, n)[:, column]
         for rank, tokens in enumerate(_exchanged(parts, ids, kept, ranks, moe, experts)):
             here[rank].extend(tokens)
-    slots = hops(moe, experts, ranks, n)[-1:]
+    slots = a2a_stages(moe, experts, ranks, n)[-1:]
     slots = columns * (slots[0].parts * slots[0].rows if slots else n)
     limit = room(slots, len(ids) * experts.per_token / experts.num, moe.bound)
     for expert in range(experts.num):
@@ -98,7 +98,7 @@ def kept_by_capacity(
 def _exchanged(here, ids, kept, ranks: int, moe: MoEConfig, experts: Experts) -> list[list[int]]:
     """The tokens that each rank receives, of those that each has; what does not fit is struck out of `kept`."""
     span = ranks
-    for hop in hops(moe, experts, ranks, len(here[0])):
+    for hop in a2a_stages(moe, experts, ranks, len(here[0])):
         stride, there = span // hop.parts, [[] for _ in range(ranks)]
         for rank, tokens in enumerate(here):
             for part in range(hop.parts):

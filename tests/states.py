@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.train_step.state import TrainState, abstract_state, carry_on
+from ultrascale_jax.train_step.state import TrainState, abstract_state, reset_optional_state
 
 
 def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
@@ -39,7 +39,7 @@ def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
 
     state = jax.tree_util.tree_map_with_path(leaf, abstract)
     parts = {"loss_scale": None, "spikes": None}
-    return carry_on(dataclasses.replace(state, **parts), abstract, cfg)
+    return reset_optional_state(dataclasses.replace(state, **parts), abstract, cfg)
 
 
 def some_module[M](make: Callable[[], M], *, std: float, norm: float = 1.0) -> M:

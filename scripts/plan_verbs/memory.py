@@ -20,7 +20,7 @@ from scripts.plan_verbs import common
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.search.search_space import told_to
+from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.validation import nanotron
 from ultrascale_jax.plan.workload import Run
 
@@ -126,9 +126,9 @@ def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[st
 
 def _faster(cfg: Config) -> Iterator[Config]:
     for remat in HEAVIER.get(cfg.train.remat, ()):
-        yield told_to(cfg, mesh=cfg.mesh, remat=remat)
+        yield with_changes(cfg, mesh=cfg.mesh, remat=remat)
     if cfg.train.microbatches % 2 == 0:
-        yield told_to(cfg, mesh=cfg.mesh, microbatches=cfg.train.microbatches // 2)
+        yield with_changes(cfg, mesh=cfg.mesh, microbatches=cfg.train.microbatches // 2)
 
 
 def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
@@ -145,7 +145,7 @@ def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
         policies = (train.remat, *LIGHTER.get(train.remat, ()))
         for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
             told = spread if more > 1 else cfg.mesh
-            yield told_to(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
+            yield with_changes(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
 
 
 def _parts(summary: dict[str, Any]) -> Table:

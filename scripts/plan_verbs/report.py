@@ -24,7 +24,7 @@ from ultrascale_jax import __version__
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.report import draw, files, page
 from ultrascale_jax.plan.report.figures import Figure
-from ultrascale_jax.plan.report.study import Study
+from ultrascale_jax.plan.report.study import Scenario
 from ultrascale_jax.plan.workload import GIB
 
 type Tell = Callable[[str], None]
@@ -110,7 +110,7 @@ def _of_recipe(argv: list[str]) -> None:
 
     with command_line.user_errors():
         run = common.planned(cfg, options)
-        study = Study(
+        study = Scenario(
             name=recipe,
             cfg=cfg,
             cluster=cluster,
@@ -146,7 +146,7 @@ def _of_recipe(argv: list[str]) -> None:
         _write(make, around, options.out, options.json)
 
 
-def _model(study: Study, recipe: str, arguments: list[str]) -> Study:
+def _model(study: Scenario, recipe: str, arguments: list[str]) -> Scenario:
     """Another recipe with the same command line."""
     cfg, options, _ = common.parse([recipe, *arguments], "report", RecipeOptions, "")
     shape, _ = model(cfg, options)

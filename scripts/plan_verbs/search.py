@@ -22,7 +22,7 @@ from scripts.plan_verbs.common import GIB
 from scripts.plan_verbs.words import recipe_of, words
 from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
 from ultrascale_jax.plan.search.ranking import Candidate, Compiled, Evaluate, NotCompiled, Search
-from ultrascale_jax.plan.search.search_space import configured, parse_choices, told_to
+from ultrascale_jax.plan.search.search_space import configured, parse_choices, with_changes
 from ultrascale_jax.plan.workload import Shape
 
 BUSY = {"gemm": "matrix products", "other": "other work"}
@@ -87,7 +87,7 @@ def _require_free(cfg: Config, recipe: Config) -> None:
 
 def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
     """The model and the type of compute, as the assumptions have them."""
-    alone = told_to(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
+    alone = with_changes(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
     run = common.planned(alone, dataclasses.replace(options, gpus=1))
     return run.shape, run.precision
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from scripts import command_line
 from scripts.plan_verbs import validate_published
 from ultrascale_jax.config import require
-from ultrascale_jax.plan.formulas.framework import NANOTRON, Software
+from ultrascale_jax.plan.formulas.framework import NANOTRON, FrameworkProfile
 from ultrascale_jax.plan.validation import published, validate
 from ultrascale_jax.plan.validation.validate import Cell, Prediction
 
@@ -157,7 +157,7 @@ def _goals(found: dict[str, Any]) -> Table:
     return table
 
 
-def _constants(software: Software) -> Table:
+def _constants(software: FrameworkProfile) -> Table:
     table = Table("constant", "fitted", "in use")
     for name in validate.FITTED:
         table.add_row(name, f"{getattr(software, name):.3g}", f"{getattr(NANOTRON, name):.3g}")

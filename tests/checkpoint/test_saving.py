@@ -292,7 +292,7 @@ def test_a_question_that_is_not_answered_is_not_waited_for_twice():
         assert go.wait(60)
         return next(answers)
 
-    question = saving.Question(ask, "no answer")
+    question = saving.TimedProbe(ask, "no answer")
     assert question(0.05) == "no answer" and question(1e6) == "no answer"
     go.set()
     question._thread.join(timeout=60)

@@ -82,7 +82,7 @@ def test_a_step_is_skipped_when_it_leaps_above_the_window_of_accepted_ones(windo
 
     @jax.jit
     def step(spikes, value):
-        leaps = spikes.leaps(*value, sigma)
+        leaps = spikes.is_spike(*value, sigma)
         return spikes.after(~leaps, *value), leaps
 
     found = []

@@ -25,7 +25,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
 
 from ultrascale_jax.config import Config, MeshConfig
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.models import hf
+from ultrascale_jax.huggingface import checkpoint as hf
 from ultrascale_jax.train_step.state import abstract_state
 
 taken = []

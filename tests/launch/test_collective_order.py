@@ -83,11 +83,11 @@ def test_a_program_without_an_order_is_refused_by_name():
 
 
 ENFORCED = """
-from ultrascale_jax import collective_order
+from ultrascale_jax.launch import collective_order
 collective_order.enforce()
 collective_order.enforce()
 from ultrascale_jax.config import UserError
-from tests.test_collective_order import jax, jnp, sums
+from tests.launch.test_collective_order import jax, jnp, sums
 x = jnp.arange(8.0)
 x = jax.device_put(x, jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
 print("ran", sums(x).shape)

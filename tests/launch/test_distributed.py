@@ -54,7 +54,7 @@ def test_gpus_that_slurm_gave_and_jax_does_not_see_are_missed(monkeypatch):
 PAIR = """
 import os, threading
 from pathlib import Path
-from ultrascale_jax import distributed
+from ultrascale_jax.launch import distributed
 from ultrascale_jax.config import DistConfig
 distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
 import jax

@@ -23,7 +23,7 @@ from ultrascale_jax.sharding.rules import act, manual, specs, varying
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.step import loss_and_gradients, objective
-from ultrascale_jax.train_step.zero import reduce_gradients, use
+from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
 
 BASE = Config(
     model=ModelConfig(
@@ -107,7 +107,7 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
 
     def pieces(params, batch, weight):
         fn = jax.value_and_grad(lambda p: objective(cfg, p, batch, weight), has_aux=True)
-        (_, loss), grads = fn(use(cfg, params))
+        (_, loss), grads = fn(prepare_params(cfg, params))
         return loss, grads
 
     with jax.set_mesh(mesh):
@@ -146,7 +146,7 @@ def test_a_vocabulary_split_over_the_pipeline_gives_the_same_in_both_forms(mesh,
 
     def gradients(params, tokens, targets):
         fn = jax.value_and_grad(total, has_aux=True)
-        (_, loss), grads = fn(use(cfg, params), tokens, targets)
+        (_, loss), grads = fn(prepare_params(cfg, params), tokens, targets)
         return loss, grads
 
     def explicit(*args):
@@ -171,7 +171,7 @@ def trace_layer(cfg, in_region):
     found = {}
 
     def fn(params, x_BRD, ids_BT):
-        block = jax.tree.map(lambda p: p[0], use(cfg, params).blocks)
+        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).blocks)
         rope = rotary(ids_BT, cfg.model)
 
         def layer(block, x_BRD):

@@ -16,7 +16,7 @@ import ultrascale_jax as uj
 from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.kernels.attention import attention_reference
-from ultrascale_jax.parallel.context.ring import Plan
+from ultrascale_jax.parallel.context.ring import RingSpec
 
 TOLERANCE = 1e-5
 B, N, H = 2, 8, 4
@@ -372,7 +372,7 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
     seen = ((distance >= 0) & (distance < window)).any((2, 3))
     wanted = {(i - j) % ranks for i, j in np.argwhere(seen)} - {0}
     chunks = 2 if strategy == "zigzag" else 1
-    plan = Plan("cp", ranks, 1, chunks, False, window, False, "xla")
+    plan = RingSpec("cp", ranks, 1, chunks, False, window, False, "xla")
     visited = set(plan.steps(piece))
     assert wanted <= visited
     if piece % chunks == 0:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.expert_oracle import Dense, dense_experts, kept_by_capacity
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import hops, room
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, room
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 
 TOLERANCE = 1e-6
@@ -196,7 +196,7 @@ def test_gradients_of_experts_are_not_multiplied_by_ep(ep):
 def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
     """So these tests do run a second round of the exchange and of the experts, and balanced routing does not."""
     n = N // ep
-    first, *_, last = 2 * hops(moe, experts, ep, n)
+    first, *_, last = 2 * a2a_stages(moe, experts, ep, n)
     assert first.rows < n  # what a rank sends to the one that all its tokens choose
     slots = last.parts * last.rows
     expected = N * experts.per_token / experts.num

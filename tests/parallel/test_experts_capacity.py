@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import Hop, hops, room, share
+from ultrascale_jax.parallel.experts.capacity import Hop, a2a_stages, hit_fraction, room
 
 
 def counted(experts: Experts, count: int) -> float:
@@ -30,13 +30,13 @@ def counted(experts: Experts, count: int) -> float:
 )
 def test_the_share_of_tokens_is_that_of_all_choices(experts, counts):
     for count in counts:
-        assert share(experts, count) == pytest.approx(counted(experts, count))
+        assert hit_fraction(experts, count) == pytest.approx(counted(experts, count))
 
 
 def test_several_groups_together_are_taken_for_more_than_they_are():
     experts = Experts(num=12, per_token=3, groups=4, groups_per_token=2)
     for count in (6, 9):
-        assert counted(experts, count) <= share(experts, count) <= 1
+        assert counted(experts, count) <= hit_fraction(experts, count) <= 1
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,25 @@ EXPERTS = Experts(num=8, per_token=2)
 def test_one_exchange_between_all_ranks():
     # C(6, 2) of the C(8, 2) choices leave two experts out.
     rows = room(64, 64 * (1 - 15 / 28), 1.0)
-    assert hops(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [Hop(parts=4, experts=2, rows=rows)]
+    assert a2a_stages(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [Hop(parts=4, experts=2, rows=rows)]
 
 
 def test_two_exchanges_first_between_nodes_and_then_inside():
     """A rank takes part in the second with what the ranks in its place on all nodes have sent it."""
-    across, inside = hops(MoEConfig(bound=1.0, nodes=2), EXPERTS, 8, 64)
-    assert across == Hop(parts=2, experts=4, rows=room(64, 64 * share(EXPERTS, 4), 1.0))
+    across, inside = a2a_stages(MoEConfig(bound=1.0, nodes=2), EXPERTS, 8, 64)
+    assert across == Hop(parts=2, experts=4, rows=room(64, 64 * hit_fraction(EXPERTS, 4), 1.0))
     received = 2 * across.rows
-    assert inside == Hop(parts=4, experts=1, rows=room(received, 2 * 64 * share(EXPERTS, 1), 1.0))
+    assert inside == Hop(
+        parts=4, experts=1, rows=room(received, 2 * 64 * hit_fraction(EXPERTS, 1), 1.0)
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_as_many_nodes_as_ranks_are_one_exchange(nodes):
     moe = MoEConfig(nodes=nodes)
-    assert hops(moe, EXPERTS, 8, 64) == hops(MoEConfig(), EXPERTS, 8, 64)
+    assert a2a_stages(moe, EXPERTS, 8, 64) == a2a_stages(MoEConfig(), EXPERTS, 8, 64)
 
 
 def test_no_exchange_on_one_rank_and_where_all_is_gathered():
-    assert hops(MoEConfig(), EXPERTS, 1, 64) == []
-    assert hops(MoEConfig(dispatch="allgather"), EXPERTS, 4, 64) == []
+    assert a2a_stages(MoEConfig(), EXPERTS, 1, 64) == []
+    assert a2a_stages(MoEConfig(dispatch="allgather"), EXPERTS, 4, 64) == []

@@ -203,7 +203,7 @@ def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monk
     def refuse(*args):
         raise AssertionError("cut in two")
 
-    monkeypatch.setattr(LayerVJP, "_divide", refuse)
+    monkeypatch.setattr(LayerVJP, "_split_backward", refuse)
     mesh = make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2])
     inputs = mesh, *make_params(2), microbatches(2, 1)
     run(build("1f1b", 2, 2), *inputs)

@@ -26,7 +26,7 @@ from ultrascale_jax.plan.search.search_space import (
     enumerate_runs,
     meshes,
     parse_choices,
-    told_to,
+    with_changes,
 )
 from ultrascale_jax.plan.workload import Run, Shape
 
@@ -49,7 +49,7 @@ def legal_by_brute_force(cfg, num_gpus):
             if (zero == 0) != (mesh.fsdp == 1):
                 continue
             try:
-                Run.of(told_to(cfg, mesh=mesh, zero=zero, microbatches=microbatches), num_gpus)
+                Run.of(with_changes(cfg, mesh=mesh, zero=zero, microbatches=microbatches), num_gpus)
             except UserError:
                 continue
             if microbatches >= mesh.pp:
@@ -58,7 +58,7 @@ def legal_by_brute_force(cfg, num_gpus):
 
 @pytest.mark.parametrize("global_batch", [16, 12])
 def test_the_candidates_are_what_brute_force_finds(global_batch):
-    cfg = told_to(debug, mesh=MeshConfig(), global_batch=global_batch)
+    cfg = with_changes(debug, mesh=MeshConfig(), global_batch=global_batch)
     space = enumerate_runs(cfg, cluster(), {}, SPLIT)
     found = [(run.mesh, run.zero, run.microbatches) for run in space.runs if run.remat == "none"]
     flat = [key for key in found if key[0].pp == 1]

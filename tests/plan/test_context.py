@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ultrascale_jax.config import ContextConfig, MeshConfig
-from ultrascale_jax.parallel.context.ring import Plan
+from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas.activations import document_mask, kept, layer_of, working_set
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -41,7 +41,7 @@ def parts(run: Run) -> dict[str, float]:
 @pytest.mark.parametrize("window", [None, 1, 2, 9, 10, 64, 128])
 def test_a_run_counts_the_blocks_that_the_program_computes(strategy, window):
     run = split(8, seq_len=128, strategy=strategy)
-    plan = Plan(
+    plan = RingSpec(
         axis="cp",
         ranks=8,
         inner=1,

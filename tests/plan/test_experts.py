@@ -4,7 +4,7 @@ import pytest
 
 from configs import shapes
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import share
+from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import costs, experts
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run, Shape
@@ -26,12 +26,12 @@ def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
 
 def test_rows_are_those_of_the_program():
     # A token of Qwen3 has 8 of 128 experts: 41% of the tokens visit one of 16 ranks, 67% one of 8.
-    (hop,) = experts.hops(run(ep=16))
-    visits = share(Experts(num=128, per_token=8), 8)
+    (hop,) = experts.a2a_stages(run(ep=16))
+    visits = hit_fraction(Experts(num=128, per_token=8), 8)
     assert visits == pytest.approx(0.41, abs=0.01)
     assert hop.rows == pytest.approx(1.5 * visits * 8192, abs=8)
     assert experts.received(run(ep=16)) == 16 * hop.rows
-    assert experts.hops(run(ep=8))[0].rows == 8192
+    assert experts.a2a_stages(run(ep=8))[0].rows == 8192
     assert experts.rows(run(ep=8)) == 8 * 8192 * 8 * 1.5 / 128
     assert experts.received(run(ep=1)) == 8192
     assert experts.received(run(ep=8, dispatch="allgather")) == 8 * 8192
@@ -46,7 +46,7 @@ def test_a_sequence_group_sends_its_parts_and_works_on_all():
 
 def test_two_halves_send_as_much_as_the_whole():
     whole, halves = run(ep=8), run(ep=8, overlap=True)
-    assert experts.halves(halves) == 2 and experts.halves(run(overlap=True)) == 1
+    assert experts.num_chunks(halves) == 2 and experts.num_chunks(run(overlap=True)) == 1
     assert 2 * experts.received(halves) == pytest.approx(experts.received(whole), rel=1e-2)
     assert 2 * experts.rows(halves) == experts.rows(whole)
 
@@ -100,7 +100,7 @@ def test_a_token_goes_once_to_a_node():
 
 def test_the_time_of_one_way_by_hand():
     cluster = find_cluster(None, "h100", 8)
-    (hop,) = experts.hops(run(ep=8))
+    (hop,) = experts.a2a_stages(run(ep=8))
     size = 2 * 2048 * 8 * hop.rows
     node = Group(ranks=8, per_node=8)
     assert experts.travelling(run(ep=8), cluster) == pytest.approx(

@@ -28,7 +28,7 @@ from ultrascale_jax.plan.report.figures import (
     Table,
     number,
 )
-from ultrascale_jax.plan.report.study import Study
+from ultrascale_jax.plan.report.study import Scenario
 from ultrascale_jax.plan.workload import GIB, Shape
 
 RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
@@ -56,9 +56,9 @@ STREAMS = Streams(
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
+def study() -> Scenario:
     cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(fsdp=8, sp=8))
-    return Study(
+    return Scenario(
         name="llama3_8b",
         cfg=cfg,
         cluster=find_cluster(None, "h100", 64),

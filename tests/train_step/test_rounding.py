@@ -26,7 +26,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.rounding import in_bfloat16, random_bits, round_stochastically
-from ultrascale_jax.train_step.state import abstract_state, canonical
+from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
 from ultrascale_jax.train_step.step import apply_gradients
 
 CFG = Config(
@@ -119,7 +119,9 @@ def bits_of(cfg):
         for x, like in zip(jax.tree.leaves(bits), jax.tree.leaves(params), strict=True):
             assert x.dtype == jnp.uint32 and x.sharding.is_equivalent_to(like.sharding, x.ndim)
         order = params.order_of
-        return [np.asarray(x) for x in jax.tree.leaves(canonical(bits, order))], program.as_text()
+        return [
+            np.asarray(x) for x in jax.tree.leaves(to_checkpoint_layout(bits, order))
+        ], program.as_text()
 
 
 @pytest.fixture(scope="module")

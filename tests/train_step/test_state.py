@@ -19,7 +19,12 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.train_step.optim import optimizer
-from ultrascale_jax.train_step.state import abstract_state, canonical, init_state, layer_order
+from ultrascale_jax.train_step.state import (
+    abstract_state,
+    init_state,
+    layer_order,
+    to_checkpoint_layout,
+)
 
 LAYERS = 5
 BASE = Config(
@@ -153,7 +158,7 @@ def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim
     stacked = 0
     for leaf, moved, expected in zip(
         jax.tree.leaves(here),
-        jax.tree.leaves(canonical(here, lambda _: ORDERS["pp4_1f1b"])),
+        jax.tree.leaves(to_checkpoint_layout(here, lambda _: ORDERS["pp4_1f1b"])),
         jax.tree.leaves(alone),
         strict=True,
     ):
@@ -174,7 +179,9 @@ def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
     params = some_state(cfg, mesh_of(cfg)).params
     assert params.layer_order == (0, 1, 2, 3)
     pairs = zip(
-        jax.tree.leaves(canonical(params, params.order_of)), jax.tree.leaves(params), strict=True
+        jax.tree.leaves(to_checkpoint_layout(params, params.order_of)),
+        jax.tree.leaves(params),
+        strict=True,
     )
     assert all(a is b for a, b in pairs)
 

@@ -56,7 +56,7 @@ BASE = Config(
 RUN = """
 import json, math, sys
 import jax
-from ultrascale_jax import distributed
+from ultrascale_jax.launch import distributed
 from ultrascale_jax.config import DistConfig
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
@@ -230,7 +230,7 @@ def test_the_way_to_experts_is_described_as_it_is_run():
     )
     (line,) = parallelism(cfg)
     tokens = BASE.data.seq_len * BASE.train.global_batch // (4 * BASE.train.microbatches)
-    first, second = capacity.hops(cfg.moe, cfg.model.experts, 4, tokens // 2)
+    first, second = capacity.a2a_stages(cfg.moe, cfg.model.experts, 4, tokens // 2)
     assert line == (
         "experts: 2 of 8 for each token, 2 on a GPU; dropless over ep=4 in 2 parts, one half beside the other; "
         f"a round sends at most {first.rows:,} rows to each of 2, then {second.rows:,} rows to each of 2"

@@ -15,7 +15,11 @@ from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
 from ultrascale_jax.launch.run_files import folder_of
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.train_step.state import abstract_state, arranged, canonical_shapes
+from ultrascale_jax.train_step.state import (
+    abstract_state,
+    checkpoint_layout_shapes,
+    from_checkpoint_layout,
+)
 
 
 def load_params(
@@ -28,7 +32,7 @@ def load_params(
     """
     folder = Path(run_dir).resolve()
     folder = folder_of(folder, saved_config(folder).checkpoint.dir, make=False)
-    available = restoring.of_first(lambda: steps(folder))
+    available = restoring.found_by_process0(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
     faults: list[str] = []
@@ -64,9 +68,9 @@ def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Tr
         pp=PipelineConfig(),
     )
     like = abstract_state(cfg, mesh).params
-    shapes = flatten(canonical_shapes(like, like.order_of))
+    shapes = flatten(checkpoint_layout_shapes(like, like.order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
-    return cfg, arranged(unflatten(groups[PARAMS], like), like, like.order_of)
+    return cfg, from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.order_of)
 
 
 def check_arrays(place: Path, meta: dict) -> None:

@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.layout import join, split
-from ultrascale_jax.checkpoint.restoring import of_first
+from ultrascale_jax.checkpoint.restoring import found_by_process0
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
@@ -39,11 +39,11 @@ from ultrascale_jax.launch.run_files import METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
 from ultrascale_jax.train_step.state import (
     TrainState,
-    arranged,
-    canonical,
-    canonical_shapes,
-    carry_on,
+    checkpoint_layout_shapes,
+    from_checkpoint_layout,
+    reset_optional_state,
     saved_shapes,
+    to_checkpoint_layout,
 )
 
 
@@ -123,7 +123,7 @@ class Checkpoints:
 
     def _listed(self) -> tuple[list[int], list[str]]:
         """Steps, and names put aside, as process 0 sees them: on NFS another host's listing may be a minute old."""
-        found, aside = of_first(lambda: (steps(self.folder), quarantined(self.folder)))
+        found, aside = found_by_process0(lambda: (steps(self.folder), quarantined(self.folder)))
         return found, aside
 
     def _open(self) -> ocp.training.Checkpointer:
@@ -190,7 +190,7 @@ class Checkpoints:
             if wait:
                 self._count(step, f"the one before it {saving.STALLED}", must=True)
             return
-        if of_first(lambda: self.latest == step):
+        if found_by_process0(lambda: self.latest == step):
             return
         problem = agree(self._probe())
         if problem is not None:
@@ -202,7 +202,7 @@ class Checkpoints:
             self._settle(must=True)
 
     def _begin(self, step: int, state: TrainState, meta: dict) -> None:
-        groups = split(canonical(state, state.params.order_of))
+        groups = split(to_checkpoint_layout(state, state.params.order_of))
         meta = with_digest(meta | {"arrays": restoring.record(groups)})
         try:
             response = self._orbax.save_checkpointables_async(
@@ -317,10 +317,10 @@ class Checkpoints:
         """
         like = saved_shapes(abstract, config_from_dict(meta["config"]))
         order = abstract.params.order_of
-        place, shapes = self.folder / str(step), split(canonical_shapes(like, order))
+        place, shapes = self.folder / str(step), split(checkpoint_layout_shapes(like, order))
         groups = restoring.load(place, meta, shapes)
-        state = restoring.cast(arranged(join(groups, like), like, order), like)
-        return carry_on(state, abstract, self._cfg)
+        state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)
+        return reset_optional_state(state, abstract, self._cfg)
 
     def _put_aside(self, step: int, why: str) -> None:
         aside = self.folder / f"{step}.corrupt"

@@ -37,7 +37,7 @@ UNPROVEN = "has no manifest (its writer was ended in between); its arrays have t
 UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
 
 
-def of_first[Value](find: Callable[[], Value]) -> Value:
+def found_by_process0[Value](find: Callable[[], Value]) -> Value:
     """What `find` finds on process 0, as JSON carries it, on all; the others do not look, as they may see less.
 
     Raises on all processes what `find` raises: `Damaged` or another `UserError`, and `Unreadable` for an `OSError`.
@@ -45,11 +45,11 @@ def of_first[Value](find: Callable[[], Value]) -> Value:
     found, error = None, None
     if jax.process_index() == 0:
         found, error = _tried(find)
-    raise_alike(error)
-    return multihost.of_first(found)
+    raise_on_all(error)
+    return multihost.broadcast_from_process0(found)
 
 
-def raise_alike(error: UserError | None) -> None:
+def raise_on_all(error: UserError | None) -> None:
     """Raise, on all processes, what one of them has found: what is damaged is damaged for all."""
     for kind in (Damaged, Unreadable, Doubtful, UserError):
         mine = error is not None and type(error) is kind
@@ -93,7 +93,7 @@ def opened(place: Path) -> tuple[dict, str | None]:
             return look()
         return look()
 
-    sealed, meta = of_first(look_twice)
+    sealed, meta = found_by_process0(look_twice)
 
     def read() -> None:
         _await(place / METADATA)
@@ -101,7 +101,7 @@ def opened(place: Path) -> tuple[dict, str | None]:
             _await(place / manifest.NAME)
             manifest.check_contents(place, jax.process_index(), jax.process_count())
 
-    raise_alike(_tried(read)[1])
+    raise_on_all(_tried(read)[1])
     if "arrays" not in meta:
         return meta, f"{place} {UNVERIFIED}"
     return meta, None if sealed else f"{place} {UNPROVEN}"
@@ -125,7 +125,7 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
             ),
             shapes,
         )
-    sealed = of_first(lambda: os.path.exists(place / manifest.NAME))
+    sealed = found_by_process0(lambda: os.path.exists(place / manifest.NAME))
     loaded = _loaded(place, shapes, sealed)
     wrong = None if known is None else _different(known, loaded)
     if known is not None and wrong is not None:
@@ -152,7 +152,7 @@ def _loaded(place: Path, shapes: Groups, sealed: bool) -> Groups:
             loaded |= ocp.load_checkpointables(str(place), {group: inner})
         except Exception as error:
             failed = _why_not(place, _root(error), sealed)
-        raise_alike(failed)
+        raise_on_all(failed)
     return loaded
 
 

@@ -91,7 +91,7 @@ class Writing:
             self.problem = first_line(error) or type(error).__name__
 
 
-class Question:
+class TimedProbe:
     """What is asked of a disk again and again, and answered in a thread, because the disk may not answer."""
 
     def __init__(self, ask: Callable[[], str | None], unanswered: str | None):
@@ -112,7 +112,7 @@ class Question:
         self._answer = self._ask()
 
 
-class Probe(Question):
+class Probe(TimedProbe):
     """Asks, before each save, whether a folder can be written."""
 
     def __init__(self, folder: Path):

@@ -22,7 +22,7 @@ def gather(value: Any) -> list:
     return [json.loads(row.tobytes()) for row in rows]
 
 
-def of_first(value: Any) -> Any:
+def broadcast_from_process0(value: Any) -> Any:
     """`value` of process 0, on all; it must survive JSON."""
     if jax.process_count() == 1:
         return value

@@ -12,11 +12,11 @@ from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
 from ultrascale_jax.models.layers import (
     INIT_STD,
+    broadcast_param,
     gather_sequence,
-    own_heads,
     param,
+    repeat_kv_heads,
     rms_norm,
-    spread,
 )
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
@@ -81,7 +81,9 @@ class Attention(nnx.Module):
         weight = weight.map(own) if isinstance(weight, Fp8Weight) else own(weight)
         y = linear(f"BTD,D{heads}H->{dims}", x_BTD, weight)
         if self.cfg.qkv_bias:
-            bias = spread(self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape)
+            bias = broadcast_param(
+                self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape
+            )
             y = y + bias.astype(y.dtype)
         if self.cfg.qk_norm != "none" and name != "v":
             over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
         """A parameter of this device's heads, or `value` in its place."""
         weight = getattr(self, name)
         value = weight[...] if value is None else value
-        return own_heads(value, dims, weight.on, self.cfg.num_kv_heads)
+        return repeat_kv_heads(value, dims, weight.on, self.cfg.num_kv_heads)
 
 
 def attend(

@@ -18,7 +18,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE
-from ultrascale_jax.sharding.rules import together
+from ultrascale_jax.sharding.rules import grad_barrier
 
 NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""
@@ -99,9 +99,9 @@ class Block(nnx.Module):
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
-            h, attn = together((h, self.attn))
+            h, attn = grad_barrier((h, self.attn))
             h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
-            h, feed_forward = together((h, feed_forward))
+            h, feed_forward = grad_barrier((h, feed_forward))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
             return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
 

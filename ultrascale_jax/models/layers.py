@@ -79,7 +79,7 @@ def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     return value.astype(dtype) if is_matrix(dims) and "X" not in dims else value
 
 
-def whole(value: jax.Array, dims: str, cfg: ModelConfig) -> bool:
+def is_gathered(value: jax.Array, dims: str, cfg: ModelConfig) -> bool:
     """Whether a piece of a parameter is whole over the axes of ZeRO."""
     latent = cfg.latent
     sizes = {"D": cfg.d_model}
@@ -98,8 +98,8 @@ def gather_param(
     if not manual():
         spec = gathered(dims, value.shape, reduced=gradient_axes(dims, on))
         return jax.reshard(row_major(value), spec)
-    value = vary(value, _met(dims, on))
-    if whole(value, dims, cfg):
+    value = vary(value, _varying_axes(dims, on))
+    if is_gathered(value, dims, cfg):
         return value
     axes = shard_axes(dims)
     return jax.lax.all_gather(row_major(value), axes, axis=zero_dim(dims), tiled=True)
@@ -134,7 +134,7 @@ def shard_param(value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLik
     if not manual():
         spec = stored(dims, value.shape, reduced=gradient_axes(dims, on) - set(SHARD))
         return jax.reshard(value, spec)
-    return vary(cast(value, dims, dtype), _met(dims, on))
+    return vary(cast(value, dims, dtype), _varying_axes(dims, on))
 
 
 def scatter_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def reduce_gradient(grad: jax.Array, dims: str, value: jax.Array) -> jax.Array:
     return jax.lax.psum(grad, axes) if axes else grad
 
 
-def _met(dims: str, on: str) -> frozenset[str]:
+def _varying_axes(dims: str, on: str) -> frozenset[str]:
     """Axes over which a parameter differs or meets different values.
 
     They are those of its own letters, even where it rests whole (few kv heads), those of what it meets, and pp.
@@ -191,7 +191,7 @@ def scatter_sequence(partial_BTD: jax.Array) -> jax.Array:
     return reshard("BTD->BRD", partial_BTD, summed=frozenset(TENSOR))
 
 
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Rows of the embedding table as the residual stream `[B, R, D]`; on pieces a partial sum over pp.
 
     The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
@@ -213,7 +213,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return jax.reshard(x_BRD, act("BRD"))
 
 
-def own_heads(weight: jax.Array, dims: str, on: str, num_kv_heads: int) -> jax.Array:
+def repeat_kv_heads(weight: jax.Array, dims: str, on: str, num_kv_heads: int) -> jax.Array:
     """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
 
     Each device then computes only the head it needs; the weights' gradient is summed over the copies.
@@ -231,7 +231,7 @@ def own_heads(weight: jax.Array, dims: str, on: str, num_kv_heads: int) -> jax.A
     return jax.reshard(weight, spec)
 
 
-def spread(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
+def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
     """A vector parameter (`dims`) broadcast over an activation with dims `to`, its gradient summed locally only."""
     if manual():
         return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
@@ -278,7 +278,7 @@ def rms_norm(
         return smap(fused, in_specs=specs((x, weight)), out_specs=act(on))(x, weight)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, on) + eps)
-    return (x32 * scale * spread(weight, dims, on, x.shape)).astype(x.dtype)
+    return (x32 * scale * broadcast_param(weight, dims, on, x.shape)).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.models.attention import Cache, attend
 from ultrascale_jax.models.fp8 import linear
-from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm, spread
+from ultrascale_jax.models.layers import INIT_STD, broadcast_param, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
 
 
@@ -86,7 +86,9 @@ class MLA(nnx.Module):
         latent_BTA = gather_sequence(jnp.concatenate([latent_BRJ, k_BRH], axis=-1))
         latent_BTJ, k_BTH = latent_BTA[..., :J], latent_BTA[..., J:]
         kv_BTNI = linear("BTJ,JNI->BTNI", latent_BTJ, self.w_kv_b[...])
-        shared_BTNH = spread(k_BTH, "BTH", "BTNH", (*kv_BTNI.shape[:3], self.latent.rope_dim))
+        shared_BTNH = broadcast_param(
+            k_BTH, "BTH", "BTNH", (*kv_BTNI.shape[:3], self.latent.rope_dim)
+        )
         k_BTNH = jnp.concatenate([kv_BTNI[..., :nope], shared_BTNH], axis=-1)
         return k_BTNH, kv_BTNI[..., nope:]
 

@@ -19,9 +19,9 @@ from ultrascale_jax.models.block import DROPLESS, NATURAL, Block
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import (
     MLP,
+    embed_lookup,
     gather_param,
     gather_sequence,
-    look_up,
     param,
     rms_norm,
 )
@@ -213,7 +213,7 @@ class Transformer(nnx.Module):
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
         embed = gather_param(self.embed[...], "VD", "BT", dtype, self.cfg)
-        return look_up(embed, tokens_BT)
+        return embed_lookup(embed, tokens_BT)
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """The final norm."""

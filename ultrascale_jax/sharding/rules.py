@@ -239,7 +239,7 @@ def einsum(
 
 
 @jax.custom_vjp
-def together(tree):
+def grad_barrier(tree):
     """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
 
     With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
@@ -249,6 +249,6 @@ def together(tree):
     return tree
 
 
-together.defvjp(
+grad_barrier.defvjp(
     lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
 )

@@ -25,7 +25,7 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import act, specs, vary, varying
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
 from ultrascale_jax.train_step.remat import remat
-from ultrascale_jax.train_step.zero import use
+from ultrascale_jax.train_step.zero import prepare_params
 
 MicroBatches = dict[str, jax.Array]
 """Tokens, targets, positions and documents `[M, B, T]`, int32."""
@@ -64,7 +64,7 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, weight):
     """Bare loss, the same on every device, and this device's partial sums of the gradients (none without a backward
     pass)."""
-    used = use(cfg, params)
+    used = prepare_params(cfg, params)
     shared, join = _apart(used)
     out = pipeline(
         schedule,

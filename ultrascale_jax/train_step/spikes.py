@@ -43,7 +43,7 @@ class Spikes:
 
         return jax.tree.map(place, jax.eval_shape(lambda: cls.start(watch)))
 
-    def leaps(self, loss: jax.Array, norm: jax.Array, sigma: float) -> jax.Array:
+    def is_spike(self, loss: jax.Array, norm: jax.Array, sigma: float) -> jax.Array:
         """Whether a step with this loss and gradient norm is a spike; never before the window is full."""
         bound = jnp.mean(self.window, 0) + sigma * jnp.std(self.window, 0)
         full = self.accepted >= self.window.shape[0]

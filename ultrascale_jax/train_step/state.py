@@ -87,7 +87,7 @@ def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
     )
 
 
-def carry_on(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
+def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
     """A checkpoint's state with the parts that `abstract`, of the run `cfg`, has: where it saved other ones, fresh."""
 
     def part(saved, fresh, like):
@@ -125,7 +125,7 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     return jax.tree.map(place, state)
 
 
-def canonical[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+def to_checkpoint_layout[Tree](tree: Tree, order_of: OrderOf) -> Tree:
     """Arrays whose layers lie as `order_of` says in the form of a checkpoint; what must move is copied.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
@@ -140,8 +140,8 @@ def canonical[Tree](tree: Tree, order_of: OrderOf) -> Tree:
     return _map_with_order(leaf, order_of, tree)
 
 
-def canonical_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
-    """What `canonical` makes of arrays with these shapes and shardings."""
+def checkpoint_layout_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+    """What `to_checkpoint_layout` makes of arrays with these shapes and shardings."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
         if not _moves(s, order):
@@ -152,8 +152,8 @@ def canonical_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
     return _map_with_order(leaf, order_of, tree)
 
 
-def arranged[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
-    """The inverse of `canonical`, in the shardings of `like`. What it copies of `tree` it frees."""
+def from_checkpoint_layout[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
+    """The inverse of `to_checkpoint_layout`, in the shardings of `like`. What it copies of `tree` it frees."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
         if not _moves(s, order):

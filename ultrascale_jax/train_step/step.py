@@ -20,7 +20,12 @@ from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import TrainState
-from ultrascale_jax.train_step.zero import accumulable, accumulator, reduce_gradients, use
+from ultrascale_jax.train_step.zero import (
+    accumulator,
+    prepare_params,
+    reduce_gradients,
+    to_accumulator,
+)
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -62,7 +67,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
             return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
-        used, fp8 = use(cfg, params), fp8_of(cfg, params)
+        used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
             return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1], None
@@ -104,7 +109,7 @@ def apply_gradients(
     ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spikes, told = state.spikes, {}
     if spikes is not None:
-        told["spike"] = finite & spikes.leaps(loss, norm, cfg.watch.spike_sigma)
+        told["spike"] = finite & spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
         ok = finite & ~told["spike"]
     with jax.named_scope("optimizer"):
         if cfg.optim.clip_norm:
@@ -146,7 +151,7 @@ def loss_and_gradients(
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.loss_and_gradients(cfg, params, parts, weight)
-    used, fp8 = use(cfg, params), fp8_of(cfg, params)
+    used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
     def loss(used, micro_batch):
         return objective(cfg, used, micro_batch, weight, fp8)
@@ -154,12 +159,12 @@ def loss_and_gradients(
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
         (_, total), grads = value_and_grad(used, batch)
-        return total, reduce_gradients(cfg, accumulable(cfg, grads))
+        return total, reduce_gradients(cfg, to_accumulator(cfg, grads))
 
     def step(carry, micro_batch):
         total, grads = carry
         (_, part), more = value_and_grad(used, micro_batch)
-        return (total + part, jax.tree.map(jnp.add, grads, accumulable(cfg, more))), None
+        return (total + part, jax.tree.map(jnp.add, grads, to_accumulator(cfg, more))), None
 
     def zeros(value, dims, on):
         return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))

@@ -20,7 +20,7 @@ from ultrascale_jax.sharding.rules import SHARD, gathered, is_matrix, stored
 from ultrascale_jax.train_step.precision import COMPUTE
 
 
-def use(cfg: Config, params: Transformer) -> Transformer:
+def prepare_params(cfg: Config, params: Transformer) -> Transformer:
     """Parameters as the micro-batches use them: with `zero < 3` cast and gathered here, once a step.
 
     Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
@@ -50,7 +50,7 @@ def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
     return P(*gathered(dims, value.shape).partitions, unreduced=axes)
 
 
-def accumulable(cfg: Config, grads: Transformer) -> Transformer:
+def to_accumulator(cfg: Config, grads: Transformer) -> Transformer:
     """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
 
     def leaf(g, dims, on):

@@ -62,11 +62,11 @@ def _experts(cfg: Config) -> list[str]:
         return [f"experts: {own}, all on each GPU"]
     tokens = cfg.data.seq_len // (mesh.cp * mesh.sp) * cfg.train.global_batch
     tokens //= mesh.batch * cfg.train.microbatches
-    parts = capacity.halves(moe, mesh.ep, tokens)
+    parts = capacity.num_chunks(moe, mesh.ep, tokens)
     way = f"{moe.dispatch} over ep={mesh.ep}" + f" in {moe.nodes} parts" * (moe.nodes > 1)
     rows = ", then ".join(
         f"{hop.rows:,} rows to each of {hop.parts}"
-        for hop in capacity.hops(moe, experts, mesh.ep, tokens // parts)
+        for hop in capacity.a2a_stages(moe, experts, mesh.ep, tokens // parts)
     )
     way += ", one half beside the other" * (parts > 1)
     sends = f"; a round sends at most {rows}" if rows else ""

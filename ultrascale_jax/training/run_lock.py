@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from ultrascale_jax.checkpoint.saving import Question
+from ultrascale_jax.checkpoint.saving import TimedProbe
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.multihost import agree
@@ -42,7 +42,7 @@ def alone(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
             return None if lock is None or lock.held else f"{lock.path} is another job's now"
 
         # Where the disk does not answer nobody can have taken it.
-        question = Question(ask, unanswered=None)
+        question = TimedProbe(ask, unanswered=None)
 
         def check() -> None:
             lost = agree(question())

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import ContextConfig, Strategy
-from ultrascale_jax.parallel.context.ring import Plan, ring
+from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.rules import vary, varying
 
 
@@ -89,7 +89,7 @@ def context_attention(
     T = q.shape[1]
     apart = segment_ids is not None or positions is not None
     masked = apart or (ranks > 1 and window is not None) or T % chunks > 0
-    plan = Plan(
+    plan = RingSpec(
         axis=axis, ranks=ranks, inner=inner, chunks=chunks, gathered=context.strategy == "allgather",
         window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
         placed=positions is None,

@@ -32,7 +32,7 @@ NEVER = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingSpec:
     """What is known about a ring before it runs."""
 
     axis: str
@@ -96,7 +96,7 @@ class Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(plan: Plan, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
+def ring(plan: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
     """Causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
@@ -110,7 +110,7 @@ def ring(plan: Plan, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Ar
     return _ring_forward(plan, q, k, v, positions, segment_ids)[0]
 
 
-def _ring_forward(plan: Plan, q, k, v, positions, segment_ids):
+def _ring_forward(plan: RingSpec, q, k, v, positions, segment_ids):
     out, lse = attention_forward(q, k, v, **_local(plan, positions, segment_ids))
     if steps := plan.steps(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all steps once, before the loop over layers.
@@ -137,7 +137,7 @@ def _ring_forward(plan: Plan, q, k, v, positions, segment_ids):
     return (out, lse), (q, k, v, positions, segment_ids, out, lse)
 
 
-def _ring_backward(plan: Plan, residuals, cotangents):
+def _ring_backward(plan: RingSpec, residuals, cotangents):
     q, k, v, positions, segment_ids, out, lse = residuals
     dout, T, own = cotangents[0], q.shape[1], _local(plan, positions, segment_ids)
     steps = plan.steps(T)
@@ -160,7 +160,7 @@ def _ring_backward(plan: Plan, residuals, cotangents):
         return dqs, jnp.stack([first, jnp.where(later, dkv, 0)])
 
     start = (jnp.zeros_like(last["q"], jnp.float32),) * plan.chunks
-    back = _gather_back if plan.gathered else _travel_back
+    back = _gather_back if plan.gathered else _return_grads
     dqs, sums, home = back(plan, steps, keys, start, add)
     # Not before the ring is through: then the sums' way home passes beside the own block.
     q, sums = jax.lax.optimization_barrier((q, sums))
@@ -176,7 +176,7 @@ def _ring_backward(plan: Plan, residuals, cotangents):
 ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _local(plan: Plan, positions, segment_ids) -> dict:
+def _local(plan: RingSpec, positions, segment_ids) -> dict:
     """How the own block is masked. The own piece is in increasing order, so causal by index."""
     settings = {"causal": True, "implementation": plan.implementation}
     if not plan.local_mask:
@@ -185,7 +185,7 @@ def _local(plan: Plan, positions, segment_ids) -> dict:
     return {**settings, **_seen(plan, positions, positions, segments)}
 
 
-def _chunks(plan: Plan, positions, segment_ids, **arrays) -> dict[str, Any]:
+def _chunks(plan: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
     """The arrays chunk by chunk, with positions and documents; keys and values are one array, and travel as one."""
     parts = {name: plan.split(x, axis=x.ndim - 3) for name, x in arrays.items()}
     masks = {"positions": (positions, NEVER), "segments": (segment_ids, 0)}
@@ -200,7 +200,7 @@ def _at(parts: dict[str, Any], chunk: jax.Array | int) -> dict[str, Any]:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), parts)
 
 
-def _mask(plan: Plan, queries: dict, keys: dict) -> dict:
+def _mask(plan: RingSpec, queries: dict, keys: dict) -> dict:
     """How a block of other keys is masked: not at all where every query comes later."""
     settings = {"implementation": plan.implementation}
     if queries["positions"] is None:
@@ -209,19 +209,19 @@ def _mask(plan: Plan, queries: dict, keys: dict) -> dict:
     return {**settings, **_seen(plan, queries["positions"], keys["positions"], segments)}
 
 
-def _seen(plan: Plan, q_positions, k_positions, segments) -> dict:
+def _seen(plan: RingSpec, q_positions, k_positions, segments) -> dict:
     """The keys that queries see, in the form that the implementation takes."""
     if plan.implementation == "mosaic":
         return {"ranges": visible_ranges(q_positions, k_positions, segments, plan.window)}
     return {"visible": visible_keys(q_positions, k_positions, segments, plan.window)}
 
 
-def _block(plan: Plan, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
+def _block(plan: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     k, v = keys["kv"]
     return attention_forward(queries["q"], k, v, **_mask(plan, queries, keys))
 
 
-def _pull_back(plan: Plan, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
+def _pull_back(plan: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     """Gradients of a block's q, and of its k and v as one array, in float32."""
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
     (k, v), mask = keys["kv"], _mask(plan, queries, keys)
@@ -239,7 +239,7 @@ def _merge(done, *blocks):
     ), total
 
 
-def _visit(plan: Plan, steps: list[int], keys, carry, attend):
+def _visit(plan: RingSpec, steps: list[int], keys, carry, attend):
     """`attend(carry, keys, step)` for the keys at each of these distances."""
     if plan.gathered:
         everyone, mine = _gather(plan, keys), plan.mine()
@@ -260,7 +260,7 @@ def _visit(plan: Plan, steps: list[int], keys, carry, attend):
     return carry
 
 
-def _travel_back(plan: Plan, steps: list[int], keys, dqs, add):
+def _return_grads(plan: RingSpec, steps: list[int], keys, dqs, add):
     """Gradients of the queries; sums of the keys' gradients, which follow the keys one step behind; their way home."""
     keys, dkeys = plan.send(keys, steps[0]), None
     for (came, hop), group in _alike(steps, arrivals=True):
@@ -276,7 +276,7 @@ def _travel_back(plan: Plan, steps: list[int], keys, dqs, add):
     return dqs, dkeys, functools.partial(plan.send, hop=plan.ranks - steps[-1])
 
 
-def _gather_back(plan: Plan, steps: list[int], keys, dqs, add):
+def _gather_back(plan: RingSpec, steps: list[int], keys, dqs, add):
     """The same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
     everyone, mine = _gather(plan, keys), plan.mine()
 
@@ -294,7 +294,7 @@ def _gather_back(plan: Plan, steps: list[int], keys, dqs, add):
     return dqs, dkeys, home
 
 
-def _gather(plan: Plan, keys):
+def _gather(plan: RingSpec, keys):
     """The keys of all positions, `[r, ...]` each."""
     gather = functools.partial(
         jax.lax.all_gather, axis_name=plan.axis, axis_index_groups=plan.members()

@@ -18,7 +18,7 @@ class Hop:
     """Rows that one part sends to another in one round."""
 
 
-def share(experts: Experts, count: int) -> float:
+def hit_fraction(experts: Experts, count: int) -> float:
     """Share of the tokens that balanced routing sends to at least one of `count` neighbouring experts.
 
     A token's k experts are then any k of those of its groups: the chance that `count` hold none of them is
@@ -38,12 +38,12 @@ def room(tokens: int, expected: float, bound: float) -> int:
     return min(tokens, 8 * math.ceil(bound * expected / 8))
 
 
-def halves(moe: MoEConfig, ranks: int, tokens: int) -> int:
+def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
     """Parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
     return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1
 
 
-def hops(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]:
+def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]:
     """The exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, and with `allgather`."""
     if ranks == 1 or moe.dispatch == "allgather":
         return []
@@ -52,7 +52,7 @@ def hops(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]
         left //= parts
         count = left * experts.num // ranks
         held = found[-1].parts * found[-1].rows if found else tokens
-        rows = room(held, sources * tokens * share(experts, count), moe.bound)
+        rows = room(held, sources * tokens * hit_fraction(experts, count), moe.bound)
         found.append(Hop(parts, count, rows))
         sources *= parts
     return [hop for hop in found if hop.parts > 1]

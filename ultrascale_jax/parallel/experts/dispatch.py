@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.sharding.rules import together, vary, varying
+from ultrascale_jax.sharding.rules import grad_barrier, vary, varying
 
 
 class Slots(NamedTuple):
@@ -29,7 +29,7 @@ class Slots(NamedTuple):
         return self.choice // self.slot.shape[1]
 
 
-class Order(NamedTuple):
+class Assignment(NamedTuple):
     """Choices sorted by where they go, ties by token."""
 
     places: jax.Array
@@ -42,7 +42,7 @@ class Order(NamedTuple):
     """`[P]` int32: choices of each place."""
 
     @classmethod
-    def of(cls, places: jax.Array, num: int) -> "Order":
+    def of(cls, places: jax.Array, num: int) -> "Assignment":
         """The order of choices that go to `num` places."""
         flat = places.reshape(-1)
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -85,25 +85,25 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def take(x: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
-    """The rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `collect`."""
+def dispatch(x: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    """The rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `combine`."""
     return _rows(x, row)
 
 
 @jax.custom_vjp
-def collect(y: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+def combine(y: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
     """The sums `[n, D]` over the slots `[n, k]` of each row, of y `[S, D]`; added in float32, in y's type."""
     total = sum(_rows(y, slot[:, j]).astype(jnp.float32) for j in range(slot.shape[1]))
     return jnp.asarray(total).astype(y.dtype)
 
 
-take.defvjp(
-    lambda x, row, slot: (take(x, row, slot), (row, slot)),
-    lambda index, g: (collect(g, *index), None, None),
+dispatch.defvjp(
+    lambda x, row, slot: (dispatch(x, row, slot), (row, slot)),
+    lambda index, g: (combine(g, *index), None, None),
 )
-collect.defvjp(
-    lambda y, row, slot: (collect(y, row, slot), (row, slot)),
-    lambda index, g: (take(g, *index), None, None),
+combine.defvjp(
+    lambda y, row, slot: (combine(y, row, slot), (row, slot)),
+    lambda index, g: (dispatch(g, *index), None, None),
 )
 
 
@@ -166,7 +166,7 @@ def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floa
     if most == 1:
         return first
     # Backward, the first round waits for the loop: else its half-made gradients live on beside it.
-    first, floats = together((first, floats))
+    first, floats = grad_barrier((first, floats))
     return jax.tree.map(jnp.add, first, _later(one_round, needed, ints, floats))
 
 

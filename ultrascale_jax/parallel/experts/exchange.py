@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import Hop, halves, hops, room
+from ultrascale_jax.parallel.experts.capacity import Hop, a2a_stages, num_chunks, room
 from ultrascale_jax.parallel.experts.dispatch import (
-    Order,
+    Assignment,
     Slots,
-    collect,
+    combine,
+    dispatch,
     exchange_together,
     in_rounds,
-    take,
 )
 from ultrascale_jax.parallel.experts.local import Product, padded_experts, ragged_experts
 from ultrascale_jax.sharding.rules import vary, varying
@@ -88,7 +88,7 @@ def expert_layer(
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
     shared = "sp" in varying(w_gate)
     x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
-    parts = halves(moe, ranks, x.shape[0])
+    parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared, product)
     results, dropped = run(batch, matrices)
@@ -143,7 +143,7 @@ def _outer(
         return functools.partial(_gather_all, run, axis)
     agreed = (axis, "sp") if shared > 1 else (axis,)
     outer: Outer = functools.partial(_in_turn, run)
-    for hop in reversed(hops(moe, experts, ranks, tokens)):
+    for hop in reversed(a2a_stages(moe, experts, ranks, tokens)):
         stride = ranks * hop.experts // experts.num
         span = hop.parts * stride
         groups = [
@@ -197,7 +197,7 @@ class _Local:
         x, ids, weights = tokens
         num, (n, k) = matrices[0].shape[0], ids.shape
         size = room(n, self.rows / num, self.bound)
-        order = Order.of(ids, num)
+        order = Assignment.of(ids, num)
         if self.product is None:
             size = 8 * -(-min(n * k, num * size) // 8)
             needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
@@ -288,12 +288,12 @@ class _Exchange:
         most = -(-x[0].shape[0] // rows)
         return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
 
-    def _order(self, ids: jax.Array) -> Order:
+    def _order(self, ids: jax.Array) -> Assignment:
         """A token goes once to a part in which it has several experts."""
         parts = self.hop.parts
         part = jnp.minimum(ids // self.hop.experts, parts)
         again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
-        return Order.of(jnp.where(again, parts, part), parts)
+        return Assignment.of(jnp.where(again, parts, part), parts)
 
     def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
         """One round of at most `rows` rows from each part to each other."""
@@ -307,15 +307,15 @@ class _Exchange:
             received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
         results, dropped = _in_turn(self.inner, received, matrices, self.exchange)
         back = zip(results, slots, strict=True)
-        return [collect(y, slot.token, slot.slot) for y, slot in back], dropped
+        return [combine(y, slot.token, slot.slot) for y, slot in back], dropped
 
     def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
         """What is sent: rows of all parts, their ids counted from each part's first expert, their weights."""
         num, rows = self.hop.experts, self.hop.rows
         part = jnp.arange(self.hop.parts * rows, dtype=jnp.int32) // rows
         theirs = _pick_rows(ids, slots.token, self.hop.parts * num) - part[:, None] * num
-        theirs, sent = _own(theirs, take(weights, slots.token, slots.slot), num)
-        return take(x, slots.token, slots.slot), theirs, sent
+        theirs, sent = _own(theirs, dispatch(weights, slots.token, slots.slot), num)
+        return dispatch(x, slots.token, slots.slot), theirs, sent
 
 
 def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:

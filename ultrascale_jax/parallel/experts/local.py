@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
-from ultrascale_jax.parallel.experts.dispatch import Order, Slots, collect, take
+from ultrascale_jax.parallel.experts.dispatch import Assignment, Slots, combine, dispatch
 
 type Product = Callable[[jax.Array, jax.Array], jax.Array]
 """`[E, C, D]` times `[E, D, F]`, of each expert."""
@@ -16,33 +16,33 @@ type Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
     """The weight `[S]` of the choice in each slot, of `[n, k]`."""
-    return take(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
+    return dispatch(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
 
 
 def padded_experts(
-    product: Product, size: int, number: jax.Array, order: Order, floats
+    product: Product, size: int, number: jax.Array, order: Assignment, floats
 ) -> jax.Array:
     """One round of at most `size` rows for each expert, by batched products."""
     x, weights, w_gate, w_up, w_down = floats
     slots = order.padded(number, size)
-    x_ECD = take(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
+    x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
     gate_ECF = checkpoint_name(product(x_ECD, w_gate), "gate")
     up_ECF = checkpoint_name(product(x_ECD, w_up), "up")
     h_ECF = _weighed(gate_ECF, up_ECF, take_weights(weights, slots).reshape(-1, size))
     y_ECD = product(h_ECF, w_down)
-    return collect(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
+    return combine(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
 
 
-def ragged_experts(size: int, number: jax.Array, order: Order, floats) -> jax.Array:
+def ragged_experts(size: int, number: jax.Array, order: Assignment, floats) -> jax.Array:
     """One round of at most `size` rows of all experts together, by the grouped kernel."""
     x, weights, w_gate, w_up, w_down = floats
     slots, sizes = order.ragged(number, size)
     product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
-    x_SD = take(x, slots.token, slots.slot)
+    x_SD = dispatch(x, slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
     h_SF = _weighed(gate_SF, up_SF, take_weights(weights, slots))
-    return collect(product(h_SF, w_down), slots.token, slots.slot)
+    return combine(product(h_SF, w_down), slots.token, slots.slot)
 
 
 def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:

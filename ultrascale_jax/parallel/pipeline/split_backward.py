@@ -57,7 +57,7 @@ class LayerVJP:
         self.kept = [residuals[i] for i in self._keep]
         """Examples of what `forward` keeps, for their types."""
         if split:
-            self._divide(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
+            self._split_backward(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
 
     def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """y, the auxiliary loss, and what the backward pass needs of them."""
@@ -111,7 +111,7 @@ class LayerVJP:
             ]
 
         traced = _Traced(residuals, *leaves, x, *around)
-        moved = traced.reached(traced.inputs[len(leaves) : len(leaves) + 1])
+        moved = traced.descendants(traced.inputs[len(leaves) : len(leaves) + 1])
         outputs = traced.outputs
         first = {v: i for i, v in reversed(list(enumerate(outputs))) if _is_var(v) and v in moved}
         self._keep = sorted(first.values())
@@ -130,7 +130,7 @@ class LayerVJP:
         dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))
         return [*dparams, dx]
 
-    def _divide(self, leaves, around, cotangents) -> None:
+    def _split_backward(self, leaves, around, cotangents) -> None:
         """Cut the backward pass in two: what the input's gradient needs, and the rest."""
         n, c, k = len(leaves), len(around), len(self.kept)
 
@@ -146,10 +146,12 @@ class LayerVJP:
         needed = [dx, *(dparams[i] for i in self._vectors)]
         weights = [dparams[i] for i in self._matrices]
         early = set(map(id, traced.needed(needed)))
-        moved = traced.reached(traced.inputs[n + c :])
+        moved = traced.descendants(traced.inputs[n + c :])
         made = {v for eqn in traced.eqns if id(eqn) in early for v in eqn.outvars}
         stop = (made | set(traced.inputs[n + c :])) & moved
-        waiting = traced.lighter([v for v in traced.read(weights, stop) if v in stop], moved)
+        waiting = traced.shrink_residuals(
+            [v for v in traced.read(weights, stop) if v in stop], moved
+        )
         self._input_part = traced.part(traced.inputs, [*needed, *waiting])
         self._weight_part = traced.part([*traced.inputs[: n + c], *waiting], weights)
 
@@ -175,7 +177,7 @@ class _Traced:
         self.inputs: list = list(closed.jaxpr.invars)
         self.outputs: list = list(closed.jaxpr.outvars)
 
-    def reached(self, sources: Iterable) -> set:
+    def descendants(self, sources: Iterable) -> set:
         """The variables that depend on `sources`, these included."""
         found = set(sources)
         for eqn in self.eqns:
@@ -198,7 +200,7 @@ class _Traced:
         eqns = self.needed(outputs, stop)
         return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
 
-    def lighter(self, variables: Iterable, moved: set) -> list:
+    def shrink_residuals(self, variables: Iterable, moved: set) -> list:
         """`variables`, those that a collective or an elementwise operation makes of fewer bytes replaced by these.
 
         What waits for the weight gradients fills a queue; gathering a sequence again is cheaper than keeping it whole.

@@ -181,7 +181,7 @@ def experts_in_hand(run: Run, layer: Layer) -> float:
     if run.shape.experts is None:
         return 0.0
     rows, ffn = experts.values(run)
-    got = experts.halves(run) * experts.received(run) * run.shape.d_model
+    got = experts.num_chunks(run) * experts.received(run) * run.shape.d_model
     came = max(got, experts.hop_rows(run) * run.shape.d_model)
     first = 4 if run.remat in ("none", "selective") else 6
     found = [first * ffn + 2 * rows + 2 * came]

@@ -14,26 +14,28 @@ from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Group, Run, group
 
 
-def halves(run: Run) -> int:
+def num_chunks(run: Run) -> int:
     """Parts of a GPU's tokens that travel one after the other."""
     return 2 if run.moe.overlap and run.mesh.ep > 1 else 1
 
 
 def tokens(run: Run) -> int:
     """Tokens that a GPU sends at a time: those of its part of the residual stream, or half of them."""
-    return run.tokens // run.mesh.sp // halves(run)
+    return run.tokens // run.mesh.sp // num_chunks(run)
 
 
-def hops(run: Run) -> list[Hop]:
+def a2a_stages(run: Run) -> list[Hop]:
     """The exchanges on the way of those tokens to their experts; back they go likewise."""
     experts = run.shape.experts
-    return [] if experts is None else capacity.hops(run.moe, experts, run.mesh.ep, tokens(run))
+    return (
+        [] if experts is None else capacity.a2a_stages(run.moe, experts, run.mesh.ep, tokens(run))
+    )
 
 
 def received(run: Run) -> int:
     """Rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
     gathered = run.mesh.ep if run.moe.dispatch == "allgather" else 1
-    found = [hop.parts * hop.rows for hop in hops(run)]
+    found = [hop.parts * hop.rows for hop in a2a_stages(run)]
     return (found[-1] if found else tokens(run) * gathered) * run.mesh.sp
 
 
@@ -58,8 +60,8 @@ def rows(run: Run) -> int:
 def hop_rows(run: Run) -> int:
     """Rows that a GPU gets of all its tokens, in all exchanges together."""
     gathered = run.mesh.ep > 1 and run.moe.dispatch == "allgather"
-    found = [hop.parts * hop.rows for hop in hops(run)]
-    return halves(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
+    found = [hop.parts * hop.rows for hop in a2a_stages(run)]
+    return num_chunks(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
 
 
 def loops(run: Run) -> int:
@@ -67,7 +69,7 @@ def loops(run: Run) -> int:
     if run.moe.dispatch == "capacity" or run.shape.experts is None:
         return 0
     held, count = tokens(run), 0
-    for hop in hops(run):
+    for hop in a2a_stages(run):
         count += hop.rows < held
         held = hop.parts * hop.rows
     return count + (slots(run) < received(run))
@@ -78,7 +80,7 @@ def values(run: Run) -> tuple[float, float]:
     shape = run.shape
     if shape.experts is None:
         return 0.0, 0.0
-    count = halves(run) * slots(run) * shape.experts.num / run.mesh.ep
+    count = num_chunks(run) * slots(run) * shape.experts.num / run.mesh.ep
     return count * shape.d_model, count * shape.expert_d_ff / run.mesh.tensor
 
 
@@ -93,7 +95,7 @@ def moved(run: Run) -> float:
     if shape.experts is None:
         return 0.0
     (by_expert, gate), depth = values(run), loops(run)
-    came = halves(run) * received(run) * shape.d_model
+    came = num_chunks(run) * received(run) * shape.d_model
     matrices = shape.experts.num * shape.expert_params / (mesh.ep * mesh.tensor)
     parts = mesh.fsdp * mesh.cp if run.zero == 3 else 1
     turned = 3.6 if parts > 1 and shape.experts.num > mesh.ep else 0.0
@@ -110,7 +112,7 @@ def links(run: Run, gpus_per_node: int) -> list[tuple[Hop, Group]]:
     near = dataclasses.replace(mesh, ep=mesh.ep // nodes, fsdp=mesh.fsdp * nodes)
     return [
         (hop, group(far if hop.experts * nodes == experts.num else near, ("ep",), gpus_per_node))
-        for hop in hops(run)
+        for hop in a2a_stages(run)
     ]
 
 
@@ -128,4 +130,4 @@ def travelling(run: Run, cluster: Cluster) -> float:
         found += seconds("all-to-all", hop.parts * hop.rows, ranks)
     if run.moe.dispatch == "allgather":
         found += seconds("all-gather", tokens(run) * run.mesh.ep, along("ep"))
-    return halves(run) * found
+    return num_chunks(run) * found

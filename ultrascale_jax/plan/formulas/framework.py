@@ -22,7 +22,7 @@ KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(),), "full": ((),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
+class FrameworkProfile:
     """Constants of `speed.estimate` that depend on the program and not on the machine."""
 
     matmul: float = 1.0
@@ -70,7 +70,7 @@ class Software:
     """How likely a step of the run stalls; none is never."""
 
 
-ULTRASCALE = Software(
+ULTRASCALE = FrameworkProfile(
     passes=19,
     logit_bytes=14,
     host_s=0.35e-3,
@@ -110,7 +110,7 @@ def benchmark_stalls(run: Run, cluster: Cluster) -> float:
     return max(risk, 1 / (1 + math.exp(min(50.0, (0.885 - full) / 0.01))))
 
 
-NANOTRON = Software(
+NANOTRON = FrameworkProfile(
     attention=0.66,
     passes=35,
     logit_bytes=61,

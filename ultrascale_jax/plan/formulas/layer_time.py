@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas import experts as experts_of
-from ultrascale_jax.plan.formulas.framework import Software
+from ultrascale_jax.plan.formulas.framework import FrameworkProfile
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run, group
 
@@ -40,7 +40,7 @@ class Passes:
 class Arithmetic:
     """The arithmetic of `run` on one GPU of `cluster` by `software`."""
 
-    def __init__(self, run: Run, cluster: Cluster, software: Software):
+    def __init__(self, run: Run, cluster: Cluster, software: FrameworkProfile):
         self.run, self.cluster, self.software = run, cluster, software
         self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
         self.tensor = group(run.mesh, ("sp", "tp"), cluster.gpus_per_node)
@@ -105,7 +105,7 @@ class Arithmetic:
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return []
-        count = experts_of.halves(self.run) * experts.num / self.mesh.ep
+        count = experts_of.num_chunks(self.run) * experts.num / self.mesh.ep
         return [(experts_of.rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
     def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:

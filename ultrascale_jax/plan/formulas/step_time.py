@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ultrascale_jax.config import TrainConfig
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import kept, layer_of
-from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, Software
+from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
 from ultrascale_jax.plan.formulas.layer_time import Arithmetic, Product
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.validation import nanotron
@@ -34,7 +34,7 @@ class Estimate:
     """What takes how many seconds; together `step_s`."""
 
 
-def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Estimate:
+def estimate(run: Run, cluster: Cluster, software: FrameworkProfile = ULTRASCALE) -> Estimate:
     """One step of `run` on `cluster` by `software`."""
     step = Step(run, cluster, software)
     parts = step.parts()
@@ -51,7 +51,7 @@ def estimate(run: Run, cluster: Cluster, software: Software = ULTRASCALE) -> Est
 class Step(Arithmetic):
     """The terms of one step on one GPU, in seconds."""
 
-    def __init__(self, run: Run, cluster: Cluster, software: Software):
+    def __init__(self, run: Run, cluster: Cluster, software: FrameworkProfile):
         super().__init__(run, cluster, software)
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
@@ -255,7 +255,7 @@ class Step(Arithmetic):
         remat = self.run.remat
         kept = remat in ("none", "selective") or "dispatched" in remat
         ways = self.shape.expert_share * (4 if kept else 5)
-        halves = experts.halves(self.run) == 2
+        halves = experts.num_chunks(self.run) == 2
         waited = self.software.overlapped if halves else self.software.travel
         return waited * ways * experts.travelling(self.run, self.cluster)
 

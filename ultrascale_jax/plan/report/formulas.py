@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from ultrascale_jax.plan.formulas.memory import breakdown, timeline
 from ultrascale_jax.plan.report import files, schedules, speeds
 from ultrascale_jax.plan.report.figures import Bar, Bars, Figure
-from ultrascale_jax.plan.report.study import SPLITS, Study, powers
+from ultrascale_jax.plan.report.study import SPLITS, Scenario, powers
 from ultrascale_jax.plan.search.search_space import REMAT
 from ultrascale_jax.plan.workload import GIB, Run
 
 
 def figures(
-    study: Study,
-    models: Sequence[Study],
+    study: Scenario,
+    models: Sequence[Scenario],
     max_nodes: int,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Figure]:
@@ -29,7 +29,7 @@ def figures(
     yield speeds.best(models, max_nodes, tell)
 
 
-def memory(study: Study) -> Figure:
+def memory(study: Scenario) -> Figure:
     """The configuration itself."""
     run = study.run
     content = {
@@ -50,7 +50,7 @@ def stack(run: Run, label: str) -> Bar:
     )
 
 
-def by_sequence(study: Study) -> Figure:
+def by_sequence(study: Scenario) -> Figure:
     """Memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
     run, own = study.run, study.run.seq_len
     policies = dict.fromkeys((*REMAT, run.remat))
@@ -77,7 +77,7 @@ def by_sequence(study: Study) -> Figure:
     )
 
 
-def by_zero(study: Study) -> Figure:
+def by_zero(study: Scenario) -> Figure:
     """Memory by ZeRO stage and number of GPUs that share the state."""
     run = study.run
     rest = run.num_gpus // run.shards // run.mesh.dp
@@ -99,7 +99,7 @@ def by_zero(study: Study) -> Figure:
     )
 
 
-def by_split(study: Study) -> Figure:
+def by_split(study: Scenario) -> Figure:
     """Memory by the axis that splits the model or the sequence."""
     sizes = powers(min(2 * study.cluster.gpus_per_node, 32))
     panels: dict[str, list[Bar]] = {}

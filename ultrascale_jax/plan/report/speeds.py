@@ -17,12 +17,12 @@ from ultrascale_jax.plan.report.figures import (
     Sheet,
     Table,
 )
-from ultrascale_jax.plan.report.study import SPLITS, Study, powers
+from ultrascale_jax.plan.report.study import SPLITS, Scenario, powers
 from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.workload import GIB, Run
 
 
-def fastest(study: Study, mesh: dict[str, int]) -> tuple[Run, Estimate] | None:
+def fastest(study: Scenario, mesh: dict[str, int]) -> tuple[Run, Estimate] | None:
     """The mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
     tried = [study.varied(mesh, sequences=sequences) for sequences in powers(64)]
     legal = [run for run in tried if run is not None and run.global_batch == study.run.global_batch]
@@ -31,7 +31,7 @@ def fastest(study: Study, mesh: dict[str, int]) -> tuple[Run, Estimate] | None:
     return max(found, key=lambda pair: pair[1].tokens_per_s_gpu, default=None)
 
 
-def step_parts(study: Study) -> Figure:
+def step_parts(study: Scenario) -> Figure:
     """Where the time of a step goes, by the same meshes."""
     gpus, panels = study.cluster.num_gpus, {}
     for axis, title in SPLITS.items():
@@ -54,7 +54,7 @@ def step_parts(study: Study) -> Figure:
     )
 
 
-def scaling(study: Study) -> Figure:
+def scaling(study: Scenario) -> Figure:
     """Tokens/s/GPU of every axis alone, as its size grows."""
     gpus = max(study.cluster.num_gpus, 8)
     panels: dict[str, dict[str, list[Point]]] = {}
@@ -77,7 +77,7 @@ def scaling(study: Study) -> Figure:
     )
 
 
-def _alone(study: Study, axis: str, size: int) -> Point | None:
+def _alone(study: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(study, {axis: size})) is None:
         return None
     run, speed = found
@@ -85,7 +85,7 @@ def _alone(study: Study, axis: str, size: int) -> Point | None:
 
 
 def best(
-    models: Sequence[Study], max_nodes: int, tell: Callable[[str], None] = lambda text: None
+    models: Sequence[Scenario], max_nodes: int, tell: Callable[[str], None] = lambda text: None
 ) -> Figure:
     """The fastest configuration that fits of each model on 1, 2, 4 ... nodes, by search over the formulas."""
     nodes, cells = powers(max_nodes), {}
@@ -113,7 +113,7 @@ def best(
     )
 
 
-def _search(study: Study, cluster: Cluster) -> Candidate | None:
+def _search(study: Scenario, cluster: Cluster) -> Candidate | None:
     """The fastest that the trainer can run, or else the fastest."""
     precision = study.changes.get("precision")
     search = Search(study.cfg, cluster, shape=study.shape, precision=precision)
@@ -133,7 +133,7 @@ def _cell(candidate: Candidate) -> Cell:
     return Cell(value=candidate.estimate.tokens_per_s_gpu, text="\n".join(text))
 
 
-def cheat_sheet(study: Study) -> Figure:
+def cheat_sheet(study: Scenario) -> Figure:
     """The playbook's cheat-sheet for this model on this cluster."""
     run, cluster = study.run, study.cluster
     rows = rows_of(run, cluster)

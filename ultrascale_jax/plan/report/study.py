@@ -9,7 +9,7 @@ from typing import Any
 from ultrascale_jax.config import Config, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.search.search_space import told_to
+from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import GIB, Run, Shape
 
 SPLITS = {
@@ -22,7 +22,7 @@ SPLITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Scenario:
     """One model on one cluster, to be varied."""
 
     name: str
@@ -59,7 +59,7 @@ class Study:
         sizes = MeshConfig(**({"fsdp": 1} | mesh))
         least = sizes.batch * sequences
         rounds = max(self.cfg.train.global_batch // least, sizes.pp)
-        told = told_to(
+        told = with_changes(
             self.cfg, mesh=sizes, microbatches=rounds, global_batch=rounds * least, **train
         )
         count = sizes.batch * sizes.cp * sizes.tensor * sizes.pp

@@ -183,7 +183,7 @@ def enumerate_runs(
     return Space(runs=runs, refusal="" if trained else UNTRAINED, illegal=illegal)
 
 
-def told_to(
+def with_changes(
     cfg: Config,
     *,
     mesh: MeshConfig,
@@ -203,7 +203,7 @@ def configured(cfg: Config, run: Run) -> Config:
         pp = PipelineConfig(**{name: getattr(run, name) for name in PIPELINE})
         if not pp.from_file and run.virtual_stages != pp.stages_per_rank:
             pp = dataclasses.replace(pp, virtual=run.virtual_stages)
-    return told_to(
+    return with_changes(
         cfg,
         mesh=run.mesh,
         pp=pp,
@@ -233,7 +233,7 @@ def _told(
     if cfg.model.experts is not None and moe.dispatch != "allgather":
         nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
         moe = dataclasses.replace(moe, nodes=nodes)
-    return told_to(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT[0], **work)
+    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT[0], **work)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.plan.formulas.framework import NANOTRON, Software
+from ultrascale_jax.plan.formulas.framework import NANOTRON, FrameworkProfile
 from ultrascale_jax.plan.formulas.step_time import Step, estimate
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.validation import nanotron
@@ -28,7 +28,7 @@ FITTED = (
     *("matmul", "logit_bytes", "host_s", "host_rank_s", "tensor", "hide"),
     *("reduce", "gather", "send_s", "step_s", "stall_s", "network_stall_s"),
 )
-"""Constants of `Software` that `calibrate` fits."""
+"""Constants of `FrameworkProfile` that `calibrate` fits."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def measured(field: str, text: str) -> float | None:
     return None if math.isnan(value) else value
 
 
-def predict(row: Row, software: Software = NANOTRON) -> Prediction:
+def predict(row: Row, software: FrameworkProfile = NANOTRON) -> Prediction:
     """Throughput and memory of a row."""
     run, usable = row.run, nanotron.usable_bytes(row.cluster.gpu)
     first = nanotron.nanotron_breakdown(run, stage=0).peak_bytes
@@ -197,7 +197,7 @@ def predict(row: Row, software: Software = NANOTRON) -> Prediction:
     )
 
 
-def step_seconds(row: Row, software: Software) -> tuple[float, ...]:
+def step_seconds(row: Row, software: FrameworkProfile) -> tuple[float, ...]:
     """A step that ran and, of pipelines and on 64 nodes, one that stalled."""
     step = Step(row.run, row.cluster, software)
     seconds = sum(step.parts().values())
@@ -263,7 +263,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def calibrate(rows: Iterable[Row], start: Software = NANOTRON) -> Software:
+def calibrate(rows: Iterable[Row], start: FrameworkProfile = NANOTRON) -> FrameworkProfile:
     """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
 
     Gauss-Newton on the logarithms of constants and step times, each step damped and the rows weighted by
@@ -281,7 +281,7 @@ def calibrate(rows: Iterable[Row], start: Software = NANOTRON) -> Software:
     require(bool(timed), "runs", len(timed), "no row was measured")
     prior = np.log([getattr(start, name) for name in FITTED])
 
-    def software(x) -> Software:
+    def software(x) -> FrameworkProfile:
         values: dict[str, Any] = dict(zip(FITTED, map(float, np.exp(x)), strict=True))
         return dataclasses.replace(start, **values)
 
