@@ -68,7 +68,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
         How this process was started; none for one on its own.
 
     Raises:
-        UserError: the launch cannot be: see `detect` and `rollcall.call`.
+        UserError: the launch cannot be: see `detect` and `rendezvous.call`.
         SystemExit: with 0, where this process was told to stop and not all others came.
     """
     dist = dist or DistConfig()

@@ -143,7 +143,7 @@ def linear(
     to: str | None = None,
     partial: bool = False,
 ) -> jax.Array:
-    """`sharding.einsum` of an activation and a matrix, in fp8 where the matrix says so."""
+    """`einsum` of an activation and a matrix, in fp8 where the matrix says so."""
     if not isinstance(w, Fp8Weight):
         return einsum(subscripts, x, w, to=to, partial=partial)
     return einsum(subscripts, x, w, to=to, partial=partial, product=_product)

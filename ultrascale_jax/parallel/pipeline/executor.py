@@ -112,7 +112,7 @@ def pipeline(
       axis: the pipeline's mesh axis, manual here.
 
     Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
-    it (`sharding.vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
+    it (`vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
     """
     _check(schedule, blocks, microbatches, stash, lengths, axis)
     state = _Executor(

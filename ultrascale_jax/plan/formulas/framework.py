@@ -23,7 +23,7 @@ KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(),), "full": ((),)
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """Constants of `speed.estimate` that depend on the program and not on the machine."""
+    """Constants of `step_time.estimate` that depend on the program and not on the machine."""
 
     matmul: float = 1.0
     """Speed of matrix products within a step over that of `costs.gemm_seconds`."""
