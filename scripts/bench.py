@@ -41,6 +41,7 @@ from scripts.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from scripts.bench_peers.turns import Program
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.kernels import shapes
+from ultrascale_jax.launch.run_files import METRICS
 
 OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM, KERNELS = (
     f"scripts.bench_peers.{name}"
@@ -353,7 +354,7 @@ class Bench:
         with self._recorded(row), tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "scripts.train", *part.spec["arguments"]]
             command += ["--train.steps", "1", "--run-dir", folder]
-            metrics, log = Path(folder) / "metrics.jsonl", Path(folder) / "log"
+            metrics, log = Path(folder) / METRICS, Path(folder) / "log"
             earlier = resource.getrusage(resource.RUSAGE_CHILDREN)
             with one_core(), log.open("w") as output:
                 begun = time.monotonic()

@@ -30,6 +30,7 @@ from ultrascale_jax.config import require
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.launch.goodput import Ledger, read_ledger
 from ultrascale_jax.launch.processes import SUPERVISOR
+from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.launch.watchdog import read_beat
 
 PROCESSES, DEVICES = 2, 2
@@ -367,7 +368,7 @@ def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
 
 def steps_of(run_dir: Path) -> Iterator[dict]:
     """The rows of the steps in `metrics.jsonl`."""
-    for line in lines_of(run_dir / "metrics.jsonl"):
+    for line in lines_of(run_dir / METRICS):
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
             if "loss" in row:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from tests.faults.tiny import MODEL
 from ultrascale_jax.checkpoint import manifest, restoring
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, NothingLeft
@@ -28,7 +29,6 @@ from ultrascale_jax.config import (
     DataConfig,
     LogConfig,
     MeshConfig,
-    ModelConfig,
     OptimConfig,
     TrainConfig,
     UserError,
@@ -38,9 +38,7 @@ from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
 
 BASE = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
+    model=MODEL,
     mesh=MeshConfig(fsdp=2),
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(global_batch=8, steps=8),

@@ -11,10 +11,13 @@ from ultrascale_jax.config import (
     TrainConfig,
 )
 
+MODEL = ModelConfig(
+    vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+"""Also of tests to which only the run around it matters."""
+
 config = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
+    model=MODEL,
     mesh=MeshConfig(fsdp=-1),
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(steps=12, global_batch=8, precision="fp32", eval_batches=1),

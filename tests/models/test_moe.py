@@ -114,8 +114,6 @@ def test_gradients_go_through_the_weights_and_not_through_the_choice(name):
 
 
 B, R, D, F = 4, 16, 16, 12
-# Nothing here runs for long: XLA compiles these twice as fast.
-QUICKLY = {"xla_backend_optimization_level": 0}
 MODELS = {
     "softmax": Experts(num=8, per_token=2, d_ff=F),
     "sigmoid": Experts(
@@ -167,7 +165,7 @@ def run(name: str) -> Layer:
     cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS[model])
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def both(start, x, dy, daux):
         def layer(params):
             used = map_params(
@@ -264,7 +262,7 @@ def test_rows_of_zeros_go_to_no_expert():
         return jnp.sum(y_BRD), y_BRD
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
-        run = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICKLY)
+        run = jax.jit(jax.grad(total, has_aux=True))
         grads, y_BRD = jax.tree.map(np.asarray, run(some_layer(cfg)))
     assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
     assert np.sum(grads.monitor[...][:8]) == 8 * cfg.experts.per_token
@@ -283,7 +281,7 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         layer = some_layer(cfg)
-        found = jax.jit(jax.vmap(aux), compiler_options=QUICKLY)(np.stack([0 * favour, favour]))
+        found = jax.jit(jax.vmap(aux))(np.stack([0 * favour, favour]))
     np.testing.assert_allclose(found, [0.5, 4 * 0.5], rtol=1e-5)
 
 

@@ -23,8 +23,6 @@ B, N, H = 2, 8, 4
 KV_HEADS = {"mha": 8, "gqa": 2, "mqa": 1}
 PIECE = {2: 9, 4: 7, 8: 5}  # tokens of a rank, by ranks: odd
 WINDOW = 8  # longer than a rank's piece on 4 and 8 ranks, shorter on 2
-# Nothing here runs for long: XLA compiles these twice as fast.
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 FUNCTIONS = {
     "ring": uj.ring_attention,
@@ -94,7 +92,7 @@ def program(context: ContextConfig, layout: Layout, window: int | None = None):
         (gradients,) = pull_back(d_out)
         return {name: Dense(out[name], lse[name], *gradients[name]) for name in out}
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(qkv, d_out, *documents):
         inputs = dict.fromkeys(qkv, qkv_specs)
         if layout.inside:
@@ -343,7 +341,7 @@ def test_bfloat16_has_less_than_twice_the_error_of_one_device(context):
     exact = dense_attention(*qkv["mha"], d_out["mha"])
     reference = functools.partial(attention_reference, q_index=np.arange(seq_len))
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def alone(d_out, *qkv):
         out, pull_back = jax.vjp(reference, *qkv)
         return out, *pull_back(d_out)

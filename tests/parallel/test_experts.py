@@ -22,8 +22,6 @@ TOLERANCE = 1e-6
 EXPERTS = Experts(num=8, per_token=2)
 GROUPED = Experts(num=16, per_token=4, groups=4, groups_per_token=2)
 N, D, F = 128, 8, 6  # tokens of all ranks
-# Nothing here runs for long: XLA compiles these twice as fast.
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 DISPATCHES = {
     "dropless": MoEConfig(),
@@ -102,7 +100,7 @@ def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
         y, pull_back, dropped = jax.vjp(lambda *floats: layer(ids, *floats), *floats, has_aux=True)
         return Dense(y, *pull_back(d_y)), dropped
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(ids, d_y, *floats):
         if layout.inside:
             region = jax.shard_map(
@@ -409,9 +407,7 @@ def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
         x, weights, *matrices = (arrays[name] for name in names)
         with jax.set_mesh(mesh):
             specs = (tokens, tokens, tokens, own, own, own)
-            run = jax.jit(
-                jax.shard_map(layer, in_specs=specs, out_specs=tokens), compiler_options=QUICKLY
-            )
+            run = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=tokens))
             given = map(jax.device_put, (x, routing("random"), weights, *matrices), specs)
             found.append(np.asarray(run(*given)))
     np.testing.assert_array_equal(*found)

@@ -11,7 +11,8 @@ import pytest
 from scripts.doctor_checks import disk, flags, host, links, preflight
 from scripts.doctor_checks.findings import Finding, of_all
 from tests.faults.conftest import environment, free_port
-from ultrascale_jax.config import Config, DistConfig, LogConfig, MeshConfig, ModelConfig
+from tests.faults.tiny import MODEL
+from ultrascale_jax.config import Config, DistConfig, LogConfig, MeshConfig
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -65,9 +66,7 @@ def test_flags_that_xla_does_not_know_are_named():
 
 
 def config(run_dir: Path, **mesh: int) -> Config:
-    model = ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    )
+    model = MODEL
     return Config(model=model, mesh=MeshConfig(**mesh), log=LogConfig(run_dir=str(run_dir)))
 
 

@@ -10,17 +10,16 @@ import jax
 import pytest
 
 from scripts.inspect_checkpoint import main
+from tests.faults.tiny import MODEL
 from tests.states import some_state
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, ModelConfig
+from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig
 from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
+    model=MODEL,
     mesh=MeshConfig(fsdp=2),
     data=DataConfig(source="synthetic", seq_len=32),
 )

@@ -129,7 +129,7 @@ def test_balancing_evens_the_load_of_a_router_with_a_favourite(mesh, moe, lr):
     cfg = dataclasses.replace(BASE, model=model, moe=moe, optim=optim)
     favour = 0.05 * (np.arange(NUM, dtype=np.float32) == 1)[None]
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @jax.jit
     def train(state, batches):
         def leaf(value, dims, on):
             return value + favour if dims == "LX" else value

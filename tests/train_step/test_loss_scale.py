@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.faults.tiny import MODEL
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -19,7 +20,6 @@ from ultrascale_jax.config import (
     DataConfig,
     LogConfig,
     MeshConfig,
-    ModelConfig,
     OptimConfig,
     TrainConfig,
     UserError,
@@ -35,9 +35,7 @@ from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 
 BASE = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
+    model=MODEL,
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
     optim=OptimConfig(lr=1e-2),

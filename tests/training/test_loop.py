@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.faults.tiny import MODEL
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -24,7 +25,6 @@ from ultrascale_jax.config import (
     DataConfig,
     Experts,
     MeshConfig,
-    ModelConfig,
     OptimConfig,
     TrainConfig,
     UserError,
@@ -42,9 +42,7 @@ from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 
 BASE = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
+    model=MODEL,
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(steps=8, global_batch=8, precision="fp32", eval_every=4, eval_batches=2),

@@ -33,7 +33,7 @@ from ultrascale_jax.launch.events import (
     say,
 )
 from ultrascale_jax.launch.exit_codes import HUNG
-from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
+from ultrascale_jax.launch.run_files import METRICS, folder_of, open_regular, read_regular
 
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
@@ -114,7 +114,7 @@ def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
     `monotonic` and `boot` are `time` by the clock that nobody sets. A step is on the heartbeat file when its metrics
     have been read, and in `metrics.jsonl` a moment later.
     """
-    beat, row = read_beat(run_dir, rank), read_last(run_dir / "metrics.jsonl")
+    beat, row = read_beat(run_dir, rank), read_last(run_dir / METRICS)
     signs: list[dict[str, Any]] = []
     if beat is not None:
         names = ("time", "step", "furthest", "data_wait_s", "monotonic", "boot")
