@@ -4,7 +4,6 @@
 and each sequence by a small loss. Not of the report: FP8, DualPipe, batches that grow, the token after the next.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -15,6 +14,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.DEEPSEEK_V3,

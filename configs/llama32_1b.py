@@ -4,7 +4,6 @@ A batch of 64 sequences, accumulated in steps of one sequence a GPU on eight GPU
 raise `train.microbatches` (64 on one), with more lower it.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -14,6 +13,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA32_1B,

@@ -4,7 +4,6 @@
 512 GPUs (fsdp 64 x sp 8) want `--train.microbatches 32`.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -14,6 +13,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA3_405B,

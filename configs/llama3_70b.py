@@ -3,7 +3,6 @@
 64 GPUs (fsdp 8 x sp 8) want `--train.microbatches 64`, 512 want 8; 4 M tokens a step.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -13,6 +12,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA3_70B,

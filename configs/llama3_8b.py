@@ -4,7 +4,6 @@ The batch of 512 sequences (4 M tokens) divides over 8, 16, ... 512 GPUs. Two se
 what 80 GB hold with room to spare: 8 GPUs want `--train.microbatches 32`, 64 want 4, 256 want 1.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -14,6 +13,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA3_8B,

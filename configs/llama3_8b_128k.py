@@ -2,12 +2,11 @@
 
 A batch of 32 sequences (4 M tokens), one at a time in each node: 8 GPUs want the 32 micro-batches below, 16 want
 `--train.microbatches 16`, 32 want 8, 64 want 4. It is the stage that stretches 8,192 tokens to 131,072, from a
-checkpoint of `scripts.convert_hf import`. Attention crosses documents, as in arXiv 2504.06214: it is then plain causal,
-without a mask, and every sequence shows the model all distances; positions that restart show only those inside a
-document.
+checkpoint of `ultrascale convert-hf import`. Attention crosses documents, as in arXiv 2504.06214: it is then plain
+causal, without a mask, and every sequence shows the model all distances; positions that restart show only those inside
+a document.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -17,6 +16,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA31_8B,

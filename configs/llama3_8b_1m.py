@@ -8,7 +8,6 @@ values round a ring of 8. YaRN stretches 8,192 tokens by 128 with the thresholds
 
 import dataclasses
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -20,6 +19,7 @@ from ultrascale_jax.config import (
     RopeScaling,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 ROPE = RopeScaling(kind="yarn", factor=128.0, low_freq_factor=1.0, high_freq_factor=4.0)
 

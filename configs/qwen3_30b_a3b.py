@@ -4,7 +4,6 @@
 its `config.json`.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -15,6 +14,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.QWEN3_30B_A3B,

@@ -3,7 +3,6 @@
 32 GPUs (fsdp 8 x sp 4) want `--train.microbatches 32`, 256 want 4; 4 M tokens a step.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -13,6 +12,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.QWEN3_32B,

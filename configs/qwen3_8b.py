@@ -3,7 +3,6 @@
 As for `llama3_8b`: 8 GPUs want `--train.microbatches 32`, 64 want 4, 256 want 1.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -13,6 +12,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.QWEN3_8B,

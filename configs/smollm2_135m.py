@@ -4,7 +4,6 @@ Nine heads have no useful tensor group, so more GPUs mean more data parallelism;
 `--train.microbatches 32`.
 """
 
-from configs import shapes
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -14,6 +13,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.SMOLLM2_135M,

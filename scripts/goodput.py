@@ -1,40 +1,6 @@
-"""Where the time of a run went: `python -m scripts.goodput RUN_DIR`."""
+"""Where the time of a run went: `python -m scripts.goodput` is `ultrascale goodput`."""
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import tyro
-
-from scripts import command_line
-from ultrascale_jax.config import require
-from ultrascale_jax.launch import events
-from ultrascale_jax.launch.goodput import read_ledger
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Of which run."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """Its run directory."""
-
-
-DESCRIPTION = """Every second of a run, over all its restarts, in one class: productive steps, steps done again, \
-start-up, compilation, waits for checkpoints and batches, evaluation, hangs, and the time between tries."""
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
-    with command_line.user_errors():
-        prog = "python -m scripts.goodput"
-        options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
-        fix = f"holds no {events.FILE_NAME}; give the run directory of a training run"
-        known = (options.run_dir / events.FILE_NAME).is_file()
-        require(known, "run_dir", str(options.run_dir), fix)
-        print(read_ledger(options.run_dir).table())
-
+from ultrascale_jax.cli.main import run
 
 if __name__ == "__main__":
-    main()
+    run("goodput")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from scripts import command_line
+from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.launch.goodput import Ledger, read_ledger

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import pytest
 
-from scripts.command_line import load_recipe, recipes
 from ultrascale_jax import config as config_module
+from ultrascale_jax.cli.command_line import load_recipe, recipes
 from ultrascale_jax.config import (
     AXES,
     CheckpointConfig,

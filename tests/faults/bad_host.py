@@ -6,8 +6,8 @@ import sys
 
 from orbax.checkpoint import v1 as ocp
 
-from scripts.train import main
 from ultrascale_jax.checkpoint import manager, manifest
+from ultrascale_jax.cli.train import main
 
 
 def stale():

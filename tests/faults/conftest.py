@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import free_port
+from ultrascale_jax.cli.launch import free_port
 from ultrascale_jax.training.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs import llama3_8b_1m, llama3_8b_128k
 from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.configs import llama3_8b_1m, llama3_8b_128k
 from ultrascale_jax.hlo import matmuls, parse
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.parallel.context.attention import context_attention

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from configs import shapes
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
+from ultrascale_jax.configs import shapes
 
 GIB = 2**30
 RUN = Config(

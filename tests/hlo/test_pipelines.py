@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from configs import llama3_405b
 from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
+from ultrascale_jax.configs import llama3_405b
 from ultrascale_jax.parallel.pipeline.program import assemble
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.hardware import find_gpu

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from scripts.command_line import load_recipe
+from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import UserError
 from ultrascale_jax.plan.compiled.compile import compile_step, target_checks, target_devices
 from ultrascale_jax.plan.hardware import GPUS, find_gpu

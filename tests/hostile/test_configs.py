@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.demo import config as demo
-from scripts import command_line
 from tests.hostile.bent import BOUNDED, anything, bent_text, harmless, numbers, texts
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict, fields
+from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.configs.demo import config as demo
 
 OPTIONS = sorted(f"--{name.replace('_', '-')}" for name in fields(demo))
 WORDS = st.one_of(
@@ -122,7 +122,7 @@ def test_a_recipe_that_is_none_is_refused_by_its_name(name):
         ("raise RuntimeError('no')", r"RuntimeError: no"),
         ("def (", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit"),
-        ("from configs.demo import config\nimport no_such_module", "no_such_module"),
+        ("from ultrascale_jax.configs.demo import config\nimport no_such_module", "no_such_module"),
         (
             "from ultrascale_jax.config import *\nconfig = Config(train=TrainConfig(steps=-1))",
             "steps=-1",

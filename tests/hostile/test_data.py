@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.progress import Progress
 
-from scripts import prepare_data
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
+from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import Index, write_shard

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.demo import config as demo
-from scripts import convert_hf, generate
 from tests.faults.tiny import config as TINY
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
+from ultrascale_jax.cli import convert_hf, generate
 from ultrascale_jax.config import UserError
+from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.parallel.pipeline.schedules import build

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from configs import shapes
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.huggingface.config import config_dict, parse_config, read_config
 from ultrascale_jax.models.rotary import frequencies
 

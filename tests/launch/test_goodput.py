@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from scripts import goodput
+from ultrascale_jax.cli import goodput
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import free_port
+from ultrascale_jax.cli.launch import free_port
 from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.launch import rendezvous, sockets, visitors
 from ultrascale_jax.launch.events import ATTEMPT

@@ -110,7 +110,7 @@ def test_only_upper_layers_use_the_window_when_told_so():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    # Implied by test_generate.py and scripts/test_generate.py, which split heads.
+    # Implied by test_generate.py and cli/test_generate.py, which split heads.
     [{"fsdp": 1}, pytest.param({"fsdp": 2, "tp": 4}, marks=pytest.mark.wide)],
     ids=["one_device", "fsdp2_tp4"],
 )

@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from configs.debug import config as debug
-from configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.config import (
     AXES,
     SCHEDULES,
@@ -16,6 +14,8 @@ from ultrascale_jax.config import (
     PipelineConfig,
     UserError,
 )
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
     REMAT,

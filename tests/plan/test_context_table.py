@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from scripts.plan_verbs import context_table, memory_table, pipelines_table
+from scripts.validation import context_table, memory_table, pipelines_table
 from ultrascale_jax.plan.formulas.memory import fits
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
@@ -28,7 +28,7 @@ def step_s(**wanted: str) -> float:
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.plan_verbs.context_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.context_table --out {TABLE}"
     names = context_table.NAMES
     listed = [[run[name] for name in names] for run in context_table.runs()]
     assert [[row[name] for name in names] for row in ROWS] == listed, hint

@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs import shapes
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import costs, experts
 from ultrascale_jax.plan.hardware import find_cluster

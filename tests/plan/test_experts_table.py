@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from scripts.plan_verbs import experts_table, memory_table, pipelines_table
+from scripts.validation import experts_table, memory_table, pipelines_table
 from ultrascale_jax.plan.formulas.memory import fits
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
@@ -31,7 +31,7 @@ def exposed_s(ep: int, dispatch: str = "dropless", nodes: int = 1, overlap: str 
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.plan_verbs.experts_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.experts_table --out {TABLE}"
     names = experts_table.NAMES
     listed = [[run[name] for name in names] for run in experts_table.runs()]
     assert [[row[name] for name in names] for row in ROWS] == listed, hint

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from configs import shapes
-from scripts.plan_verbs import memory_table
+from scripts.validation import memory_table
 from ultrascale_jax.config import Experts, MeshConfig
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas.activations import kept, layer_of, loss_chunks
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
 from ultrascale_jax.plan.formulas.parameters import rest, weights_of
@@ -50,7 +50,7 @@ def test_the_formulas_agree_with_xla(held):
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.plan_verbs.memory_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.memory_table --out {TABLE}"
     names = memory_table.NAMES
     assert [{name: row[name] for name in names} for row in ROWS] == memory_table.runs(), hint
     assert [memory_table.with_formula(row) for row in ROWS] == ROWS, hint
@@ -307,7 +307,7 @@ def test_what_fits():
 @pytest.mark.parametrize("recipe", ["llama3_8b", "mixtral_8x7b"])
 def test_no_jax_is_imported_nor_numpy_without_a_pipeline(recipe):
     code = (
-        "import sys; from scripts.plan_verbs.memory import main; "
+        "import sys; from ultrascale_jax.cli.plan_commands.memory import main; "
         f"main(['{recipe}', '--gpus', '64']); "
         "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     )

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from scripts.plan_verbs import memory_table, pipelines_table
+from scripts.validation import memory_table, pipelines_table
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.activations import kept, layer_of
@@ -26,7 +26,7 @@ def planned(row: dict[str, str]) -> Run:
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.plan_verbs.pipelines_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.pipelines_table --out {TABLE}"
     names = pipelines_table.NAMES
     listed = [[run[name] for name in names] for run in pipelines_table.runs()]
     assert [[row[name] for name in names] for row in ROWS] == listed, hint

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from configs import llama3_8b
 from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.configs import llama3_8b
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report import draw, files, formulas, page, palette, runs, speeds

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from configs.debug import config as debug
-from configs.llama3_8b import config as llama3_8b
-from configs.llama3_70b import config as llama3_70b
-from configs.shapes import MIXTRAL_8X7B
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.llama3_8b import config as llama3_8b
+from ultrascale_jax.configs.llama3_70b import config as llama3_70b
+from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
@@ -235,7 +235,7 @@ def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
     assert verdicts[0] == "best"
 
 
-# Implied by scripts/test_plan_search.py, which is interrupted too.
+# Implied by cli/test_plan_search.py, which is interrupted too.
 @pytest.mark.wide
 def test_an_interrupt_keeps_what_was_found():
     search = searched(llama3_8b, 8)
@@ -263,7 +263,7 @@ def test_an_interrupt_keeps_what_was_found():
     assert 0 < early.counts["fits"] + early.counts["does not fit"] <= 100
 
 
-# Implied by scripts/test_plan_search.py, which prints it.
+# Implied by cli/test_plan_search.py, which prints it.
 @pytest.mark.wide
 @pytest.mark.slow
 def test_if_nothing_fits_the_closest_is_known():

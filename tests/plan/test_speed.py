@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.plan.compiled.timeline import Timeline
 from ultrascale_jax.plan.formulas.framework import NANOTRON, ULTRASCALE, benchmark_stalls
 from ultrascale_jax.plan.formulas.step_time import Estimate, estimate

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from configs.debug import config as debug
-from configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search import sweep
 from ultrascale_jax.plan.search.search_space import parse_choices

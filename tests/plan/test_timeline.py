@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ultrascale_jax
-from scripts import command_line, plan
+from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.plan.compiled import compile

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -14,6 +13,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     UserError,
 )
+from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.workload import Group, Run, Shape, group
 from ultrascale_jax.training.flops import flops_per_token, total_params

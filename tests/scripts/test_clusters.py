@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import command_line, launch, train
+from ultrascale_jax.cli import command_line, launch, train
 from ultrascale_jax.launch.cluster import detect
 from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
 

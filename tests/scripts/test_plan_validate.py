@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import plan
+from ultrascale_jax.cli import plan
 from ultrascale_jax.plan.report import files
 from ultrascale_jax.plan.validation.validate import FITTED
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from configs import shapes
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.training.flops import (
     flops_per_token,
     matmul_params,

@@ -1,9 +1,7 @@
 """Every recipe's step has the right shapes, types and shardings on 4,096 GPUs, without one."""
 
 import dataclasses
-import importlib
 import math
-import pkgutil
 import time
 
 import jax
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-import configs
+from ultrascale_jax.cli.command_line import load_recipe, recipes
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig
 from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.sharding.rules import act
@@ -19,11 +17,7 @@ from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.step import make_train_step
 
 NUM_DEVICES = 4096
-RECIPES = {
-    module.name: importlib.import_module(f"configs.{module.name}").config
-    for module in pkgutil.iter_modules(configs.__path__)
-    if module.name != "shapes"
-}
+RECIPES = {name: load_recipe(name) for name in recipes()}
 
 
 def on_4096(cfg: Config) -> Config:

@@ -18,7 +18,7 @@ SHOWN = 1000
 
 
 class UserError(ValueError):
-    """Something the user can mend; scripts show its message alone, without a traceback."""
+    """Something the user can mend; commands show its message alone, without a traceback."""
 
     exit_code = 2
     """What a script that ends for this reason returns."""

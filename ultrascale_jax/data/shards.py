@@ -6,7 +6,7 @@ A folder of shards is
     shard_00000.tokens     token ids, little-endian, of whole documents end to end
     shard_00000.documents  for each document where it ends in the shard, and the hash of its text
 
-`scripts/prepare_data.py` writes it. `open_shards` reads every byte once before the first step, shards
+`ultrascale prepare-data` writes it. `open_shards` reads every byte once before the first step, shards
 in parallel (0.8 GB/s on two cores), for the certainty that nothing was truncated or altered or is
 outside the vocabulary. Processes of one job that see the same files share that work.
 """

@@ -2,7 +2,7 @@
 
     python-stdlib    the .py files of the running Python's own standard library: no download, about 10 MB
     text:GLOB        each matching file is one document of UTF-8 text, held in memory
-    tokens:DIR       token shards that `scripts/prepare_data.py` wrote, memory-mapped
+    tokens:DIR       token shards that `ultrascale prepare-data` wrote, memory-mapped
     synthetic        random token ids and document borders, without end
 
 Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter.
@@ -99,7 +99,7 @@ def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> C
         try:
             return open_shards(Path(argument), vocab_size, tokenizer.fingerprint, together=together)
         except (ValueError, OSError) as error:
-            fix = "name a folder that scripts/prepare_data.py wrote, or write it anew"
+            fix = "name a folder that ultrascale prepare-data wrote, or write it anew"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
     paths = (
         stdlib_paths()

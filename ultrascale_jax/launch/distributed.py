@@ -133,7 +133,7 @@ def check_devices(launch: Launch | None, dist: DistConfig) -> None:
     if dist.expect_devices is not None:
         counts = Counter(device.process_index for device in devices)
         few = ", ".join(f"process {rank}: {count}" for rank, count in sorted(counts.items())[:16])
-        fix = f"the job has {len(devices)} devices ({devices[0].platform}; {few}); see python -m scripts.doctor"
+        fix = f"the job has {len(devices)} devices ({devices[0].platform}; {few}); see ultrascale doctor"
         require(
             len(devices) == dist.expect_devices, "dist.expect_devices", dist.expect_devices, fix
         )

@@ -1,4 +1,4 @@
-"""Figures from what the verbs of `scripts.plan` wrote: JSON of one verb, or CSV of runs."""
+"""Figures from what the verbs of `ultrascale plan` wrote: JSON of one verb, or CSV of runs."""
 
 import dataclasses
 import hashlib
@@ -72,7 +72,9 @@ def read(path: str) -> Source:
     if suffix == ".csv":
         return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
     content = parse_json(text, f"file={path!r}:")
-    fix = f"has no field 'verb'; write it by `python -m scripts.plan VERB --json`, VERB {', '.join(READERS)}"
+    fix = (
+        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(READERS)}"
+    )
     require(isinstance(content, dict) and "verb" in content, "file", path, fix)
     verb = content["verb"]
     fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"

@@ -1,1 +1,0 @@
-"""What `scripts.bench` times: each module is one contestant, started as a process of its own."""

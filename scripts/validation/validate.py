@@ -1,0 +1,172 @@
+"""The formulas beside measured runs of the playbook's benchmark: `python -m scripts.plan validate RUNS.csv`.
+
+Every row is predicted with nanotron's settings (bf16 with fp32 accumulation, no recomputation, 1F1B, TP with sequence
+parallelism, full logits) and compared, by model and number of nodes. Constants were fitted on the half `train`.
+
+Runs that others published, in the columns of docs/planning/published_runs.csv, are compared with the estimate for this
+project's trainer instead.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from scripts.validation import validate_published
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import require
+from ultrascale_jax.plan.formulas.framework import NANOTRON, FrameworkProfile
+from ultrascale_jax.plan.validation import published, validate
+from ultrascale_jax.plan.validation.validate import Cell, Prediction
+
+GOALS = (
+    ("spearman_least", "rank correlation of throughput, worst cell", 0.9, True),
+    ("first_choice_median", "first choice over best, median cell", 0.95, True),
+    ("first_choice_least", "first choice over best, worst cell", 0.85, True),
+    ("memory_median_error", "memory, median error", 0.05, False),
+    ("fits_share", "fits or not, right", 0.95, True),
+)
+"""Key, words, the goal, and whether more is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which rows, and what to do with them."""
+
+    runs: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUNS.csv")]
+    """Columns model, nodes, mbs, gas, gbs, dp, pp, tp, zero, tok_s_gpu, mem_gb (nan: failed); or published runs."""
+    half: Annotated[Literal["test", "train", "all"], tyro.conf.arg(metavar="NAME")] = "test"
+    """The half that no constant was fitted on, the other, or all: test, train, all."""
+    calibrate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Fit the constants of the throughput on the half `train` first, and print them."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+
+def main(argv: list[str]) -> None:
+    with command_line.user_errors():
+        options = command_line.read(
+            Options, argv, prog="python -m scripts.plan validate", description=__doc__ or ""
+        )
+        if published.is_published(options.runs):
+            fix = "no constant is fitted to published runs; leave it out"
+            require(not options.calibrate, "calibrate", True, fix)
+            require(options.half != "train", "half", options.half, fix)
+            validate_published.show(published.read(options.runs), options.json)
+            return
+        rows, contradictory = validate.read(options.runs)
+        software = NANOTRON
+        if options.calibrate:
+            with Console(stderr=True).status("fitting"):
+                software = validate.calibrate(row for row in rows if row.calibration)
+    chosen = [
+        r for r in rows if options.half == "all" or r.calibration == (options.half == "train")
+    ]
+    predictions = [validate.predict(row, software) for row in chosen]
+    found = summarize(predictions)
+    found |= {"verb": "validate", "half": options.half, "left_out": contradictory}
+    found["constants"] = {name: getattr(software, name) for name in validate.FITTED}
+    if options.json:
+        print(json.dumps(found | {"predictions": [_prediction(p) for p in predictions]}))
+        return
+    console = Console()
+    if options.calibrate:
+        console.print(_constants(software))
+    console.print(_cells([Cell(**cell) for cell in found["cells"]]), _goals(found))
+    left = (
+        f"; {contradictory} rows left out whose dp * mbs * gas is not gbs" if contradictory else ""
+    )
+    console.print(
+        f"{found['rows']} configurations ({options.half}), {found['ran']} of them ran{left}"
+    )
+
+
+def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Cells and what they come to."""
+    found = validate.cells(predictions)
+    correlations = [cell.spearman for cell in found if cell.spearman is not None]
+    either = [cell.spearman_either for cell in found if cell.spearman_either is not None]
+    choices = [cell.first_choice for cell in found if cell.first_choice is not None]
+    measured = [(p, p.row.memory_gib) for p in predictions if p.row.memory_gib is not None]
+    speeds = [(p, s) for p in predictions if (s := p.row.tokens_per_s_gpu) is not None]
+    memory = [abs(p.memory_gib / m - 1) for p, m in measured]
+    errors = [abs(math.log(p.tokens_per_s_gpu / s)) for p, s in speeds]
+    certain = sum(cell.fits_of for cell in found)
+    return {
+        "rows": len(predictions),
+        "ran": sum(cell.rows for cell in found),
+        "spearman_least": min(correlations, default=None),
+        "spearman_median": statistics.median(correlations) if correlations else None,
+        "spearman_either_least": min(either, default=None),
+        "first_choice_median": statistics.median(choices) if choices else None,
+        "first_choice_least": min(choices, default=None),
+        "speed_median_error": statistics.median(errors) if errors else None,
+        "memory_median_error": statistics.median(memory) if memory else None,
+        "fits_share": sum(cell.fits_right for cell in found) / certain if certain else None,
+        "cells": [dataclasses.asdict(cell) for cell in found],
+    }
+
+
+def _prediction(one: Prediction) -> dict[str, Any]:
+    """One row, for `report`; what was not measured is null."""
+    row = one.row
+    return {
+        "model": row.model,
+        "nodes": row.nodes,
+        "label": row.run.label,
+        "tokens_per_s_gpu": one.tokens_per_s_gpu,
+        "memory_gib": one.memory_gib,
+        "measured_tokens_per_s_gpu": row.tokens_per_s_gpu,
+        "measured_memory_gib": row.memory_gib,
+    }
+
+
+def _cells(found: Sequence[Cell]) -> Table:
+    names = ("ran", "ranks", "stalls known", "first choice", "speed error", "memory error", "fits")
+    table = Table("model", "nodes", *names)
+    for cell in found:
+        table.add_row(
+            cell.model,
+            str(cell.nodes),
+            str(cell.rows),
+            _number(cell.spearman),
+            _number(cell.spearman_either),
+            _percent(cell.first_choice),
+            _percent(cell.speed_error),
+            _percent(cell.memory_error),
+            f"{cell.fits_right}/{cell.fits_of}",
+        )
+    return table
+
+
+def _goals(found: dict[str, Any]) -> Table:
+    table = Table("", "found", "goal", "")
+    for key, words, goal, more in GOALS:
+        value = found[key]
+        show = _number if key.startswith("spearman") else _percent
+        word = "" if value is None else "met" if (value >= goal) == more else "missed"
+        table.add_row(words, show(value), ("at least " if more else "at most ") + show(goal), word)
+    return table
+
+
+def _constants(software: FrameworkProfile) -> Table:
+    table = Table("constant", "fitted", "in use")
+    for name in validate.FITTED:
+        table.add_row(name, f"{getattr(software, name):.3g}", f"{getattr(NANOTRON, name):.3g}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,270 @@
+"""The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.config import (
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    PipelineConfig,
+    RopeScaling,
+)
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.demo import config as demo
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*words: str):
+    return command_line.parse(words, prog="python -m scripts.train", options=train.Options)
+
+
+def refused(capsys, *words: str) -> str:
+    """The message on stderr with which the command line ends these words."""
+    with pytest.raises(SystemExit) as stop:
+        parse(*words)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_no_words_are_the_demo():
+    cfg, options = parse()
+    assert cfg == demo
+    assert options == train.Options()
+
+
+def test_the_first_word_is_a_recipe_or_a_module_that_exposes_one():
+    assert parse("debug")[0] == debug
+    assert parse("configs.debug")[0] == debug
+    assert parse("llama3-8b")[0] == parse("llama3_8b")[0]
+
+
+def test_any_dotted_field_is_replaced_and_the_rest_stays():
+    words = ["--train.steps", "7", "--optim.betas", "0.8", "0.9", "--model.tied-embeddings"]
+    cfg, _ = parse("debug", *words, "--data.source=synthetic", "--model.sliding-window", "64")
+    assert cfg == dataclasses.replace(
+        debug,
+        model=dataclasses.replace(debug.model, tied_embeddings=True, sliding_window=64),
+        data=dataclasses.replace(debug.data, source="synthetic"),
+        optim=dataclasses.replace(debug.optim, betas=(0.8, 0.9)),
+        train=dataclasses.replace(debug.train, steps=7),
+    )
+
+
+def test_underscores_and_dashes_are_the_same():
+    assert parse("debug", "--train.global_batch", "8") == parse(
+        "debug", "--train.global-batch", "8"
+    )
+    assert parse("debug", "--run_dir", "out/x") == parse("debug", "--run-dir", "out/x")
+
+
+def test_fields_of_a_part_that_the_recipe_has_are_there():
+    cfg, _ = parse("llama32_1b", "--model.rope-scaling.factor", "8")
+    assert cfg.model.rope_scaling is not None
+    assert cfg.model.rope_scaling.factor == 8.0
+    assert cfg.model.rope_scaling.high_freq_factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "words", [["--model.rope-scaling.kind", "yarn"], ["--model.rope_scaling.kind=yarn"]]
+)
+def test_a_rope_scaling_can_be_added_to_a_recipe_that_has_none(words):
+    cfg, _ = parse("debug", *words)
+    model = dataclasses.replace(debug.model, rope_scaling=RopeScaling(kind="yarn"))
+    assert cfg == dataclasses.replace(debug, model=model)
+    assert command_line.changes("model", debug.model, model) == [
+        "--model.rope-scaling.kind",
+        "yarn",
+    ]
+
+
+def test_experts_and_latent_attention_can_be_added_by_naming_a_field():
+    words = ["--model.experts.per-token", "3", "--model.experts.no-normalize"]
+    cfg, _ = parse("debug", *words)
+    experts = Experts(per_token=3, normalize=False)
+    assert cfg.model == dataclasses.replace(debug.model, experts=experts)
+    latent = LatentAttention(kv_rank=16, rope_dim=4, v_dim=8)
+    model = dataclasses.replace(
+        debug.model, experts=experts, latent=latent, num_kv_heads=8, head_dim=12
+    )
+    words = command_line.changes("model", debug.model, model)
+    assert parse("debug", *words)[0] == dataclasses.replace(debug, model=model)
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        (["--mesh", "fsdp=4,tp=2"], MeshConfig(fsdp=4, tp=2)),
+        (["--mesh=tp=2"], MeshConfig(fsdp=1, tp=2)),
+        (["--mesh", "dp=-1,sp=2"], MeshConfig(dp=-1, fsdp=1, sp=2)),
+        (["--mesh", "tp=2", "--mesh.fsdp", "-1"], MeshConfig(fsdp=-1, tp=2)),
+        (["--mesh.tp", "2"], MeshConfig(fsdp=-1, sp=8, tp=2)),
+    ],
+)
+def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh):
+    assert parse("llama3_70b", *words)[0].mesh == mesh
+
+
+def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
+    words = ["--mesh", "pp=4,fsdp=2", "--pp.schedule", "interleaved", "--pp.virtual", "2"]
+    words += ["--train.microbatches", "16", "--train.global-batch", "32", "--pp.stash", "input"]
+    cfg, _ = parse("debug", *words, "--pp.divergent")
+    assert cfg.mesh == MeshConfig(pp=4, fsdp=2)
+    expected = PipelineConfig(schedule="interleaved", virtual=2, stash="input", divergent=True)
+    assert cfg.pp == expected
+    assert cfg.check(8) == cfg
+
+
+def test_run_dir_devices_and_profile_are_options_of_the_run():
+    cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
+    assert cfg.log.run_dir == "out/x"
+    assert (options.devices, options.profile_steps) == (8, (10, 13))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train.steps", "0"], "error: train.steps=0: must be at least 1\n"),
+        (["--devices", "0"], "error: devices=0: must be from 1 to 4096\n"),
+        (["--devices", "5000"], "error: devices=5000: must be from 1 to 4096\n"),
+        (["--optim.lr", "1e400"], "error: optim.lr=inf: must be 0, or of a size from 1.2e-38 to 3"),
+        (["--optim.lr", "1e39"], "error: optim.lr=1e+39: must be 0, or of a size from 1.2e-38 to"),
+        (["--model.norm-eps", "-1e-5"], "error: model.norm_eps=-1e-05: must not be negative\n"),
+        (["--train.seed", str(2**64 + 1)], "error: train.seed=18446744073709551617: must be at m"),
+        (["--train.global-batch", f"1{'0' * 23}"], "error: train.global_batch=1000000000000000000"),
+        (["--train.global-batch", "8388608"], "error: train.global_batch=8388608: the tokens of "),
+        (["--data.seq-len", str(2**63)], "error: data.seq_len=9223372036854775808: must be at mo"),
+        (["--model.rope-scaling.factor", "nan"], "error: model.rope_scaling.factor=nan: must be "),
+        (["--checkpoint.dir", "../x"], "error: checkpoint.dir='../x': must be a relative path"),
+        (["--mesh", "fsdp:4"], "error: mesh='fsdp:4': write axes as fsdp=4,tp=2\n"),
+        (["--mesh", "xp=4"], "error: mesh='xp=4': 'xp' is no axis; the axes are pp, dp"),
+        (["--mesh", "dp=-1,fsdp=-1"], "error: mesh.fsdp=-1: only one axis may be -1"),
+        (["--profile", "13:10"], "error: profile='13:10': write the first step"),
+        (["--profile", "10"], "error: profile='10': write the first step"),
+        (["lama3_8b"], "error: recipe='lama3_8b': did you mean llama3_8b?"),
+        (["configs.nothing"], "error: recipe='configs.nothing': there is no module"),
+        (["../demo"], "error: recipe='../demo': "),
+        (
+            ["ultrascale_jax.config"],
+            "error: recipe='ultrascale_jax.config': the module must expose",
+        ),
+        (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
+        (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
+        (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
+        (["--pp.group", "4"], "error: pp.group=4: only interleaved and zb_uniform have groups"),
+        (["--model.experts.num", "0"], "error: model.experts.num=0: must be at least 1\n"),
+        (["--model.latent.kv-rank", "8"], "error: model.head_dim=32: must be more than model.lat"),
+        (["--moe.bound", "0.9"], "error: moe.bound=0.9: must be at least 1\n"),
+        (
+            ["moe_debug", "--print-config", "--devices", "6", "--mesh", "ep=3,dp=2"],
+            "error: mesh.ep=3: must divide model.experts.num=8\n",
+        ),
+        (
+            ["--print-config", "--devices", "16", "--mesh", "pp=16"],
+            "error: model.num_layers=4: 16 stages (mesh.pp times pp.virtual) want a layer each",
+        ),
+    ],
+)
+def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
+    err = refused(capsys, *words)
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_name_gets_the_nearest_one_in_one_line(capsys):
+    err = refused(capsys, "--train.stpes", "7")
+    assert err.startswith(
+        "error: Unrecognized options: --train.stpes, 7; did you mean --train.steps"
+    )
+    assert err.count("\n") == 1
+    assert "--optim.weight-decay" in refused(capsys, "debug", "--optim.wieght-decay", "0")
+
+
+def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys):
+    err = refused(capsys, "--optim.name", "adam")
+    assert "'--optim.name'" in err and "'adamw', 'muon'" in err and err.count("\n") == 1
+    err = refused(capsys, "--train.steps", "many")
+    assert "--train.steps" in err and "'many'" in err and err.count("\n") == 1
+
+
+def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
+    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
+    with pytest.raises(SystemExit) as stop:
+        parse(*words, "--print-config")
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.steps = 7" in lines
+    assert "mesh.fsdp = 4" in lines
+    assert "data.source = 'python-stdlib'" in lines
+    shown = {line.split(" = ")[0] for line in lines if line}
+    expected = {
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(debug)
+        for field in dataclasses.fields(getattr(debug, section.name))
+    }
+    assert shown == expected
+
+
+def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
+    code = (
+        "import sys, atexit\n"
+        "from ultrascale_jax.cli import train\n"
+        "atexit.register(lambda: print('jax' in sys.modules))\n"
+        "train.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "False"
+    for words in (
+        "llama3_8b",
+        "--mesh AXIS=SIZE",
+        "--train.global-batch INT",
+        "Peak learning rate",
+    ):
+        assert words in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(
+            *(["--mesh", "fsdp=8"], "mesh='fsdp=8': the sizes multiply to 8, but there are 4"),
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            *(["--pp.schedule", "no.csv"], "pp.schedule='no.csv': there is no such file"),
+            marks=pytest.mark.wide,
+        ),
+        (["--pp.schedule", "bad.csv"], "pp.schedule='bad.csv': row 2 (rank 1), column 1 (tick 0)"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_one_line_before_it_starts(tmp_path, words, message):
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    words = ["debug", "--devices", "4", "--mesh", "pp=2,fsdp=2", "--run-dir", "run", *words]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.train", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    # XLA may say beforehand that there is no GPU.
+    said = [
+        line
+        for line in done.stderr.splitlines()
+        if "cudart_stub" not in line and "absl" not in line
+    ]
+    assert len(said) == 1 and said[0].startswith(f"error: {message}")
+    assert not (tmp_path / "run").exists()

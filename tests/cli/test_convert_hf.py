@@ -1,0 +1,274 @@
+"""A checkpoint becomes a run that trains and samples, and a run becomes a checkpoint."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ultrascale_jax.checkpoint.load_params import load_params
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.cli.convert_hf import (
+    Export,
+    export_checkpoint,
+    import_checkpoint,
+    main,
+    train_command,
+    with_model,
+)
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    RopeScaling,
+    TrainConfig,
+)
+from ultrascale_jax.configs.demo import config as demo
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "data" / "hf"
+
+
+def mesh_of(**sizes):
+    cfg = MeshConfig(**({"fsdp": 1} | sizes))
+    num_devices = int(np.prod(list(cfg.sizes.values())))
+    return make_mesh(cfg, jax.devices()[:num_devices]), num_devices
+
+
+def imported(hf_dir, run_dir, precision="fp32", **sizes):
+    """The config of a run made from `hf_dir`, on a mesh of these sizes.
+
+    Most tests import llama3 with fsdp=2: its arrays are gathered and fingerprinted by programs that are compiled once.
+    """
+    mesh, num_devices = mesh_of(**sizes)
+    cfg = Config(
+        mesh=MeshConfig(**({"fsdp": 1} | sizes)),
+        data=DataConfig(source="synthetic"),
+        train=TrainConfig(precision=precision),
+        log=LogConfig(run_dir=str(run_dir)),
+    )
+    cfg = with_model(cfg, hf_dir).check(num_devices)
+    import_checkpoint(hf_dir, cfg, mesh)
+    return cfg, mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama3", {"pp": 2, "fsdp": 2}),
+        pytest.param("qwen2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
+        pytest.param("smollm2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
+        pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=pytest.mark.wide),
+        pytest.param("deepseek_v3", {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
+    ],
+)
+def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
+    folder, run_dir, out = FIXTURES / family, tmp_path / "run", tmp_path / "out"
+    imported(folder, run_dir, **sizes)
+    export_checkpoint(
+        Export(run_dir=str(run_dir), hf_dir=str(out), dtype="float32"), mesh_of(fsdp=2)[0]
+    )
+    assert read_config(out) == read_config(folder)
+    original = {}
+    for path in folder.glob("*.safetensors"):
+        original |= load_file(path)
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == original.keys()
+    for name, value in original.items():
+        np.testing.assert_array_equal(written[name], value.astype(np.float32), err_msg=name)
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == context
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.wide), "fp16"])
+def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision):
+    cfg, mesh = imported(FIXTURES / "llama3", tmp_path / "run", precision, fsdp=2)
+    with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
+        assert checkpoints.latest == 0
+        state = checkpoints.restore(0, abstract_state(cfg, mesh))
+    assert int(state.step) == int(state.skipped) == int(state.skipped_in_a_row) == 0
+    assert (state.loss_scale is None) == (precision == "fp32")
+    assert all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state))
+    saved, params = load_params(cfg.log.run_dir, mesh)
+    assert dataclasses.replace(saved, mesh=cfg.mesh) == cfg
+    embed = load_file(FIXTURES / "llama3" / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(np.asarray(params.embed[...]), embed)
+
+
+@pytest.mark.slow
+def test_tokenizer_files_travel_along_in_both_directions(tmp_path):
+    folder, run_dir, out = tmp_path / "hf", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(FIXTURES / "llama3", folder)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
+    }
+    files = {
+        "tokenizer.json": json.dumps(tokenizer),
+        "tokenizer_config.json": '{"eos_token": "</s>"}',
+        "generation_config.json": '{"eos_token_id": 1}',
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "modeling_evil.py").write_text("raise SystemExit")
+    cfg, mesh = imported(folder, run_dir, fsdp=2)
+    assert cfg.data.tokenizer == str(run_dir / "tokenizer.json")
+    export_checkpoint(Export(run_dir=str(run_dir), hf_dir=str(out)), mesh)
+    for place in (run_dir, out):
+        assert {name: (place / name).read_text() for name in files} == files
+        assert not (place / "modeling_evil.py").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
+    imported(FIXTURES / "llama3", tmp_path / "run", fsdp=2)
+    with pytest.raises(ValueError, match=r"run_dir=.*has checkpoints already"):
+        imported(FIXTURES / "qwen3", tmp_path / "run", fsdp=2)
+
+
+@pytest.mark.slow
+def test_the_printed_command_names_every_field_that_the_recipe_lacks(capsys):
+    for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
+        cfg = with_model(demo, FIXTURES / family)
+        command = shlex.split(train_command(demo, cfg, ["demo", "--run-dir", "a b"]))
+        assert command[:5] == ["ultrascale", "train", "demo", "--run-dir", "a b"]
+        words = [*command[2:], "--print-config"]
+        with pytest.raises(SystemExit, match="0"):
+            command_line.parse(words, prog="test", options=train.Options)
+        printed = capsys.readouterr().out
+        assert command_line.describe(cfg).partition("\n\n")[0] in printed
+    alone = subprocess.run(
+        [sys.executable, "-m", "ultrascale_jax", "train", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert alone.stdout == printed
+
+
+def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another_recipe():
+    cfg = with_model(demo, FIXTURES / "llama3")
+    scaled = dataclasses.replace(demo.model, rope_scaling=RopeScaling(factor=32.0))
+    recipe = dataclasses.replace(demo, model=scaled)
+    command = train_command(recipe, cfg, [])
+    assert "--model.rope-scaling.factor 8.0" in command and "#" not in command
+    words = shlex.split(train_command(demo, cfg, ["demo"]))[3:]
+    assert command_line.parse(words, prog="test")[0].model == cfg.model
+    assert "# with a recipe whose model.rope_scaling is None" in train_command(recipe, demo, [])
+    deepseek = with_model(demo, FIXTURES / "deepseek_v3")
+    lost = "model.rope_scaling is None and model.experts is None and model.latent is None"
+    assert f"# with a recipe whose {lost}" in train_command(deepseek, demo, [])
+
+
+@pytest.mark.wide
+def test_the_commands_import_go_on_training_and_export(tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+
+    def command(*words):
+        return subprocess.run(
+            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+
+    printed = command(
+        *("scripts.convert_hf", "import", str(FIXTURES / "qwen3"), str(run_dir), "demo"),
+        *("--devices", "2", "--train.global-batch", "2", "--data.seq-len", "64"),
+        *("--optim.warmup-steps", "0"),
+    )
+    words = shlex.split(printed.splitlines()[-1])[2:]
+    command(*words, "--train.steps", "2", "--train.eval-batches", "1", "--sample", "0")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "lr" in row] == [1, 2]
+    command("scripts.convert_hf", "export", str(run_dir), str(out), "--devices", "2")
+    before = load_file(FIXTURES / "qwen3" / "model.safetensors")
+    after = load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = [n for n in before if np.any(np.abs(before[n] - after[n].astype(np.float32)) > 1e-4)]
+    assert "model.embed_tokens.weight" in moved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["import"], "write ultrascale convert-hf import HF_DIR RUN_DIR"),
+        (["import", "only-one"], "write ultrascale convert-hf import HF_DIR RUN_DIR"),
+        (["import", "absent", "run"], "no such file"),
+        (["export", "absent", "out"], "holds no config.json"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_one_line_and_code_2(
+    tmp_path, monkeypatch, capsys, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken(folder, damage):
+    """A Hugging Face folder that cannot be imported into `demo`, whose text is bytes."""
+    shutil.copytree(FIXTURES / "llama3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "vocabulary":  # 256 bytes do not fit
+        config |= {"vocab_size": 128}
+    elif damage == "layers":
+        config |= {"num_hidden_layers": 10**9}
+    elif damage == "more layers":
+        config |= {"num_hidden_layers": config["num_hidden_layers"] + 1}
+    elif damage == "width":
+        config |= {"hidden_size": 10**30}
+    elif damage == "cut":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    elif damage == "tokenizer link":
+        (folder / "tokenizer.json").symlink_to("/etc/hostname")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("vocabulary", "outside model.vocab_size=128"),
+        ("layers", "must be at most 10000"),
+        ("more layers", "missing from the checkpoint"),
+        ("width", "a positive integer, at most 2147483647"),
+        ("cut", "not a whole safetensors file"),
+        ("tokenizer", "data.tokenizer="),
+        ("tokenizer link", "link out of the checkpoint's folder"),
+    ],
+)
+def test_an_import_that_is_refused_says_so_in_one_line_and_leaves_nothing(
+    tmp_path, capsys, damage, said
+):
+    """Row 23."""
+    broken(tmp_path / "hf", damage)
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "demo", "--mesh", "fsdp=8"])
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_without_a_command_the_usage_is_shown(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "convert_hf import HF_DIR RUN_DIR" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""Text from a trained run, by the command that a user types."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.cli.generate import main, printable
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from ultrascale_jax.sharding.mesh import make_mesh
+
+CFG = Config(
+    model=ModelConfig(
+        vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(seq_len=32),
+    train=TrainConfig(precision="fp32"),
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run directory with two checkpoints of a model that was never trained."""
+    folder = tmp_path_factory.mktemp("run")
+    cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(folder)))
+    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    with Checkpoints(cfg) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state, describe(cfg, step, "data"), wait=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    return folder
+
+
+def text(capsys, run_dir, *options):
+    main([str(run_dir), "--prompt", "def f", "--num-tokens", "12", *options])
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
+    first = text(capsys, run_dir)
+    assert first.startswith("def f") and len(first) > len("def f\n")
+    assert text(capsys, run_dir) == first
+    assert text(capsys, run_dir, "--step", "1") == first
+    assert text(capsys, run_dir, "--seed", "1") != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    # models/test_generate.py has a pipeline.
+    "mesh",
+    ["fsdp=4,tp=2", pytest.param("pp=2,fsdp=2,tp=2", marks=pytest.mark.wide)],
+)
+def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
+    greedy = text(capsys, run_dir, "--temperature", "0")
+    assert text(capsys, run_dir, "--temperature", "0", "--mesh", mesh) == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--step", "7"], "step=7: "),
+        (["--top-k", "-1"], "top_k=-1: "),
+        (["--mesh", "fsdp=3"], "mesh="),
+        (["--prompt", ""], "prompt=''"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        text(capsys, run_dir, *options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--prompt", "x"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run_dir=")
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("a\x1b[2Jb\n\tc\x00") == "a\ufffd[2Jb\n\tc\ufffd"

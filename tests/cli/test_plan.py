@@ -1,0 +1,131 @@
+"""`python -m scripts.plan compile`: what a step needs on GPUs that are not there."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from ultrascale_jax import hlo
+from ultrascale_jax.cli import plan
+from ultrascale_jax.cli.plan_commands import compile as verb
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.plan.hardware import find_cluster
+
+RUN = [
+    "compile",
+    "debug",
+    "--gpus",
+    "2",
+    "--mesh",
+    "fsdp=2",
+    "--train.zero",
+    "3",
+    "--train.remat",
+    "none",
+]
+
+
+@pytest.mark.slow
+def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
+    folder = tmp_path / "kept"
+    plan.main([*RUN, "--json", "--dump", str(folder)])
+    summary = json.loads(capsys.readouterr().out)
+    assert 0 < summary["argument_bytes"] < summary["peak_bytes"]
+    by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
+    assert by_kind["all-gather", "fsdp"]["bytes"] > 0
+    assert by_kind["reduce-scatter", "fsdp"]["bytes"] > 0
+    assert summary["synchronous"] + summary["asynchronous"] > 0
+
+    exposed = sum(row["exposed_s"] for row in summary["collectives"])
+    assert 0 < exposed <= sum(row["seconds"] for row in summary["collectives"])
+    assert exposed == pytest.approx(sum(summary["exposed_s"].values()))
+    assert summary["idle_s"] + sum(summary["busy_s"].values()) == pytest.approx(summary["step_s"])
+    tokens = 16 * 256 / 2  # global_batch and seq_len of the recipe
+    assert summary["tokens_per_s_gpu"] == pytest.approx(tokens / summary["step_s"])
+
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    program = hlo.parse((folder / "step.hlo").read_text())
+    assert program.entry and "exec_time_us" in (folder / "step.hlo").read_text()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert len(shown) == sum(map(len, summary["timeline"]["streams"].values()))
+    assert {"fusion", "all-gather-start"} <= {event["name"].split(".")[0] for event in shown}
+
+    verb.show(summary, find_cluster(None, "h100", 2), Console(width=120))
+    text = capsys.readouterr().out
+    assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
+
+
+@pytest.mark.wide
+def test_a_pipeline_is_compiled_and_timed_by_its_schedule(capsys):
+    # Eight rows of micro-batches in groups: the head stands in a branch that half of the ticks take.
+    arguments = ["compile", "debug", "--gpus", "2", "--mesh", "pp=2", "--pp.schedule"]
+    more = ["interleaved", "--train.microbatches", "16", "--json"]
+    plan.main([*arguments, *more])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["label"].startswith("pp2 interleaved v2 ")
+    by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
+    table = schedules.build("interleaved", 2, 16, 2)
+    sends = sum(kind in set().union(*row) for row in table.ticks for kind in "FB")
+    # XLA may join what a tick sends forward and back.
+    assert len(table.ticks) <= by_kind["collective-permute", "pp"]["times"] <= sends
+    assert summary["step_s"] > summary["idle_s"] > 0
+
+
+def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (str(tmp_path / "file" / "folder"), "/proc", ""):
+        with pytest.raises(SystemExit) as stop:
+            plan.main([*RUN, "--dump", folder])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith(f"error: dump={folder!r}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["memory", "demo"], ["memory", "demo", "--json"]])
+def test_a_reader_that_has_enough_ends_it_quietly(arguments):
+    command = [sys.executable, "-m", "scripts.plan", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # before anything is written, as `| true` may
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() != 0
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan.importlib, "import_module", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["memory"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "verb=''"),
+        (["guess", "debug"], "verb='guess'"),
+        (["compile", "debug", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
+        (["compile", "debug", "--gpus", "9"], "num_devices=9"),
+        (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
+        (["compile", "debug", "--gpu", ""], "gpu=''"),
+        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be at most"),
+        (["compile", "debug", "--devices", "2"], "Unrecognized options: --devices"),
+        (["memory", "debug", "--seq-len", "1000000007"], "train.global_batch=16"),
+        (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
+        (["memory", "mixtral_8x7b", "--mesh", "ep=16", "--gpus", "16"], "mesh.ep=16: must divide"),
+        (["memory", "mixtral_8x7b", "--moe.nodes", "3"], "moe.nodes=3: must divide mesh.ep=8"),
+    ],
+)
+def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1

@@ -1,0 +1,147 @@
+"""`python -m scripts.plan memory`: what one GPU holds, from formulas."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from ultrascale_jax.cli import plan
+
+FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3"]
+THEIRS = [
+    *("llama3_8b", "--software", "nanotron", "--gpus", "64", "--mesh", "pp=2,fsdp=8,sp=4"),
+    *("--train.zero", "1", "--train.remat", "none", "--train.global-batch", "256"),
+    *("--train.microbatches", "32", "--seq-len", "4096"),
+]
+
+
+LONG = [
+    *("llama3_70b", "--gpus", "64", "--mesh", "fsdp=64"),
+    *("--seq-len", "65536", "--train.global-batch", "64"),
+]
+
+
+def answer(capsys, *arguments: str) -> dict:
+    plan.main(["memory", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys, *arguments: str) -> str:
+    plan.main(["memory", *arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [FITS, THEIRS])
+def test_it_imports_neither_jax_nor_numpy(arguments):
+    program = (
+        "import sys; from ultrascale_jax.cli import plan; plan.main(sys.argv[1:]); "
+        "sys.exit(any(name in sys.modules for name in ('jax', 'numpy', 'matplotlib')))"
+    )
+    command = [sys.executable, "-c", program, "memory", *arguments]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [FITS, THEIRS])
+def test_parts_add_up_to_the_peak_and_the_timeline_reaches_it(arguments, capsys):
+    found = answer(capsys, *arguments)
+    assert (found["verb"], found["gpu"]) == ("memory", "h100")
+    assert found["gpus"] == int(arguments[arguments.index("--gpus") + 1])
+    assert sum(found["parts"].values()) == pytest.approx(found["peak_bytes"], abs=1)
+    assert max(size for _, size in found["timeline"]) == found["peak_bytes"]
+    assert found["fits"] == (found["peak_bytes"] <= found["usable_bytes"])
+    assert all(size >= 0 for size in found["parts"].values())
+
+
+def test_a_run_that_fits_says_how_much_is_left(capsys):
+    found = answer(capsys, *FITS)
+    left = (found["usable_bytes"] - found["peak_bytes"]) / 2**30
+    assert f"fits, {left:.1f} GiB left" in text(capsys, *FITS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["llama3_8b", "--gpus", "8"], "--train.microbatches 8"),
+        (["llama3_70b", "--gpus", "32", "--train.zero", "1"], "--train.zero 2"),
+        ([*FITS, "--train.remat", "none", "--train.zero", "2"], "--train.remat"),
+        (LONG, "--mesh"),
+    ],
+)
+def test_the_hint_of_a_run_that_does_not_fit_is_options_with_which_it_does(
+    arguments, expected, capsys
+):
+    found = answer(capsys, *arguments)
+    assert not found["fits"]
+    lacking = (found["peak_bytes"] - found["usable_bytes"]) / 2**30
+    needed = found["hint_bytes"] / 2**30
+    end = f"does not fit, {lacking:.1f} GiB short; try {found['hint']} ({needed:.1f} GiB)"
+    assert end in text(capsys, *arguments)
+    assert expected in found["hint"]
+    changed = answer(capsys, *arguments, *shlex.split(found["hint"]))
+    assert changed["fits"]
+    assert changed["peak_bytes"] == found["hint_bytes"]
+
+
+def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
+    arguments = [*FITS, "--train.remat", "full", "--gpu", "h200"]
+    hint = answer(capsys, *arguments)["hint"]
+    assert hint.startswith("--train.remat ")
+    assert f"there is room for {hint}" in text(capsys, *arguments)
+    assert answer(capsys, *arguments, *shlex.split(hint))["fits"]
+
+
+def test_a_small_run_is_shown_in_mib(capsys):
+    found = answer(capsys, "debug")
+    shown = text(capsys, "debug")
+    assert f" {found['peak_bytes'] / 2**20:.2f} " in shown and "MiB" in shown
+    assert " 0.00 " not in shown.split("moment")[1]
+
+
+def test_a_run_that_nothing_helps_says_so(capsys):
+    arguments = ["llama3_405b", "--gpus", "8", "--mesh", "fsdp=8"]
+    assert answer(capsys, *arguments)["hint"] == ""
+    assert "no change of micro-batch, ZeRO, recomputation, sp or cp" in text(capsys, *arguments)
+
+
+def test_a_pipeline_keeps_micro_batches_by_its_schedule(capsys):
+    common = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches"]
+    deep = [*common, "16", "--mesh", "pp=4,fsdp=2"]
+    assert answer(capsys, *deep)["in_flight"] == 8  # 2p in lock step
+    theirs = ["--software", "nanotron", "--train.zero", "1", "--train.remat", "none"]
+    assert answer(capsys, *deep, *theirs)["in_flight"] == 4
+    assert answer(capsys, *deep, "--pp.schedule", "afab")["in_flight"] == 16
+    assert answer(capsys, *deep, "--pp.schedule", "interleaved")["in_flight"] == 6
+    assert "keeps the activations of 8 micro-batches" in text(capsys, *deep)
+    flat = [*common, "2", "--mesh", "fsdp=8"]
+    assert "micro-batches" not in text(capsys, *flat).split("fits")[0]
+
+
+def test_fp8_and_what_the_trainer_does_not_have_can_be_counted(capsys):
+    fp8 = ["--train.precision", "fp8"]
+    usual, low, plain = (
+        answer(capsys, *FITS, *more)["peak_bytes"] for more in ([], fp8, ["--plain-mlp"])
+    )
+    assert low != usual and plain < usual
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--software", "megatron"], "invalid choice 'megatron' for argument '--software'"),
+        (["--gpus", "0"], "gpus=0: must be at least 1"),
+        (["--gpu", "tpu"], "gpu='tpu': choose one of"),
+        (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
+        (["llama3_8b", "--software", "nanotron"], "train.zero=3: the playbook's nanotron"),
+        (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
+        (["llama3_8b", "--seq-len", "many"], "Error parsing --seq-len"),
+    ],
+)
+def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["memory", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}"), error
+    assert error.count("\n") == 1

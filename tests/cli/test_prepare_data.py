@@ -1,0 +1,248 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.data.shards import load_index, open_shards
+from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"document {i}: {'caf\u00e9 ' * (i % 7)}\n" for i in range(40)]
+
+
+def write_inputs(folder, texts=TEXTS):
+    """The documents as text, JSON lines and Parquet, in order; returns the pattern that matches all files."""
+    folder.mkdir()
+    for i, text in enumerate(texts[:5]):
+        (folder / f"a{i}.txt").write_text(text)
+    lines = [json.dumps({"text": text, "body": "other"}) for text in texts[5:25]]
+    (folder / "b.jsonl").write_text("\n".join(lines) + "\n\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts[25:]}), folder / "c.parquet")
+    return f"{folder}/*"
+
+
+def read_documents(out, tokenizer):
+    corpus = open_shards(out, tokenizer.vocab_size, tokenizer.fingerprint)
+    spans = zip(corpus.starts.tolist(), corpus.ends.tolist(), strict=True)
+    return [corpus.read(*span).tolist() for span in spans]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_text_json_lines_and_parquet_become_the_same_documents_in_order(tmp_path):
+    pattern = write_inputs(tmp_path / "in")
+    index = prepare(Args(input=pattern, out=tmp_path / "out", workers=1, shard_tokens=200))
+    documents = read_documents(tmp_path / "out", ByteTokenizer())
+    assert documents == [[*text.encode(), 0] for text in TEXTS]
+    assert len(index.shards) > 3
+    assert max(shard.tokens for shard in index.shards) <= 200
+    assert sum(shard.documents for shard in index.shards) == len(TEXTS)
+
+
+def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
+    pattern = write_inputs(tmp_path / "in")
+    monkeypatch.setattr("ultrascale_jax.cli.prepare_data.GROUP_BYTES", 100)
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        prepare(Args(input=pattern, out=out, train_bpe=300, workers=workers, shard_tokens=200))
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
+    tokenizer = JsonTokenizer(tmp_path / "out1" / "tokenizer.json")
+    documents = read_documents(tmp_path / "out1", tokenizer)
+    assert [tokenizer.decode(document[:-1]) for document in documents] == TEXTS
+    assert {document[-1] for document in documents} == {tokenizer.eos}
+
+
+def test_a_given_tokenizer_is_used_and_copied_beside_the_shards(tmp_path):
+    pattern = write_inputs(tmp_path / "in")
+    prepare(Args(input=pattern, out=tmp_path / "trained", train_bpe=300, workers=1))
+    given = tmp_path / "trained" / "tokenizer.json"
+    args = Args(input=pattern, out=tmp_path / "out", tokenizer=str(given), workers=1)
+    index = prepare(args)
+    assert index.dtype == "uint16"
+    copy = JsonTokenizer(tmp_path / "out" / "tokenizer.json")
+    assert read_documents(tmp_path / "out", copy) == read_documents(tmp_path / "trained", copy)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Arguments of a run, and what it wrote."""
+    folder = tmp_path_factory.mktemp("finished")
+    args = Args(input=write_inputs(folder / "in"), out=folder / "out", workers=1, shard_tokens=200)
+    prepare(args)
+    return args, contents(args.out)
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    ["unfinished", "no index", "truncated shard", "altered shard", "missing documents", "finished"],
+)
+def test_a_restart_keeps_whole_shards_and_ends_with_the_same_files(finished, interrupt):
+    args, expected = finished
+    names = sorted(name for name in expected if name.endswith(".tokens"))
+    kept = 2
+    if interrupt == "no index":
+        (args.out / "index.json").unlink()
+        kept = 0
+    elif interrupt == "unfinished":
+        index = json.loads(expected["index.json"])
+        index.update(shards=index["shards"][:2], complete=False)
+        (args.out / "index.json").write_text(json.dumps(index))
+        for name in names[2:]:
+            (args.out / name).unlink()
+        (args.out / names[2]).write_bytes(b"half")
+    elif interrupt == "truncated shard":
+        (args.out / names[2]).write_bytes(expected[names[2]][:-1])
+    elif interrupt == "altered shard":
+        (args.out / names[2]).write_bytes(expected[names[2]][::-1])
+    elif interrupt == "missing documents":
+        (args.out / names[2].replace("tokens", "documents")).unlink()
+    else:
+        kept = len(names)
+    before = {name: (args.out / name).stat().st_ino for name in names[:kept]}
+    prepare(args)
+    assert contents(args.out) == expected
+    assert before == {name: (args.out / name).stat().st_ino for name in names[:kept]}
+
+
+def test_a_run_that_is_killed_is_continued_by_the_same_command(finished, tmp_path):
+    args, expected = finished
+    command = [sys.executable, "-m", "scripts.prepare_data", "--input", args.input]
+    command += ["--out", str(tmp_path / "out"), "--workers", "1", "--shard-tokens", "200"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None and not (tmp_path / "out" / "shard_00001.tokens").exists():
+        time.sleep(0.001)
+    if process.poll() is None:
+        os.killpg(process.pid, 9)
+    process.wait()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    left = {name: value for name, value in contents(tmp_path / "out").items() if name in expected}
+    assert left == expected
+    assert f"--data.source tokens:{tmp_path}/out --data.tokenizer bytes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shard_tokens": 300}, "has shards made with other settings; remove it"),
+        ({"text_field": "body"}, "has shards made with other settings; remove it"),
+        ({"train_bpe": 300}, "has shards made with other settings; remove it"),
+        ({"input": "*.jsonl"}, "shard_00000 was made of other documents; remove it"),
+        ({"input": "a*"}, "shard_00000 was made of other documents; remove it"),
+        ({"input": "more"}, "is finished, but the input has more documents; remove it"),
+    ],
+)
+def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
+    finished, tmp_path, change, message
+):
+    args, expected = finished
+    folder = Path(args.input).parent
+    if change.get("input") == "more":
+        write_inputs(tmp_path / "in")
+        (tmp_path / "in" / "d.txt").write_text("one more")
+        change = {"input": f"{tmp_path}/in/*"}
+    elif "input" in change:
+        change = {"input": f"{folder}/{change['input']}"}
+    settings = {"input": args.input, "out": args.out, "shard_tokens": 200, "workers": 1}
+    with pytest.raises(ValueError, match=message):
+        prepare(Args(**{**settings, **change}))
+    assert contents(args.out) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", r"a\.txt': is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"a\.jsonl'.* line 2 has no text in 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', r"line 1 has no text in 'text'; give another --text-field"),
+        ("a.jsonl", b'["text"]\n', r"line 1 has no text"),
+        ("a.jsonl", b"{oops\n", r"a\.jsonl': line 1 is not JSON"),
+        ("a.jsonl", b"\xff\n", r"a\.jsonl': line 1 is not JSON"),
+        ("a.txt", b"", "holds no text"),
+        (None, b"", "no file matches; give another pattern"),
+    ],
+)
+def test_an_input_without_text_is_refused_by_file_and_line(tmp_path, name, content, message):
+    if name:
+        (tmp_path / name).write_bytes(content)
+    args = Args(input=f"{tmp_path}/*.*", out=tmp_path / "out", workers=1)
+    with pytest.raises(ValueError, match=message):
+        prepare(args)
+    assert not load_index(args.out).complete if name else not args.out.exists()
+
+
+def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"has no column 'text' but \['body'\]; give another"):
+        prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="row 2 has no text in 'text'"):
+        prepare(Args(input=f"{tmp_path}/*.parquet", out=tmp_path / "out", workers=1))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ValueError, match="Parquet needs pyarrow; pip install pyarrow"):
+        prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    prepare(Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
+    assert read_documents(tmp_path / "out", ByteTokenizer()) == [[*b"a?b", 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 0}, "workers=0: must be at least 1"),
+        ({"shard_tokens": 0}, "shard_tokens=0: must be at least 1"),
+        ({"train_bpe": 300, "tokenizer": "t.json"}, "train_bpe=300: needs --tokenizer bytes"),
+        ({"train_bpe": 20}, "train_bpe=20: must be at least 257"),
+        ({"tokenizer": "nowhere.json"}, "'nowhere.json': must be 'bytes' or the path"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, change, message):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=message):
+        prepare(Args(**{"input": f"{tmp_path}/a.txt", "out": tmp_path / "out", **change}))
+
+
+@pytest.mark.parametrize("fault", ["input", "index"])
+def test_the_command_ends_with_one_line_on_an_error(tmp_path, monkeypatch, capsys, fault):
+    out, said = tmp_path / "out", "error: input='/nowhere/*': no file matches"
+    pattern = "/nowhere/*"
+    if fault == "index":
+        out.mkdir()
+        (out / "index.json").write_text("{")
+        (tmp_path / "a.txt").write_text("text")
+        pattern, said = f"{tmp_path}/a.txt", f"error: out='{out}': index.json is damaged"
+    monkeypatch.setattr(sys, "argv", ["prepare_data", "--input", pattern, "--out", str(out)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    errors = capsys.readouterr().err
+    assert errors.startswith(said) and errors.count("\n") == 1
+
+
+def test_a_folder_inside_the_input_is_no_input(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    args = Args(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)
+    assert [prepare(args).shards[0].documents for _ in range(2)] == [1, 1]
+
+
+def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):
+    for name, size in {"a": 5, "b": 50, "c": 5}.items():
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+    index = prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1, shard_tokens=20))
+    assert [shard.tokens for shard in index.shards] == [6, 51, 6]
+    assert np.diff(open_shards(tmp_path / "out", 256, "bytes").ends).tolist() == [51, 6]

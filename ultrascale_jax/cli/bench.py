@@ -1,0 +1,576 @@
+"""Time the trainer beside its peers: `ultrascale bench [peer|gpu|kernels] [--out FILE.json] [--steps N]`.
+
+    peer  the recipe gpt_peer on one core of this machine's CPU, beside the same model in bare JAX (and in PyTorch,
+          where it is installed). They take turns step by step, so all see the same disturbances; tokens per second
+          of CPU time is the figure to compare, since it says little about what else the machine is doing.
+    gpu   the recipe llama32_1b at sequence 4096 and 8192 in bfloat16 on one GPU, beside PyTorch. One at a time, since
+          each wants the whole memory. First one figure for each, with the least recomputation that fits; then
+          attention alone, over a mesh axis of size 1 and in zigzag's blocks, beside cuDNN directly; the products of
+          experts, beside `lax.ragged_dot`; then, in the time that is left, the other ways of recomputing.
+    kernels  our kernels on the shapes of Llama 3, beside XLA's own version or cuDNN, and beside how fast this GPU
+          copies and multiplies in the same run.
+
+Every contestant is a process of its own. A part that cannot run here is reported as skipped, with its reason.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.bench_peers import attention, grouped_gemm, kernels
+from ultrascale_jax.cli.bench_peers.contestant import Unavailable
+from ultrascale_jax.cli.bench_peers.report import Report, figures, spread
+from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process, one_core
+from ultrascale_jax.cli.bench_peers.turns import Program
+from ultrascale_jax.config import Config, require
+from ultrascale_jax.kernels import shapes
+from ultrascale_jax.launch.run_files import METRICS
+
+OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM, KERNELS = (
+    f"ultrascale_jax.cli.bench_peers.{name}"
+    for name in ("ours", "bare_jax", "torch_llama", "attention", "grouped_gemm", "kernels")
+)
+
+TINY_MODEL = {
+    **{"vocab-size": 256, "d-model": 64, "d-ff": 128, "num-layers": 2},
+    **{"num-heads": 4, "num-kv-heads": 4, "head-dim": 16},
+}
+
+GPU_TOKENS = 16384
+"""Tokens of one step in the suite gpu: what fits beside the state of a billion parameters in 80 GB."""
+
+REMAT = ("none", "dots", "full")
+"""Ways of recomputing that the suite gpu tries, by the memory that they need."""
+
+TORCH_SETTINGS = ({}, {"loss_chunks": 8}, {"loss_chunks": 8, "recompute": True})
+"""The same for PyTorch."""
+
+ATTENTION_TOKENS = (8192, 16384, 32768)
+"""Where attention is timed alone; a step makes so many calls that it takes the same time at each length."""
+
+ALLOWANCE = 1.02
+"""What ring attention over one rank may take of cuDNN's time."""
+
+GROUPED_GEMMS = {
+    "Qwen3-30B-A3B, 16 of 128 experts": (65536, 16, 2048, 768),
+    "Mixtral 8x7B, 1 of 8 experts": (16384, 1, 4096, 14336),
+    "Mixtral 8x7B, 2 of 8 experts": (16384, 2, 4096, 14336),
+    "Mixtral 8x7B, 8 experts": (16384, 8, 4096, 14336),
+}
+"""Rows, experts and their two widths: what a GPU has of 8,192 tokens a GPU, each sent to 8 or 2 experts."""
+
+GROUPED_GEMM_CALLS = 8
+"""Calls of a step: the kernel takes half a millisecond for the smallest."""
+
+GROUPED_GEMM_GOALS = {"forward": 400, "weight gradient": 450}
+"""TFLOP/s that the kernel is to reach on an H100."""
+
+KERNEL_SHAPES = {
+    "rms_norm": shapes.RMS_NORM,
+    "quantize_fp8": shapes.QUANTIZE_FP8,
+    "fp8_matmul": shapes.FP8_MATMUL,
+    "linear_cross_entropy": shapes.LINEAR_CROSS_ENTROPY,
+    "attention": shapes.ATTENTION,
+}
+
+KERNEL_MODELS = ("llama3_8b", "llama3_70b", "llama3_1b")
+"""Whose shapes are timed, first those that matter most."""
+
+KERNEL_CALLS = 4
+"""Calls of a step."""
+
+ROOFLINE_SIZE = 8192
+"""Of the square matrices of the roofline."""
+
+KERNEL_GOALS: dict[str, dict[str, tuple[float, bool]]] = {
+    "rms_norm, ": {"of_roofline": (0.85, True)},
+    "rms_norm, backward": {"relative": (1 / 1.5, False)},
+    "quantize": {"of_roofline": (0.8, True)},
+    "fp8_matmul, ": {"tflops_per_device": (1000, True)},
+    kernels.LOSS: {"tflops_per_device": (620, True), "temporary_gb": (1.0, False)},
+    "attention, ": {"relative": (1.0, False)},
+}
+"""By what a work's name holds, what is wanted of our kernels on an H100: at least or, if false, at most."""
+
+FIRST_STEP = "scripts.train, to its first step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to time, and for how long."""
+
+    suite: Literal["peer", "gpu", "kernels"] = "peer"
+    """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU; `kernels`: our kernels on one GPU."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where to write the figures as JSON; none is out/bench/SUITE.json."""
+    steps: int = 12
+    """Steps to time of each contestant, after the first."""
+    minutes: float = 8.0
+    """Time for everything; what has not ended by then is stopped or skipped."""
+    tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A model of no size, on any device: to try the benchmark itself."""
+
+    def __post_init__(self):
+        require(self.steps >= 1, "steps", self.steps, "must be at least 1")
+        require(self.minutes > 0, "minutes", self.minutes, "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One contestant with its settings; a row of the report."""
+
+    workload: str
+    contestant: str
+    module: str
+    cfg: Config
+    spec: dict
+    environ: dict[str, str]
+
+
+class Bench:
+    """One benchmark under way."""
+
+    def __init__(self, options: Options, report: Report):
+        self.options, self.report = options, report
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.console = Console(stderr=True)
+        self.roofline: dict[str, float] = {}
+        """Bytes or operations a second of each limit."""
+
+    def peer(self) -> None:
+        """The suite `peer`."""
+        parts = peer_parts(self.options.tiny)
+        with contextlib.ExitStack() as stack:
+            running = []
+            for part in parts:
+                row = self._row(part)
+                with self._recorded(row):
+                    with one_core():
+                        process = stack.enter_context(self._start(part))
+                    facts = process.ready()
+                    running.append((part, row, process, facts, [], []))
+            for turn in itertools.batched(range(self.options.steps), 2):
+                for part, row, process, facts, step_s, cpu_s in running:
+                    if row["status"] not in ("running", "measured"):
+                        continue
+                    with self._recorded(row):
+                        answer = process.run(len(turn))
+                        step_s += answer["step_s"]
+                        cpu_s += [answer["cpu_s"] / len(turn)]
+                        row |= figures(part.cfg, facts, step_s, cpu_s, answer["peak_bytes"])
+                        row["status"] = "measured"
+        self._first_step(parts[0])
+        if not self.options.tiny:
+            self._peer_goals()
+
+    def gpu(self) -> None:
+        """The suite `gpu`."""
+        seq_lens = (64, 128) if self.options.tiny else (4096, 8192)
+        ours = {
+            n: [gpu_part(n, remat, tiny=self.options.tiny) for remat in REMAT] for n in seq_lens
+        }
+        torch = {
+            n: [gpu_torch_part(n, settings, tiny=self.options.tiny) for settings in TORCH_SETTINGS]
+            for n in seq_lens
+        }
+        tried = [
+            part
+            for n in seq_lens
+            for parts in (ours[n], torch[n])
+            for part in self._first_that_fits(parts)
+        ]
+        for n in (64, 128) if self.options.tiny else ATTENTION_TOKENS:
+            self._attention(attention_part(n, tiny=self.options.tiny))
+        for name in list(GROUPED_GEMMS)[: 1 if self.options.tiny else None]:
+            self._grouped_gemm(grouped_gemm_part(name, tiny=self.options.tiny))
+        for part in (part for n in seq_lens for part in ours[n] if part not in tried):
+            self._measure(part)
+        for n in () if self.options.tiny else seq_lens:
+            self._gpu_goals(ours[n][0].workload)
+
+    def kernels(self) -> None:
+        """The suite `kernels`."""
+        tiny = self.options.tiny
+        self._kernel(kernel_part("roofline", "this GPU", (64 if tiny else ROOFLINE_SIZE,), tiny))
+        for model in ("tiny",) if tiny else KERNEL_MODELS:
+            for kernel, by_model in KERNEL_SHAPES.items():
+                self._kernel(kernel_part(kernel, model, by_model[model], tiny))
+            if model == KERNEL_MODELS[0] or tiny:
+                for name in list(GROUPED_GEMMS)[: 1 if tiny else None]:
+                    self._grouped_gemm(grouped_gemm_part(name, tiny=tiny))
+
+    def _first_that_fits(self, parts: Iterable[Part]) -> list[Part]:
+        """Measure the first part that does not run out of memory; the parts that were tried.
+
+        It is a failure if there is none.
+        """
+        tried, row = [], {}
+        for part in parts:
+            tried.append(part)
+            row = self._measure(part)
+            if row["status"] != "out of memory":
+                return tried
+        row["status"] = "failed"
+        return tried
+
+    def _measure(self, part: Part) -> dict:
+        """Time one part alone."""
+        row = self._row(part)
+        with self._recorded(row), self._start(part) as process:
+            facts = process.ready()
+            process.run(2)
+            answer = process.run(self.options.steps)
+            row |= figures(part.cfg, facts, answer["step_s"], [], answer["peak_bytes"])
+            row["status"] = "measured"
+        return row
+
+    def _attention(self, part: Part) -> None:
+        """Time attention's programs, and compare those over one rank with cuDNN."""
+        _, rows = self._in_turns(part, attention.PROGRAMS, attention.flops)
+        for work in () if self.options.tiny or not rows else ("forward", "forward and backward"):
+            slowest = max(row["relative"] for program, row in rows.items() if program.work == work)
+            text = (
+                f"{part.workload}: {work}: time over one rank relative to cuDNN, below {ALLOWANCE}"
+            )
+            self.report.goal(text, slowest, slowest < ALLOWANCE)
+
+    def _grouped_gemm(self, part: Part) -> None:
+        """Time the products of experts, and compare the kernel's speed with what is wanted."""
+        programs = grouped_gemm.programs(part.spec)
+        _, rows = self._in_turns(part, programs, grouped_gemm.flops)
+        for program, row in rows.items():
+            least = GROUPED_GEMM_GOALS.get(program.work)
+            if program.contestant == grouped_gemm.KERNEL and least is not None:
+                text = f"{part.workload}: {program.work}: TFLOP/s of the kernel, at least {least}"
+                self.report.goal(text, row["tflops_per_device"], row["tflops_per_device"] >= least)
+
+    def _kernel(self, part: Part) -> None:
+        """Time a kernel's programs, and compare them with the roofline and with what is wanted."""
+        programs = kernels.programs(part.spec)
+        whole, rows = self._in_turns(part, programs)
+        for program, row in rows.items():
+            place = f"{program.work}: {program.contestant}: "
+            notes = whole["notes"]
+            if notes.get(place + kernels.CUBLAS_FP8) == "0" and not self.options.tiny:
+                row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}
+                continue
+            rate = program.amount / row["step_s"]["median"]
+            unit = (
+                {"gb_per_s": 1e9} if program.limit == kernels.COPY else {"tflops_per_device": 1e12}
+            )
+            row |= {name: rate / size for name, size in unit.items()}
+            row["error"] = float(notes[place + kernels.ERROR])
+            if program.copies == 1:
+                row["temporary_gb"] = float(notes[place + kernels.TEMPORARY])
+            if part.spec["kernel"] == "roofline":
+                self.roofline[program.limit] = rate
+            elif program.limit in self.roofline:
+                row["of_roofline"] = rate / self.roofline[program.limit]
+            if program.contestant == kernels.MOSAIC:
+                self._kernel_goals(part.workload, program.work, row)
+        self.report.save()
+
+    def _kernel_goals(self, workload: str, work: str, row: dict) -> None:
+        for holds, goals in KERNEL_GOALS.items():
+            for figure, (wanted, at_least) in goals.items() if holds in work else ():
+                if figure in row:
+                    met = row[figure] >= wanted if at_least else row[figure] <= wanted
+                    words = f"at {'least' if at_least else 'most'} {wanted:.3g}"
+                    self.report.goal(f"{workload}: {work}: {figure}, {words}", row[figure], met)
+
+    def _in_turns[P: Program](
+        self, part: Part, programs: Sequence[P], flops: Callable[[P, dict], int] | None = None
+    ) -> tuple[dict, dict[P, dict]]:
+        """Time programs that take turns in one process: its row, and one for each (none if it fails)."""
+        row, turn, rows = self._row(part), len(programs), {}
+        with self._recorded(row), self._start(part) as process:
+            facts = process.ready()
+            process.run(turn)
+            answer = process.run(turn * self.options.steps)
+            row |= {"peak_gb": answer["peak_bytes"] / 1e9, **facts, "status": "measured"}
+            first = {}
+            for i, program in enumerate(programs):
+                step_s = answer["step_s"][i::turn]
+                # Of neighbours in time: the clock of a GPU moves by more than what is looked for.
+                pairs = zip(step_s, first.setdefault(program.work, step_s), strict=True)
+                values: dict = spread(
+                    [seconds / (part.spec["calls"] * program.copies) for seconds in step_s]
+                )
+                if flops is not None:
+                    rate = flops(program, part.spec) / values["step_s"]["median"]
+                    values["tflops_per_device"] = rate / 1e12
+                rows[program] = self.report.add(
+                    f"{part.workload}: {program.work}",
+                    program.contestant,
+                    **values,
+                    relative=statistics.median(ours / theirs for ours, theirs in pairs),
+                )
+        return row, rows
+
+    def _row(self, part: Part) -> dict:
+        self.console.print(f"{part.workload}: {part.contestant}", markup=False)
+        return self.report.add(part.workload, part.contestant, status="running")
+
+    def _start(self, part: Part) -> Process:
+        if part.module == TORCH and importlib.util.find_spec("torch") is None:
+            raise Unavailable("torch is not installed")
+        if time.monotonic() > self.deadline:
+            raise Unavailable(f"the {self.options.minutes:g} minutes were over")
+        return Process(part.module, part.spec, environ=part.environ, deadline=self.deadline)
+
+    @contextlib.contextmanager
+    def _recorded(self, row: dict):
+        """Whatever ends the block early is written into `row`, which is saved in any case."""
+        try:
+            yield
+        except (Unavailable, OutOfTime) as reason:
+            row |= {"status": "skipped", "reason": str(reason)}
+        except Failed as error:
+            status = "out of memory" if error.out_of_memory else "failed"
+            row |= {"status": status, "reason": str(error)}
+        finally:
+            self.report.save()
+
+    def _first_step(self, part: Part) -> None:
+        """How long `ultrascale train` takes from its start to the first row of its metrics."""
+        row = self.report.add(part.workload, FIRST_STEP, status="running")
+        with self._recorded(row), tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "ultrascale_jax", "train", *part.spec["arguments"]]
+            command += ["--train.steps", "1", "--run-dir", folder]
+            metrics, log = Path(folder) / METRICS, Path(folder) / "log"
+            earlier = resource.getrusage(resource.RUSAGE_CHILDREN)
+            with one_core(), log.open("w") as output:
+                begun = time.monotonic()
+                process = subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **part.environ},
+                    start_new_session=True,
+                )
+            try:
+                while not (metrics.exists() and "\n" in metrics.read_text()):
+                    if time.monotonic() > self.deadline:
+                        raise OutOfTime("the benchmark's time was up")
+                    if process.poll() is not None:
+                        words = log.read_text()[-300:]
+                        raise Failed(f"ended with code {process.returncode}: {words}")
+                    time.sleep(0.01)
+                row |= {"status": "measured", "first_step_s": time.monotonic() - begun}
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            row["first_step_cpu_s"] = (
+                used.ru_utime + used.ru_stime - earlier.ru_utime - earlier.ru_stime
+            )
+
+    def _peer_goals(self) -> None:
+        rows = {row["contestant"]: row for row in self.report.rows if row["status"] == "measured"}
+        speeds = {name: row["tokens_per_cpu_s"] for name, row in rows.items() if name != FIRST_STEP}
+        if ours := speeds.get("ultrascale_jax"):
+            self.report.goal("tokens per CPU-second, at least 700", ours, ours >= 700)
+            if bare := [speed for name, speed in speeds.items() if name.startswith("bare JAX")]:
+                # On the machine where the goal of 700 was set, bare JAX reached 811.
+                ratio, least = ours / max(bare), 700 / 811
+                text = f"speed relative to the faster bare JAX, at least {least:.2f}"
+                self.report.goal(text, ratio, ratio >= least)
+        if FIRST_STEP in rows:
+            seconds = rows[FIRST_STEP]["first_step_s"]
+            self.report.goal("seconds from start to first step, at most 12", seconds, seconds <= 12)
+
+    def _gpu_goals(self, workload: str) -> None:
+        rows = [row for row in self.report.rows if row["workload"] == workload and "step_s" in row]
+        ours = [
+            row["step_s"]["median"]
+            for row in rows
+            if row["contestant"].startswith("ultrascale_jax")
+        ]
+        torch = [row["step_s"]["median"] for row in rows if row["contestant"].startswith("PyTorch")]
+        if ours and torch:
+            ratio = min(torch) / min(ours)
+            self.report.goal(f"{workload}: speed relative to PyTorch, above 1", ratio, ratio > 1)
+        if shares := [
+            row["mfu"]
+            for row in rows
+            if row["contestant"].startswith("ultrascale_jax") and "mfu" in row
+        ]:
+            self.report.goal(f"{workload}: MFU, at least 50%", max(shares), max(shares) >= 0.5)
+
+
+def peer_parts(tiny: bool) -> list[Part]:
+    """The contestants of the suite `peer`, ours first."""
+    arguments = ["gpt_peer", "--mesh", "fsdp=1"]
+    if tiny:
+        arguments += [*_tiny_model(), "--data.seq-len", "64"]
+    cfg, _ = command_line.parse(arguments, prog="bench")
+    ours = {"arguments": arguments, "needs_gpu": False}
+    torch = {"recompute": False, "loss_chunks": 1, "compile": False, "needs_gpu": False}
+    contestants = {
+        "ultrascale_jax": (OURS, ours),
+        "bare JAX, scanned": (BARE, {"unrolled": False, **_numbers(cfg)}),
+        "bare JAX, unrolled": (BARE, {"unrolled": True, **_numbers(cfg)}),
+        "PyTorch, eager": (TORCH, {**torch, **_numbers(cfg)}),
+    }
+    environ = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", **_ENVIRON}
+    workload = "tiny" if tiny else "gpt_peer, one CPU core"
+    return [
+        Part(workload=workload, contestant=name, module=module, cfg=cfg, spec=spec, environ=environ)
+        for name, (module, spec) in contestants.items()
+    ]
+
+
+def gpu_part(seq_len: int, remat: str, *, tiny: bool) -> Part:
+    """Llama 3.2 1B on one GPU in this project."""
+    batch = (128 if tiny else GPU_TOKENS) // seq_len
+    arguments = "llama32_1b --mesh fsdp=1 --data.source synthetic --data.tokenizer bytes".split()
+    arguments += ["--data.seq-len", str(seq_len), "--data.no-document-mask", "--train.remat", remat]
+    arguments += ["--train.global-batch", str(batch), "--train.microbatches", "1"]
+    arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
+    cfg, _ = command_line.parse(arguments, prog="bench")
+    return Part(
+        workload=f"{'tiny' if tiny else 'llama32_1b'}, sequence {seq_len}",
+        contestant=f"ultrascale_jax, remat {remat}",
+        module=OURS,
+        cfg=cfg,
+        spec={"arguments": arguments, "needs_gpu": not tiny},
+        environ={**_one_gpu(), **_ENVIRON},
+    )
+
+
+def gpu_torch_part(seq_len: int, settings: dict, *, tiny: bool) -> Part:
+    """The same in PyTorch."""
+    ours = gpu_part(seq_len, "none", tiny=tiny)
+    defaults = {"recompute": False, "loss_chunks": 1}
+    spec = {**defaults, "compile": not tiny, "needs_gpu": not tiny, **settings}
+    return dataclasses.replace(
+        ours,
+        contestant=", ".join(["PyTorch", *(f"{name} {value}" for name, value in settings.items())]),
+        module=TORCH,
+        spec={**spec, **_numbers(ours.cfg)},
+        environ={**_one_gpu(), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )
+
+
+def attention_part(seq_len: int, *, tiny: bool) -> Part:
+    """Attention with the heads of Llama 3 8B on one sequence: all programs of `bench_peers/attention.py`."""
+    arguments = [*"llama3_8b --mesh fsdp=1 --data.seq-len".split(), str(seq_len)]
+    arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
+    cfg, _ = command_line.parse(arguments, prog="bench")
+    heads = {name: getattr(cfg.model, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    calls = 1 if tiny else (max(ATTENTION_TOKENS) // seq_len) ** 2
+    implementation = "xla" if tiny else "cudnn"
+    return Part(
+        workload=f"{'tiny ' if tiny else ''}attention, sequence {seq_len}",
+        contestant="all of its programs",
+        module=ATTENTION,
+        cfg=cfg,
+        spec={
+            **heads,
+            "seq_len": seq_len,
+            "calls": calls,
+            "implementation": implementation,
+            "needs_gpu": not tiny,
+        },
+        environ={**_one_gpu(), **_ENVIRON},
+    )
+
+
+def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
+    """Products of the experts of `GROUPED_GEMMS[name]`: all programs of `bench_peers/grouped_gemm.py`."""
+    sizes = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
+    spec = dict(zip(("rows", "experts", "d_model", "d_ff"), sizes, strict=True))
+    return Part(
+        workload=f"{'tiny ' if tiny else ''}experts, {name}",
+        contestant="all of its programs",
+        module=GROUPED_GEMM,
+        cfg=Config(),
+        spec={**spec, "calls": 1 if tiny else GROUPED_GEMM_CALLS, "needs_gpu": not tiny},
+        environ={**_one_gpu(), **_ENVIRON},
+    )
+
+
+def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> Part:
+    """A kernel on a shape: all programs of `bench_peers/kernels.py`."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    float8 = {"XLA_FLAGS": flags.strip()} if kernel in ("roofline", "fp8_matmul") else {}
+    return Part(
+        workload=model,
+        contestant=f"{kernel}, all of its programs",
+        module=KERNELS,
+        cfg=Config(),
+        spec={
+            "kernel": kernel,
+            "shape": shape,
+            "calls": 1 if tiny else KERNEL_CALLS,
+            "needs_gpu": not tiny,
+        },
+        environ={**_one_gpu(), **_ENVIRON, **float8},
+    )
+
+
+# What an earlier run has compiled would make the compile time a fiction.
+_ENVIRON = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_NUM_CPU_DEVICES": "1"}
+
+
+def _one_gpu() -> dict[str, str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[0]}
+
+
+def _tiny_model() -> list[str]:
+    return [word for name, value in TINY_MODEL.items() for word in (f"--model.{name}", str(value))]
+
+
+def _numbers(cfg: Config) -> dict:
+    """A run in plain numbers, for contestants that know nothing of this project."""
+    return {
+        "model": dataclasses.asdict(cfg.model),
+        "optim": dataclasses.asdict(cfg.optim),
+        "precision": cfg.train.precision,
+        "batch": cfg.train.global_batch,
+        "seq_len": cfg.data.seq_len,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--suite", *arguments]
+    with command_line.user_errors():
+        prog = "ultrascale bench"
+        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
+        path = options.out or Path("out/bench") / f"{options.suite}.json"
+        report = Report(path, options.suite, ["ultrascale", "bench", *arguments])
+        bench = Bench(options, report)
+        try:
+            getattr(bench, options.suite)()
+            report.complete = True
+        except KeyboardInterrupt:
+            for row in (row for row in report.rows if row["status"] == "running"):
+                row |= {"status": "skipped", "reason": "interrupted"}
+        report.save()
+        console = Console()
+        report.print(console if console.is_terminal else Console(width=190))
+    if not report.complete:
+        raise SystemExit(128 + signal.SIGINT)
+    if any(row["status"] == "failed" for row in report.rows):
+        raise SystemExit(1)

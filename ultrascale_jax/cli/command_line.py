@@ -1,0 +1,328 @@
+"""The command line of every script that runs a recipe: `RECIPE --section.field VALUE ...`.
+
+A recipe is a module that exposes `config`, a `Config`; its values are the defaults, and the command
+line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
+`--help` and `--print-config` answer at once, on any machine.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import importlib
+import io
+import itertools
+import os
+import pkgutil
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from ultrascale_jax import configs
+from ultrascale_jax.config import (
+    AXES,
+    Config,
+    DistConfig,
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    RopeScaling,
+    UserError,
+    check_numbers,
+    parse_mesh,
+    require,
+)
+from ultrascale_jax.launch.cluster import Launch, detect
+
+DEFAULT_RECIPE = "demo"
+
+MOST_FAKE_DEVICES = 4096
+"""XLA makes each of them when it starts."""
+
+PATIENCE_S = 10.0
+"""How long a process keeps an error to itself that process 0 must have had too."""
+
+
+def option(metavar: str, absent: str = "none"):
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run is told beside its configuration."""
+
+    mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left."""
+    run_dir: Annotated[str | None, option("DIR", "the recipe's")] = None
+    """Short for --log.run-dir."""
+    devices: Annotated[int | None, option("N", "the real ones")] = None
+    """Run on so many fake CPU devices, to try a mesh on a laptop."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the configuration that the command line makes, and stop."""
+
+    def __post_init__(self):
+        inside = self.devices is None or 1 <= self.devices <= MOST_FAKE_DEVICES
+        fix = f"must be from 1 to {MOST_FAKE_DEVICES}"
+        require(inside, "devices", self.devices, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(Options):
+    """Options of a script that may be one process of many."""
+
+    dist: DistConfig = dataclasses.field(default_factory=DistConfig)
+    """How this process joins the others."""
+
+    def join(self) -> Launch | None:
+        """Take the fake devices asked for, or join the other processes; call it before JAX's first array.
+
+        Returns how this process was started, none for one on its own.
+        """
+        if self.devices is not None:
+            use_fake_devices(self.devices)
+            return None
+        from ultrascale_jax.launch import distributed
+
+        distributed.set_environment(os.environ)
+        with user_errors():
+            return distributed.initialize(self.dist)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command[O: Options]:
+    options: Annotated[O, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def parse[O: Options](
+    argv: Sequence[str], *, prog: str, options: type[O] = Options, description: str = ""
+) -> tuple[Config, O]:
+    """The configuration and the options that `argv` (without the program's name) asks for.
+
+    A script with options of its own passes a subclass of `Options`. What cannot be understood ends
+    the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
+    """
+    with user_errors(patience_s=PATIENCE_S):
+        recipe, arguments = _split_recipe(argv)
+        default = load_recipe(recipe)
+        if (mesh := _mesh_argument(arguments)) is not None:
+            sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
+            default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
+        default = _with_named_parts(default, arguments)
+        form: Any = _Command
+        command = read(
+            form[options],
+            arguments,
+            prog=f"{prog} [RECIPE]",
+            description=description,
+            default=_Command(options=options(), config=default),
+        )
+        cfg, chosen = command.config, command.options
+        if chosen.run_dir is not None:
+            cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=chosen.run_dir))
+        if chosen.print_config:
+            print(describe(cfg.check(chosen.devices) if chosen.devices else cfg))
+            raise SystemExit(0)
+    return cfg, chosen
+
+
+PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
+"""What a model can have or not; naming a field of it on the command line turns it on."""
+
+
+def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
+    """`cfg` with the parts of the model of which `arguments` name a field and which it has not."""
+    model = copy.copy(cfg.model)
+    for name, part in PARTS.items():
+        words = re.compile(rf"--model\.{name.replace('_', '.')}\.")
+        if getattr(model, name) is None and any(map(words.match, arguments)):
+            # Unchecked, as a part may need other fields that `arguments` set: what tyro makes of all is checked.
+            object.__setattr__(model, name, part())
+    return dataclasses.replace(cfg, model=model)
+
+
+def use_fake_devices(num_devices: int) -> None:
+    """Give JAX `num_devices` CPU devices and nothing else; call it before the first array."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+@contextlib.contextmanager
+def user_errors(patience_s: float = 0.0) -> Iterator[None]:
+    """Where the block raises a `UserError`: one line on stderr and its exit code, no traceback.
+
+    Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
+    be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
+    """
+    try:
+        yield
+    except UserError as error:
+        if patience_s and _is_follower():
+            time.sleep(patience_s)
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+def _is_follower() -> bool:
+    """Whether the environment says that this process is one of a job, and not its first."""
+    try:
+        launch = detect(os.environ)
+    except UserError:
+        return False
+    return launch is not None and bool(launch.process_id)
+
+
+def recipes() -> list[str]:
+    """The names of the recipes in `configs/`."""
+    return [
+        module.name for module in pkgutil.iter_modules(configs.__path__) if module.name != "shapes"
+    ]
+
+
+def load_recipe(name: str) -> Config:
+    """The `config` of `configs/NAME.py`, or of the module `pkg.mod` if the name has a dot."""
+    known = recipes()
+    is_module = "." in name and all(part.isidentifier() for part in name.split("."))
+    stem = name.replace("-", "_")
+    module_name = name if is_module else f"{configs.__name__}.{stem}"
+    if not is_module and stem not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        fix = f"{hint}the recipes are {', '.join(known)}; or give a module as pkg.mod"
+        require(False, "recipe", name, fix)
+    if os.getcwd() not in sys.path:
+        sys.path.append(
+            os.getcwd()
+        )  # As `python -m` does; the console command has its own folder there.
+    try:
+        module = importlib.import_module(module_name)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"recipe={name!r}: {_why_not(module_name, error)}") from None
+    config = getattr(module, "config", None)
+    fix = f"the module must expose `config`, a Config, but it is {type(config).__name__}"
+    if not isinstance(config, Config):
+        raise UserError(f"recipe={name!r}: {fix}")
+    return config
+
+
+def _why_not(module_name: str, error: BaseException) -> str:
+    """Why a recipe cannot be imported: it is not there, or its own code raised `error`."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        return f"there is no module {missing}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}, at {last.filename}:{last.lineno}"
+
+
+def describe(cfg: Config) -> str:
+    """Every field of `cfg`, one a line, a blank line between sections."""
+    sections = [_fields(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _fields(name: str, value: object) -> list[str]:
+    if not dataclasses.is_dataclass(value):
+        return [f"{name} = {value!r}"]
+    fields = dataclasses.fields(value)
+    return [line for f in fields for line in _fields(f"{name}.{f.name}", getattr(value, f.name))]
+
+
+def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
+    """Words of the command line that turn the section `before`, called `name`, into `after`.
+
+    Fields in `always` are written even if they are the same. A part that only `before` has cannot be taken away.
+    """
+    found: list[str] = []
+    for field in dataclasses.fields(after):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        option = f"--{name}.{field.name}".replace("_", "-")
+        if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
+            if new is not None:
+                first = () if old is not None else (dataclasses.fields(new)[0].name,)
+                found += changes(f"{name}.{field.name}", old or type(new)(), new, first)
+        elif new == old and field.name not in always:
+            continue
+        elif isinstance(new, bool):
+            section, _, last = option.rpartition(".")
+            found.append(option if new else f"{section}.no-{last}")
+        else:
+            found += [option, *map(str, new if isinstance(new, tuple) else (new,))]
+    return found
+
+
+def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
+    if argv and not argv[0].startswith("-"):
+        return argv[0], list(argv[1:])
+    return DEFAULT_RECIPE, list(argv)
+
+
+def _mesh_argument(arguments: Sequence[str]) -> str | None:
+    """The value of `--mesh`, which replaces the recipe's mesh before `--mesh.AXIS` changes it."""
+    values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
+    values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
+    return values[-1] if values else None
+
+
+def read[T](
+    form: type[T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str = "",
+    default: T | None = None,
+) -> T:
+    """The options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
+
+    Raises:
+      UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
+    """
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            made = tyro.cli(
+                form,
+                args=arguments,
+                **given,
+                prog=prog,
+                description=description,
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__context__
+        if stop.code == 0:
+            raise
+        raise UserError(_unboxed(report.getvalue())) from None
+    # A `Config` has checked its own numbers.
+    check_numbers("", made.options if isinstance(made, _Command) else made)
+    return made
+
+
+def _unboxed(box: str) -> str:
+    """The first part of tyro's error, and the options it suggests, as one line.
+
+    tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
+    """
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    rules = [n for n, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
+    if rules[:1] == [1] and lines[0] and not box.startswith("╭"):
+        lines, rules = lines[2:], [n - 2 for n in rules[1:]]
+    end = rules[0] if rules else len(lines)
+    near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
+    hint = f"; did you mean {' or '.join(near)}?" if near and "Unrecognized" in lines[0] else ""
+    return " ".join(line for line in lines[:end] if line) + hint

@@ -1,0 +1,267 @@
+"""Hugging Face checkpoints to runs and back.
+
+    ultrascale convert-hf import HF_DIR RUN_DIR [RECIPE] [--section.field VALUE ...]
+    ultrascale convert-hf export RUN_DIR HF_DIR [--step N] [--dtype float32]
+
+`import` makes RUN_DIR a run of RECIPE that has the checkpoint's model and stands at step 0, and says
+how to go on training it; `ultrascale generate` reads it too. `export` writes the newest checkpoint of a
+run so that `transformers` loads it. Tokenizer files travel along in both directions.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
+from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.huggingface.config import parse_config, read_config
+from ultrascale_jax.huggingface.files import inside
+from ultrascale_jax.launch.run_files import write_atomic
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+TOKENIZER = "tokenizer.json"
+TRAVELLING = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""Files that are copied as they are."""
+
+ORIGINAL = "hf_config.json"
+"""The imported `config.json` in the run directory, for what `ModelConfig` does not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What `export` is told."""
+
+    run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
+    """The run directory of a training run or an import."""
+    hf_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="HF_DIR")]
+    """The folder to write; it must not hold anything yet."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Step of the checkpoint; none is the newest."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights written."""
+    max_shard_gb: float = 5.0
+    """Largest size of one file, in units of 10^9 bytes."""
+    max_position_embeddings: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Longest context to claim; none is the imported one, or else the sequence length of the run."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
+    """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Run on so many fake CPU devices."""
+
+
+def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
+    """Make `cfg.log.run_dir` a run that starts from the checkpoint in `hf_dir`.
+
+    `cfg` is checked, is on `mesh`, and has the checkpoint's model; every process calls it. Raises
+    `ValueError` where the checkpoint is not exactly that model, or the run has begun already.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    from ultrascale_jax.checkpoint.manager import Checkpoints, checkpoint_folder
+    from ultrascale_jax.checkpoint.run_metadata import describe
+    from ultrascale_jax.checkpoint.step_dirs import steps
+    from ultrascale_jax.huggingface import checkpoint
+    from ultrascale_jax.train_step.optim import optimizer
+    from ultrascale_jax.train_step.state import TrainState, abstract_state, carried
+    from ultrascale_jax.training.loop import make_loader
+
+    folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
+
+    @jax.jit
+    def start(params):
+        moments, zero = optimizer(cfg).init(params), jnp.int32(0)
+        return TrainState(params, moments, zero, zero, zero, *carried(cfg))
+
+    fix = "has checkpoints already; choose another folder"
+    require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        # All that may be refused is read before the first file is written. A resumed run must find the data that it
+        # began with.
+        meta = describe(cfg, 0, make_loader(_before_the_copy(cfg, folder)).fingerprint)
+        state = start(checkpoint.load(folder, abstract_state(cfg, mesh).params))
+        checkpoints = stack.enter_context(Checkpoints(cfg))
+        if jax.process_index() == 0:
+            _copy_beside(folder, run_dir)
+            text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+            write_atomic(run_dir / "config.json", text.encode())
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("tokenizer copied")
+        checkpoints.save(state, meta, wait=True)
+
+
+def _before_the_copy(cfg: Config, hf_dir: Path) -> Config:
+    """`cfg` with the tokenizer where it still is."""
+    if cfg.data.tokenizer != str(Path(cfg.log.run_dir) / TOKENIZER):
+        return cfg
+    data = dataclasses.replace(cfg.data, tokenizer=str(inside(hf_dir, TOKENIZER)))
+    return dataclasses.replace(cfg, data=data)
+
+
+def _copy_beside(folder: Path, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in _travelling(folder):
+        write_atomic(run_dir / name, inside(folder, name).read_bytes())
+    write_atomic(run_dir / ORIGINAL, inside(folder, "config.json").read_bytes())
+
+
+def export_checkpoint(options: Export, mesh: "Mesh") -> None:
+    """Write a run's checkpoint as a Hugging Face folder; every process calls it."""
+    import jax
+
+    from ultrascale_jax.checkpoint.load_params import load_params
+    from ultrascale_jax.huggingface import checkpoint
+
+    run_dir = Path(options.run_dir)
+    cfg, params = load_params(run_dir, mesh, options.step)
+    beside = [run_dir / name for name in _travelling(run_dir)]
+    if cfg.data.tokenizer != "bytes" and TOKENIZER not in _travelling(run_dir):
+        beside += [path for path in [Path(cfg.data.tokenizer)] if path.name == TOKENIZER]
+    with jax.set_mesh(mesh):
+        checkpoint.save(
+            params,
+            cfg.model,
+            options.hf_dir,
+            max_shard_bytes=int(options.max_shard_gb * 1e9),
+            dtype=options.dtype,
+            max_position_embeddings=options.max_position_embeddings or _context(cfg, run_dir),
+            beside=beside,
+        )
+
+
+def _travelling(folder: Path) -> list[str]:
+    return [name for name in TRAVELLING if (folder / name).is_file()]
+
+
+def _context(cfg: Config, run_dir: Path) -> int:
+    """The longest context that the imported model, or else the run, is known to handle."""
+    if (run_dir / ORIGINAL).is_file():
+        original = read_json(run_dir / ORIGINAL)
+        known = original.get("max_position_embeddings")
+        if isinstance(known, int) and parse_config(original) == _plain(cfg.model):
+            return known
+    rope = cfg.model.rope_scaling
+    stretched = round(rope.factor * rope.original_seq_len) if rope else 0
+    return max(cfg.data.seq_len, stretched)
+
+
+def _plain(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, **ModelConfig().implementations)
+
+
+def with_model(cfg: Config, hf_dir: str | Path) -> Config:
+    """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
+    model = dataclasses.replace(read_config(hf_dir), **cfg.model.implementations)
+    data = cfg.data
+    if data.tokenizer == "bytes" and (Path(hf_dir) / TOKENIZER).is_file():
+        data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
+    return dataclasses.replace(cfg, model=model, data=data)
+
+
+def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
+    """The command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
+
+    `recipe` is what `arguments` make. A part of the model can be changed or added on the command line, but not
+    removed; then the command is followed by a remark that says which recipe is needed.
+    """
+    flags = command_line.changes("model", recipe.model, cfg.model)
+    flags += command_line.changes("data", recipe.data, cfg.data)
+    lost = [
+        f"model.{part} is None"
+        for part in command_line.PARTS
+        if getattr(cfg.model, part) is None and getattr(recipe.model, part) is not None
+    ]
+    remark = f"  # with a recipe whose {' and '.join(lost)}" if lost else ""
+    command = ["ultrascale", "train", *arguments, *flags]
+    return shlex.join(command) + remark
+
+
+def _start_jax(devices: int | None) -> contextlib.AbstractContextManager[None]:
+    """Join the other processes, if there are any; what fails in the block that is returned ends all of them."""
+    from ultrascale_jax.launch import distributed
+
+    if devices is not None:
+        command_line.use_fake_devices(devices)
+    else:
+        distributed.set_environment(os.environ)
+        distributed.initialize()
+    return distributed.guarded()
+
+
+def _import(arguments: Sequence[str]) -> None:
+    usage = "ultrascale convert-hf import HF_DIR RUN_DIR"
+    positional = arguments[:2]
+    given = len(positional) == 2 and not any(word.startswith("-") for word in positional)
+    require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
+    hf_dir, run_dir = positional
+    arguments = [*arguments[2:], "--run-dir", run_dir]
+    recipe, options = command_line.parse(arguments, prog=usage)
+    cfg = with_model(recipe, hf_dir)
+    with _start_jax(options.devices):
+        import jax
+
+        from ultrascale_jax.sharding.mesh import make_mesh
+
+        checked = cfg.check(jax.device_count())
+        import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
+        if jax.process_index() == 0:
+            print(
+                f"{run_dir} is a run at step 0; go on with\n  {train_command(recipe, cfg, arguments)}"
+            )
+
+
+def _export(arguments: Sequence[str]) -> None:
+    options = command_line.read(
+        Export,
+        arguments,
+        prog="ultrascale convert-hf export",
+        description="Write a run's checkpoint so that `transformers` loads it.",
+    )
+    with _start_jax(options.devices):
+        import jax
+
+        from ultrascale_jax.checkpoint.run_metadata import saved_config
+        from ultrascale_jax.sharding.mesh import make_mesh
+
+        if options.mesh is not None:
+            mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))
+        else:
+            model = saved_config(Path(options.run_dir)).model
+            fsdp = math.gcd(jax.device_count(), model.d_model)
+            mesh = MeshConfig(fsdp=fsdp, dp=-1)
+        export_checkpoint(options, make_mesh(mesh))
+        if jax.process_index() == 0:
+            print(f"wrote {options.hf_dir}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    command = arguments[0] if arguments else ""
+    with command_line.user_errors():
+        if command == "import":
+            _import(arguments[1:])
+        elif command == "export":
+            _export(arguments[1:])
+        else:
+            print(__doc__)
+            raise SystemExit(0 if command in ("-h", "--help") else 2)

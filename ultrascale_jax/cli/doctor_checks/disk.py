@@ -1,0 +1,111 @@
+"""Whether checkpoints can be written where they are to go, and whether all hosts see the same folder."""
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from ultrascale_jax.cli.doctor_checks.findings import Finding
+from ultrascale_jax.config import Config
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.train_step.state import abstract_state
+
+PROBE_BYTES = 16 * 2**20
+SEEN_S = 30.0
+"""How long a file may take to be seen by other hosts; NFS keeps what it knows of a folder for up to 30 s."""
+
+
+def checkpoint_bytes(cfg: Config, mesh: Mesh) -> int:
+    """Size of one checkpoint of `cfg`."""
+    leaves = jax.tree.leaves(abstract_state(cfg, mesh))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@contextlib.contextmanager
+def as_before(folder: Path) -> Iterator[None]:
+    """Folders that the block made are gone after it, if nothing is left in them."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    gather(None)
+    yield
+    gather(None)
+    for path in made if jax.process_index() == 0 else ():
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def checks(cfg: Config, size: int) -> list[Finding]:
+    """Write, sync and rename a file in the run directory, and compare the room with checkpoints of `size` bytes."""
+    folder = Path(cfg.log.run_dir)
+    found = [*_write(folder), *_shared(folder)]
+    if folder.is_dir():
+        stat = os.statvfs(folder)
+        free, keep = stat.f_frsize * stat.f_bavail, cfg.checkpoint.keep + 1
+        text = f"{free / 1e9:.1f} GB free; a checkpoint has {size / 1e9:.3f} GB, and {keep} are there at times"
+        fix = "Make room, or choose another --run-dir, or a smaller --checkpoint.keep"
+        verdict = "FAIL" if free < size else "WARN" if free < keep * size else "OK"
+        found.append(Finding(verdict, "disk space", text, fix if verdict != "OK" else ""))
+    return found
+
+
+def _write(folder: Path) -> list[Finding]:
+    own = _try(folder)
+    fix = "Make it writable, mount it, or choose another --run-dir"
+    if isinstance(own, str):
+        gather(None)
+        return [Finding("FAIL", "run directory", f"{folder}: {own}", fix)]
+    slowest = min(filter(None, gather(own)))
+    text = f"{folder} can be written; with fsync {slowest:.0f} MB/s"
+    return [Finding("OK", "run directory", text)]
+
+
+def _try(folder: Path) -> float | str:
+    """MB/s of a file that is written, synced and renamed, or what does not work."""
+    path = folder / f".doctor-{uuid.uuid4().hex}"
+    renamed = path.with_suffix(".renamed")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        begun = time.monotonic()
+        with open(path, "xb") as file:
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path, renamed)
+        took = time.monotonic() - begun
+        size = renamed.stat().st_size
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    finally:
+        for made in (path, renamed):
+            with contextlib.suppress(OSError):
+                made.unlink()
+    return PROBE_BYTES / 1e6 / took if size == PROBE_BYTES else "a file came back shorter"
+
+
+def _shared(folder: Path) -> list[Finding]:
+    """Whether a file of process 0 is seen by all."""
+    if jax.process_count() == 1:
+        return []
+    path = folder / f".doctor-shared-{gather(uuid.uuid4().hex)[0]}"
+    try:
+        if jax.process_index() == 0:
+            path.write_text("seen")
+    except OSError:
+        pass
+    gather(None)
+    until, seen = time.monotonic() + SEEN_S, False
+    while not seen and time.monotonic() < until:
+        seen = path.exists() and path.read_text() == "seen"
+        time.sleep(0.0 if seen else 0.2)
+    blind = [str(rank) for rank, saw in enumerate(gather(seen)) if not saw]
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
+    if blind:
+        text = f"processes {', '.join(blind[:8])} do not see what process 0 writes in {folder}"
+        fix = "It must be one folder for all hosts: NFS, Lustre, or the same volume in all pods"
+        return [Finding("FAIL", "shared folder", text, fix)]
+    return [Finding("OK", "shared folder", f"all processes see the same {folder}")]

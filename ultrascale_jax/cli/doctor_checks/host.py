@@ -1,0 +1,155 @@
+"""What can be said of a host and of its processes before they compute: versions, environment, devices, clock."""
+
+import os
+import platform
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from ultrascale_jax.cli.doctor_checks.findings import Finding
+from ultrascale_jax.config import DistConfig, UserError
+from ultrascale_jax.launch.cluster import Launch
+from ultrascale_jax.launch.distributed import PROXIES, check_devices
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.plan.hardware import GPUS
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+SKEW_S = 1.0
+"""Difference between clocks from which on the times in `events.jsonl` mislead."""
+
+SHM_BYTES = 2**30
+"""Least size of /dev/shm for several GPUs: NCCL has tens of MB in it for each pair."""
+
+FILES = 4096
+"""Least limit of open files."""
+
+
+def versions() -> list[Finding]:
+    """Whether JAX, its library and its CUDA plugin fit each other."""
+    found = {name: _version(name) for name in ("jax", "jaxlib", *PLUGINS)}
+    text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    text += f", Python {platform.python_version()}"
+    plugins = [name for name in PLUGINS if found[name]]
+    fix = f"pip install jax[cuda12]=={found['jax']} brings all of one version"
+    short = {name: _short(version) for name, version in found.items() if version}
+    if len(set(short.values())) > 1:
+        return [Finding("FAIL", "versions", f"{text}: they differ", fix)]
+    if len(plugins) > 1:
+        fix = f"pip uninstall one of {' and '.join(plugins)}"
+        return [Finding("WARN", "versions", f"{text}: two CUDA plugins", fix)]
+    return [Finding("OK", "versions", text)]
+
+
+def environment(environ: Mapping[str, str], num_processes: int) -> list[Finding]:
+    """Variables and limits that make a run slow, or hang."""
+    proxies = sorted(name for name in environ if name.lower() in PROXIES)
+    text = f"{', '.join(proxies)} set; gRPC does not use it here" if proxies else "no proxies"
+    fix = "Collectives do not know proxies; unset what nothing needs" if proxies else ""
+    several = num_processes > 1
+    found = [Finding("WARN" if proxies and several else "OK", "proxies", text, fix)]
+    names = sorted(name for name in environ if name.startswith("NCCL_"))
+    nccl = " ".join(f"{name}={environ[name]}" for name in names)
+    found.append(Finding("OK", "NCCL", nccl or "no NCCL_ variables: its own choices"))
+    if environ.get("NCCL_P2P_DISABLE") == "1" or environ.get("NCCL_IB_DISABLE") == "1":
+        fix = "Unset NCCL_P2P_DISABLE and NCCL_IB_DISABLE unless the links are broken"
+        found[-1] = Finding("WARN", "NCCL", f"{nccl}: a link is turned off", fix)
+    return found
+
+
+def limits(on_gpus: bool, num_processes: int) -> list[Finding]:
+    """Shared memory, locked memory and open files of this host."""
+    found = []
+    if Path("/dev/shm").is_dir():
+        room = os.statvfs("/dev/shm")
+        size = room.f_frsize * room.f_blocks
+        few = on_gpus and num_processes > 1 and size < SHM_BYTES
+        fix = (
+            "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm" if few else ""
+        )
+        text = f"/dev/shm has {size / 2**30:.1f} GiB"
+        found.append(Finding("WARN" if few else "OK", "shared memory", text, fix))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    free = soft == resource.RLIM_INFINITY
+    low = on_gpus and num_processes > 1 and not free
+    fix = "ulimit -l unlimited (docker: --ulimit memlock=-1), which InfiniBand needs" if low else ""
+    text = "unlimited" if free else f"{soft / 2**20:.0f} MiB"
+    found.append(Finding("WARN" if low else "OK", "locked memory", text, fix))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 0 <= soft < FILES
+    fix = f"ulimit -n {FILES * 16}" if low else ""
+    found.append(Finding("WARN" if low else "OK", "open files", f"limit {soft}", fix))
+    return found
+
+
+def devices(launch: Launch | None, dist: DistConfig, environ: Mapping[str, str]) -> list[Finding]:
+    """The devices of the job, and the ones that it should have and has not."""
+    every = jax.devices()
+    kinds = Counter(device.device_kind for device in every)
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    found = [Finding("OK", "devices", text)]
+    if len(kinds) > 1:
+        fix = "A step takes as long as on the slowest; leave the others out"
+        found = [Finding("WARN", "devices", f"{text}: they differ", fix)]
+    cpu = every[0].platform == "cpu"
+    if cpu and Path("/dev/nvidia0").exists() and not environ.get("JAX_PLATFORMS"):
+        fix = "pip install jax[cuda12] (or cuda13); JAX_PLATFORMS=cpu says that the CPU is meant"
+        found = [Finding("FAIL", "devices", f"{text}, and this host has a GPU", fix)]
+    known = cpu or every[0].device_kind in {gpu.kind for gpu in GPUS.values()}
+    if not known:
+        found.append(
+            Finding("NOTE", "devices", f"{every[0].device_kind} is not in plan/hardware.py")
+        )
+    try:
+        check_devices(launch, dist)
+    except UserError as error:
+        found = [Finding("FAIL", "devices", str(error))]
+    return found
+
+
+def ranks(launch: Launch | None) -> list[Finding]:
+    """Who takes part, and on which host."""
+    told = gather([socket.gethostname(), len(jax.local_devices())])
+    hosts = Counter(host for host, _ in told)
+    counts = sorted({count for _, count in told})
+    method = "alone" if launch is None else f"joined by {launch.method}"
+    names = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:8])
+    text = (
+        f"{len(told)} processes on {len(hosts)} hosts, {method}: {names}"
+        f"{', ...' if len(hosts) > 8 else ''}; devices of each: {', '.join(map(str, counts))}"
+    )
+    uneven = len(counts) > 1 or len(set(hosts.values())) > 1
+    fix = "Give every host the same processes and every process the same devices" if uneven else ""
+    return [Finding("WARN" if uneven else "OK", "ranks", text, fix)]
+
+
+def clock() -> list[Finding]:
+    """How far the clocks are apart, as well as a barrier can tell."""
+    if jax.process_count() == 1:
+        return []
+    # The second barrier is the quicker: the first one also compiles.
+    for name in ("doctor-clock-0", "doctor-clock-1"):
+        multihost_utils.sync_global_devices(name)
+    times = gather(time.time())
+    skew, slow = max(times) - min(times), times.index(min(times))
+    fix = f"Process {slow} is behind; run NTP (chrony)" if skew > SKEW_S else ""
+    text = f"processes are {skew:.3f} s apart"
+    return [Finding("WARN" if skew > SKEW_S else "OK", "clocks", text, fix)]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _short(version: str) -> tuple[str, ...]:
+    """The first three numbers: 0.12.0.1 is a second build of 0.12.0."""
+    return tuple(version.split(".")[:3])

@@ -1,0 +1,195 @@
+"""Train under a supervisor: `ultrascale launch [--processes N] ... -- RECIPE [--section.field VALUE ...]`.
+
+It starts `ultrascale train`, and starts it again when it dies. With `--processes` there are so many on this host;
+without, there is one, and what SLURM, Kubernetes, Open MPI or the user's environment say of its place among others is
+passed on. Both together: so many on each of several hosts, whose launcher started one supervisor a host.
+"""
+
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.launch.cluster import detect
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.supervisor import GIVE_UP_S, Supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is kept alive."""
+
+    processes: Annotated[int | None, command_line.option("N", "one")] = None
+    """Processes on this host."""
+    devices_per_process: Annotated[int | None, command_line.option("D", "all that it sees")] = None
+    """Devices of each: the next D GPUs of the host, or D of the CPU."""
+    max_restarts: Annotated[int | None, command_line.option("R", "while there is progress")] = None
+    """Give up after so many restarts."""
+    give_up_s: Annotated[float, command_line.option("S")] = GIVE_UP_S
+    """Give up when three restarts or more, and so many seconds, have brought no new step."""
+    hang_s: Annotated[float | None, command_line.option("S", "learned from the run")] = None
+    """Kill a process whose step, evaluation or save takes so many seconds and eight more."""
+
+    def __post_init__(self):
+        for name in ("processes", "devices_per_process"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be at least 1")
+        fix = "must not be negative"
+        require((self.max_restarts or 0) >= 0, "max_restarts", self.max_restarts, fix)
+        require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
+        fix = "must be above 0"
+        require(self.hang_s is None or self.hang_s > 0, "hang_s", self.hang_s, fix)
+
+
+DESCRIPTION = """Train under a supervisor: `ultrascale train` with what stands after --. It is started again when it \
+fails, until it is done, stopped by SIGTERM, or restarts bring no new step for half an hour."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the processes of this host stand in the job."""
+
+    ranks: tuple[int, ...]
+    processes: int
+    """Of the whole job."""
+    address: str | None
+    """Of process 0; none: on this host, at a port that is free."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    follow_supervisor(os.environ)
+    with SigtermListener():
+        code = supervisor_of(argv).run()
+    raise SystemExit(code)
+
+
+def supervisor_of(argv: Sequence[str] | None) -> Supervisor:
+    """The supervisor that the command line asks for."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, given = split(arguments)
+    prog = "ultrascale launch"
+    with command_line.user_errors():
+        try:
+            options = command_line.read(Options, own, prog=prog, description=DESCRIPTION)
+        except UserError as error:
+            hint = (
+                ""
+                if "--" in arguments
+                else f"; what is the run's stands after --: {prog} -- RECIPE"
+            )
+            raise UserError(f"{error}{hint}") from None
+    cfg, chosen = command_line.parse(
+        given, prog=f"{prog} --", options=train.Options, description=train.DESCRIPTION
+    )
+    with command_line.user_errors():
+        fix = "devices are given by --devices-per-process under the supervisor"
+        several = (options.processes or 1) > 1
+        require(not several or chosen.devices is None, "devices", chosen.devices, fix)
+        where = places(options, os.environ, chosen)
+    resume, run_dir = cfg.checkpoint.resume, Path(cfg.log.run_dir)
+    begun_before = begun_anew(run_dir)
+
+    def command(restarts: int) -> list[str]:
+        # What has begun anew goes on from its own checkpoints; until then those that are there are another run's.
+        anew = restarts and resume == "never" and begun_anew(run_dir) > begun_before
+        again = ["--checkpoint.resume", "auto"] if anew else []
+        return [sys.executable, "-m", "ultrascale_jax", "train", *given, *again]
+
+    return Supervisor(
+        command,
+        lambda: environments(options, os.environ, where),
+        where.ranks,
+        run_dir,
+        max_restarts=options.max_restarts,
+        give_up_s=options.give_up_s,
+        hang_s=options.hang_s,
+        fresh=resume == "never",
+    )
+
+
+def begun_anew(run_dir: Path) -> int:
+    """How often a run with `checkpoint.resume=never` has moved away what it found."""
+    return sum(event["kind"] == "anew" for event in read_events(run_dir))
+
+
+def places(options: Options, environ: Mapping[str, str], chosen: train.Options) -> Places:
+    """The ranks of this host, from what `environ` and `--dist.*` say of the job.
+
+    Raises:
+        UserError: the environment does not say where this host stands, and several processes are to start on it.
+    """
+    launch, here = detect(environ, chosen.dist), options.processes or 1
+    if launch is None:
+        return Places(tuple(range(here)), here, None)
+    if here == 1:
+        index = environ.get("JOB_COMPLETION_INDEX", "0")
+        rank = launch.process_id if launch.process_id is not None else int(index)
+        return Places((rank,), launch.num_processes or 0, launch.address)
+    given = (chosen.dist.address, chosen.dist.num_processes, chosen.dist.process_id)
+    fix = "several processes of a host get their places from JAX_* variables; leave out --dist.*"
+    require(given == (None,) * 3, "processes", here, fix)
+    known = None not in (launch.process_id, launch.num_processes, launch.address)
+    names = "JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS"
+    fix = f"{launch.method} does not say which host this is; set {names}, counted in hosts"
+    require(known, "processes", here, fix)
+    first = here * (launch.process_id or 0)
+    total = here * (launch.num_processes or 0)
+    return Places(tuple(range(first, first + here)), total, launch.address)
+
+
+def environments(
+    options: Options, environ: Mapping[str, str], where: Places
+) -> list[dict[str, str]]:
+    """The variables of each process of this host; those of a single one are the host's own."""
+    here = len(where.ranks)
+    address = where.address or f"127.0.0.1:{free_port()}"
+    all_of_them = []
+    for place, rank in enumerate(where.ranks):
+        own = dict(environ)
+        if here > 1:
+            own |= {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(where.processes),
+                "JAX_PROCESS_ID": str(rank),
+            }
+        if options.devices_per_process is not None:
+            alone = where.processes == 1
+            own |= _devices(environ, place, options.devices_per_process, alone=alone)
+        all_of_them.append(own)
+    return all_of_them
+
+
+def free_port() -> int:
+    """A port that nobody listens at on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _devices(environ: Mapping[str, str], place: int, number: int, *, alone: bool) -> dict[str, str]:
+    if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return {"JAX_NUM_CPU_DEVICES": str(number)}
+    gpus = [str(gpu) for gpu in range(place * number, (place + 1) * number)]
+    if alone:
+        # JAX reads its own variable only where processes join.
+        seen = environ.get("CUDA_VISIBLE_DEVICES")
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join((gpus if seen is None else seen.split(","))[:number])
+        }
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(gpus)}
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What is the supervisor's, and what is the run's: before and after `--`."""
+    if "--" not in arguments:
+        return arguments, []
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]

@@ -1,0 +1,88 @@
+"""Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
+
+train               train a model                                        [RECIPE] --mesh fsdp=4,tp=2
+launch              train under a supervisor, which restarts             --processes 8 -- [RECIPE]
+plan                memory, time and meshes of a run, without its GPUs   memory|compile|search|... [RECIPE]
+doctor              check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8
+goodput             where the time of a run went                         RUN_DIR
+inspect-checkpoint  the checkpoints of a run, and whether they are sound RUN_DIR
+generate            continue a text with a trained model                 RUN_DIR --prompt TEXT
+prepare-data        text, JSON lines or Parquet to token shards          --input GLOB --out DIR
+convert-hf          Hugging Face checkpoints, in and out                 import|export FROM TO
+bench               time the trainer and its kernels beside peers        [peer|gpu|kernels]
+"""
+
+import importlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+
+import ultrascale_jax
+from ultrascale_jax.cli.command_line import user_errors
+from ultrascale_jax.config import require
+from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.exit_codes import CRASHED
+
+COMMANDS = (
+    "train",
+    "launch",
+    "plan",
+    "doctor",
+    "goodput",
+    "inspect-checkpoint",
+    "generate",
+    "prepare-data",
+    "convert-hf",
+    "bench",
+)
+
+
+def main() -> None:
+    """Run the command that the first word of the command line names."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if arguments == ["--version"]:
+        print(ultrascale_jax.__version__)
+        return
+    with user_errors():
+        fix = f"choose one of {', '.join(COMMANDS)}"
+        require(arguments[0] in COMMANDS, "command", arguments[0], fix)
+    run(arguments[0], arguments[1:])
+
+
+def run(command: str, arguments: Sequence[str] | None = None) -> None:
+    """Run one command as a whole process: what ends it becomes an exit code.
+
+    Args:
+      command: one of `COMMANDS`.
+      arguments: words after it; by default those of this process.
+    """
+    try:
+        module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
+        try:
+            module.main(arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        # Python itself would end with 1. In a job of many processes the hook does not return.
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(CRASHED) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether the pipe behind stdout is closed, as by `| head`; if so, Python is kept from flushing it at its end."""
+    out, poll = sys.stdout.fileno(), select.poll()
+    poll.register(out, 0)
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return True

@@ -1,0 +1,31 @@
+"""Plan a run without its GPUs: `ultrascale plan VERB ...`; `VERB --help` says more.
+
+memory    what one GPU holds, part by part, from formulas          [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+compile   what XLA makes of the step: memory, collectives, time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+search    which mesh, micro-batch and recomputation are fastest    [RECIPE] --gpus 64 --global-batch-tokens 4M
+schedule  pipeline schedules: tables, bubbles, figures             [NAME] --ranks 4 --microbatches 8
+sweep     a grid of runs, measured here or predicted, as CSV       [RECIPE] --gpus 8
+report    figures of any of these, as PNG and one HTML file        FILE... or RECIPE --gpus 64
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import require
+
+VERBS = ("memory", "compile", "search", "schedule", "sweep", "report")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    verb = arguments.pop(0) if arguments else ""
+    with command_line.user_errors():
+        fix = "is no part of the product; in a checkout: python -m scripts.plan validate RUNS.csv"
+        require(verb != "validate", "verb", verb, fix)
+        require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
+    importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}").main(arguments)

@@ -1,0 +1,123 @@
+"""What the verbs of `ultrascale plan` share: the options that describe a planned run, and how they become a `Run`."""
+
+import dataclasses
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import FP8, Config, require
+from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
+from ultrascale_jax.plan.workload import GIB, Run, Shape
+
+MIB = 2**20
+
+INTERRUPTED = 128 + signal.SIGINT
+"""What a shell expects of a process that SIGINT ended."""
+
+
+MOST_GPUS = 2**20
+MOST_TOKENS = 2**36
+MOST_SEQ_LEN = 2**27
+"""Far more than anyone has trained with; a number beyond is a slip, on which a search would go on for ever."""
+
+SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(command_line.Options):
+    """The machine that is planned for, and short names for what plans are made of."""
+
+    gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """How many GPUs."""
+    gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
+    """Which GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
+    cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
+    """The machine's name, or its nodes and the GB/s of one GPU within and between them."""
+    global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
+    """Tokens of one optimizer step, instead of --train.global-batch; K and M are 1,024 and 1,024 squared."""
+    seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None
+    """Short for --data.seq-len."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+    # A plan runs on no devices; `sweep` has them again.
+    devices: tyro.conf.Suppress[int | None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.gpus >= 1, "gpus", self.gpus, "must be at least 1")
+        require(self.gpus <= MOST_GPUS, "gpus", self.gpus, f"must be at most {MOST_GPUS:,}")
+        require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions(Options):
+    """What the formulas can plan and the trainer's configuration does not say."""
+
+    plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
+
+
+def parse[O: Options](
+    argv: Sequence[str], verb: str, options: type[O], description: str | None
+) -> tuple[Config, O, Cluster]:
+    """The recipe with the options' short names applied, the options, and the machine."""
+    cfg, chosen = command_line.parse(
+        argv, prog=f"ultrascale plan {verb}", options=options, description=description or ""
+    )
+    with command_line.user_errors():
+        if chosen.seq_len is not None:
+            cfg = dataclasses.replace(
+                cfg, data=dataclasses.replace(cfg.data, seq_len=chosen.seq_len)
+            )
+        if chosen.global_batch_tokens is not None:
+            count = tokens(chosen.global_batch_tokens)
+            fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
+            sequences = count // cfg.data.seq_len
+            require(sequences >= 1, "global_batch_tokens", chosen.global_batch_tokens, fix)
+            cfg = dataclasses.replace(
+                cfg, train=dataclasses.replace(cfg.train, global_batch=sequences)
+            )
+        sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
+        require(
+            seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}"
+        )
+        fix = f"so many sequences of {seq_len:,} tokens are more than {MOST_TOKENS:,}, the most of a step"
+        require(sequences * seq_len <= MOST_TOKENS, "train.global_batch", sequences, fix)
+        cluster = find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
+        if cfg.train.precision in FP8:
+            cluster.gpu.peak_flops("fp8")
+        return cfg, chosen, cluster
+
+
+def planned(cfg: Config, options: Assumptions) -> Run:
+    """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
+    shape = Shape.of(cfg.model, gated=not options.plain_mlp)
+    return Run.of(cfg, options.gpus, shape)
+
+
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    unit, many = unit_of(count)
+    return f"{count / many:.1f} {unit}"
+
+
+def unit_of(largest: float) -> tuple[str, int]:
+    """The unit for sizes up to `largest` bytes, and the bytes of it."""
+    return ("GiB", GIB) if abs(largest) >= GIB else ("MiB", MIB)
+
+
+def tokens(text: str) -> int:
+    """`4M` as a number of tokens.
+
+    Raises `UserError` for anything else than a positive number with K, M, G or nothing behind it.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    count = float(match[1]) * SUFFIXES[match[2]] if match else 0
+    require(count >= 1, "global_batch_tokens", text, "write a number of tokens, as 4M or 4194304")
+    return int(count)

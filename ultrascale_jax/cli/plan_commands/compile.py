@@ -1,0 +1,208 @@
+"""`ultrascale plan compile`: what XLA makes of a step on GPUs that are not there, and how long that takes."""
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.config import require
+from ultrascale_jax.plan.hardware import Cluster
+
+MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Options):
+    """Where to keep what was found out."""
+
+    dump: Annotated[str | None, command_line.option("DIR")] = None
+    """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "compile", Options, __doc__)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3"
+    )  # XLA warns that memory is short; the table says it too
+    with command_line.user_errors():
+        folder = None if options.dump is None else _folder(options.dump)
+        step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
+    summary = summarize(step, timeline, cluster)
+    if folder is not None:
+        from ultrascale_jax.plan.compiled.timeline import trace
+
+        (folder / "step.hlo").write_text(step.text)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        (folder / "trace.json").write_text(json.dumps(trace(timeline)))
+    if options.json:
+        print(json.dumps(summary))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    show(summary, cluster, console)
+    if folder is not None:
+        console.print(f"wrote {folder}/step.hlo, summary.json and trace.json")
+
+
+def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
+    """The `CompiledStep` and its `Timeline`."""
+    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
+
+    hosts = cluster.gpus_per_host
+    step = compile_step(cfg, options.gpus, cluster.gpu.name, gpus_per_host=hosts)
+    return step, simulate_step(step, cluster)
+
+
+def interruptible[T](work: Callable[[], T]) -> T:
+    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; a line on stderr says that it runs."""
+    done: list[T] = []
+    errors: list[Exception] = []
+
+    def target() -> None:
+        try:
+            done.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    console = Console(stderr=True)
+    try:
+        thread.start()
+        if console.is_terminal:
+            with console.status("compiling"):
+                thread.join()
+        else:
+            thread.join()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(
+            common.INTERRUPTED
+        )  # XLA compiles on, and would crash if Python went away under it
+    for error in errors:
+        raise error
+    return done[0]
+
+
+def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
+    """A `CompiledStep` and its `Timeline` as numbers: bytes of one GPU, seconds and collectives of one step."""
+    run = step.run
+    found = [c for c in step.collectives if c.times]  # the others wait for experts out of balance
+    rows: dict[tuple[str, str], dict[str, float]] = defaultdict(
+        lambda: {"times": 0, "bytes": 0, "synchronous": 0}
+    )
+    for c in found:
+        row = rows[c.kind, "*".join(c.axes)]
+        row["times"] += c.times
+        row["bytes"] += c.times * max(c.operand_bytes, c.result_bytes)
+        row["synchronous"] += 0 if c.asynchronous else c.times
+    for key, row in rows.items():
+        row["seconds"] = timeline.link_s.get(key, 0.0)
+        row["exposed_s"] = timeline.waited_s.get(key, 0.0)
+    waiting = [c for c in found if not c.asynchronous]
+    return {
+        "verb": "compile",
+        "label": run.label,
+        "gpus": cluster.num_gpus,
+        "gpu": cluster.gpu.name,
+        **{name: getattr(step, name) for name in MEMORY},
+        "usable_bytes": cluster.gpu.usable_bytes,
+        "synchronous": len(waiting),
+        "synchronous_in_loops": sum(bool(c.loops) for c in waiting),
+        "asynchronous": len(found) - len(waiting),
+        "compile_s": step.compile_s,
+        "collectives": [
+            {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
+        ],
+        "step_s": timeline.step_s,
+        "tokens_per_s_gpu": timeline.tokens_per_s_gpu(run),
+        "mfu": timeline.mfu(run, cluster.gpu),
+        "busy_s": timeline.busy_s,
+        "exposed_s": timeline.exposed_s,
+        "idle_s": timeline.idle_s,
+        "timeline": {
+            "streams": {
+                name: [event[:4] for event in events] for name, events in timeline.streams.items()
+            }
+        },
+    }
+
+
+def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
+    """Tables for people."""
+    console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
+    unit, count = common.unit_of(summary["peak_bytes"])
+    memory = Table("memory of one GPU", unit)
+    for name in MEMORY:
+        memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / count:.2f}")
+    fits = summary["peak_bytes"] <= summary["usable_bytes"]
+    usable = f"usable: the peak {'fits' if fits else 'does not fit'}"
+    memory.add_row(usable, f"{summary['usable_bytes'] / count:.2f}")
+    console.print(memory)
+    if summary["collectives"]:
+        console.print(_communication(summary))
+    console.print(_time(summary))
+    console.print(
+        f"{summary['asynchronous']} asynchronous and {summary['synchronous']} synchronous collectives in the program "
+        f"({summary['synchronous_in_loops']} of these in loops); compiled in {summary['compile_s']:.0f} s",
+        highlight=False,
+    )
+
+
+def _communication(summary: dict[str, Any]) -> Table:
+    unit, count = common.unit_of(max(row["bytes"] for row in summary["collectives"]))
+    table = Table("collective", "axes", "times", "synchronous", unit, "ms", "ms exposed")
+    table.columns[0].no_wrap = True
+    for row in summary["collectives"]:
+        table.add_row(
+            row["kind"],
+            row["axes"],
+            str(row["times"]),
+            str(row["synchronous"]),
+            f"{row['bytes'] / count:.2f}",
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['exposed_s'] * 1e3:.1f}",
+        )
+    return table
+
+
+def _time(summary: dict[str, Any]) -> Table:
+    """Where the time of one step goes."""
+    exposed = sum(summary["exposed_s"].values())
+    rows = {
+        "matrix products": summary["busy_s"].get("gemm", 0.0),
+        "attention": summary["busy_s"].get("attention", 0.0),
+        "everything else": summary["busy_s"].get("other", 0.0),
+        "exposed communication": exposed,
+        "waiting for copies": summary["idle_s"] - exposed,
+        "step": summary["step_s"],
+    }
+    table = Table("predicted time", "ms")
+    for name, seconds in rows.items():
+        table.add_row(name, f"{seconds * 1e3:.1f}")
+    table.add_row("tokens/s/GPU", f"{summary['tokens_per_s_gpu']:,.0f}")
+    table.add_row("MFU", f"{summary['mfu']:.1%}")
+    return table
+
+
+def _folder(name: str) -> Path:
+    """The directory, made if need be; whether it can be written to shows before the compilation."""
+    require(name != "", "dump", name, "name a directory")
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        require(False, "dump", name, f"cannot be written: {error.strerror}")
+    return folder

@@ -1,0 +1,178 @@
+"""What one GPU holds, part by part, from formulas, and through a step: `ultrascale plan memory`.
+
+No JAX, no GPU: the answer is there at once. --software nanotron is the playbook's trainer instead of this one.
+"""
+
+import dataclasses
+import itertools
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.plan.formulas import memory, pipeline
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.search.search_space import with_changes
+from ultrascale_jax.plan.validation import nanotron
+from ultrascale_jax.plan.workload import Run
+
+LIGHTER = {"none": ("selective", "full"), "dots": ("selective", "full"), "selective": ("full",)}
+"""Recomputation that keeps less than the policy, most first."""
+
+HEAVIER = {"full": ("none", "selective"), "selective": ("none",), "dots": ("none",)}
+"""Recomputation that keeps more than the policy, most first."""
+
+
+SPREAD = (*(("sp", n) for n in (1, 2, 4, 8)), *(("cp", n) for n in (2, 4, 8, 16, 32, 64)))
+"""Axes that may take GPUs from fsdp, and how many times as many, gentlest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """What to count."""
+
+    software: Annotated[Literal["ultrascale", "nanotron"], tyro.conf.arg(metavar="NAME")] = (
+        "ultrascale"
+    )
+    """This project's trainer, or the playbook's: ultrascale, nanotron."""
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
+    with command_line.user_errors():
+        summary = summarize(cfg, options, cluster.gpu)
+    if options.json:
+        print(json.dumps(summary))
+        return
+    console = Console()
+    about = f"{summary['gpus']} x {summary['gpu']}, {summary['software']}: {summary['label']}"
+    console.print(about, _parts(summary), _timeline(summary), sep="\n", soft_wrap=True)
+    if summary["in_flight"] > 1:
+        count = f"{summary['in_flight']:g} micro-batches"
+        console.print(f"the fullest rank of the pipeline keeps the activations of {count}")
+    console.print(_verdict(summary), soft_wrap=True)
+
+
+def summarize(cfg: Config, options: Options, gpu: Gpu) -> dict[str, Any]:
+    """Bytes on one GPU by part and by moment, whether they fit, and what to change.
+
+    Raises:
+      UserError: the configuration cannot run.
+    """
+    run = common.planned(cfg, options)
+    theirs = options.software == "nanotron"
+    usable = nanotron.usable_bytes(gpu) if theirs else gpu.usable_bytes
+    held = _breakdown(run, options)
+    moments = nanotron.nanotron_timeline(run) if theirs else memory.timeline(run)
+    fits = held.peak_bytes <= usable
+    hint, hint_bytes = _hint(cfg, options, usable, fits=fits)
+    return {
+        "verb": "memory",
+        "label": run.label,
+        "software": options.software,
+        "gpus": options.gpus,
+        "gpu": gpu.name,
+        "parts": held.parts,
+        "timeline": moments,
+        "in_flight": _in_flight(run, theirs=theirs),
+        "peak_bytes": held.peak_bytes,
+        "usable_bytes": usable,
+        "fits": fits,
+        "hint": hint,
+        "hint_bytes": hint_bytes,
+    }
+
+
+def _in_flight(run: Run, *, theirs: bool) -> float:
+    """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
+    if theirs or run.mesh.pp == 1:
+        return min(run.microbatches, run.mesh.pp)
+    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
+
+
+def _breakdown(run: Run, options: Options) -> memory.Breakdown:
+    return (
+        nanotron.nanotron_breakdown(run)
+        if options.software == "nanotron"
+        else memory.breakdown(run)
+    )
+
+
+def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[str, int]:
+    """Options, gentlest first, with which the run fits; for one that fits, faster ones that do too.
+
+    With the bytes that the run then needs; ("", 0) where there are none.
+    """
+    for changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                peak = _breakdown(common.planned(changed, options), options).peak_bytes
+            except UserError:
+                continue
+        if peak <= usable:
+            mesh = [] if changed.mesh == cfg.mesh else ["--mesh", changed.mesh.text]
+            return " ".join(mesh + command_line.changes("train", cfg.train, changed.train)), peak
+    return "", 0
+
+
+def _faster(cfg: Config) -> Iterator[Config]:
+    for remat in HEAVIER.get(cfg.train.remat, ()):
+        yield with_changes(cfg, mesh=cfg.mesh, remat=remat)
+    if cfg.train.microbatches % 2 == 0:
+        yield with_changes(cfg, mesh=cfg.mesh, microbatches=cfg.train.microbatches // 2)
+
+
+def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
+    """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp` or `cp`."""
+    train, mesh = cfg.train, cfg.mesh.resolve(num_gpus)
+    for axis, more in SPREAD:
+        if mesh.fsdp % more:
+            continue
+        sizes = {"fsdp": mesh.fsdp // more, axis: mesh.sizes[axis] * more}
+        spread = dataclasses.replace(mesh, **sizes)
+        counts = [train.microbatches * more]
+        while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
+            counts.append(2 * counts[-1])
+        policies = (train.remat, *LIGHTER.get(train.remat, ()))
+        for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
+            told = spread if more > 1 else cfg.mesh
+            yield with_changes(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
+
+
+def _parts(summary: dict[str, Any]) -> Table:
+    unit, count = common.unit_of(summary["peak_bytes"])
+    table = Table("part of the peak", unit, "share")
+    for name, size in summary["parts"].items():
+        if size:
+            table.add_row(name, f"{size / count:.2f}", f"{size / summary['peak_bytes']:.0%}")
+    table.add_section()
+    table.add_row("together", f"{summary['peak_bytes'] / count:.2f}", "100%")
+    table.add_row(f"usable of {summary['gpu']}", f"{summary['usable_bytes'] / count:.2f}", "")
+    return table
+
+
+def _timeline(summary: dict[str, Any]) -> Table:
+    unit, count = common.unit_of(summary["peak_bytes"])
+    table = Table("moment", unit)
+    for name, size in summary["timeline"]:
+        table.add_row(name, f"{size / count:.2f}")
+    return table
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    space = summary["usable_bytes"] - summary["peak_bytes"]
+    hint = f"{summary['hint']} ({common.size(summary['hint_bytes'])})"
+    if summary["fits"]:
+        more = f"; there is room for {hint}" if summary["hint"] else ""
+        return f"fits, {common.size(space)} left{more}"
+    nothing = "no change of micro-batch, ZeRO, recomputation, sp or cp is enough"
+    return f"does not fit, {common.size(-space)} short; {f'try {hint}' if summary['hint'] else nothing}"

@@ -1,0 +1,192 @@
+"""Figures as PNG files and one HTML page.
+
+`report FILE...` shows what other verbs wrote: JSON of memory, compile, search and validate, CSV of sweep or of
+measured runs. `report RECIPE ...` computes everything by formulas. A page needs no network and holds no date.
+"""
+
+import dataclasses
+import json
+import platform
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from ultrascale_jax import __version__
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.search import model
+from ultrascale_jax.cli.plan_commands.words import recipe_of
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.plan.report import draw, files, page
+from ultrascale_jax.plan.report.figures import Figure
+from ultrascale_jax.plan.report.study import Scenario
+from ultrascale_jax.plan.workload import GIB
+
+type Tell = Callable[[str], None]
+"""Shows what is being done."""
+
+PROG = "ultrascale plan report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Figures of files."""
+
+    files: tyro.conf.Positional[tuple[str, ...]]
+    """JSON of a verb or CSV of runs."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
+    """Where report.html and the PNG files go."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the list of files as one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(common.Assumptions):
+    """Figures of a recipe."""
+
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
+    """Where report.html and the PNG files go."""
+    models: Annotated[str | None, command_line.option("RECIPE,...", "the recipe alone")] = None
+    """Rows of the heat map of the fastest configurations."""
+    max_nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 64
+    """Largest column of that heat map."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be at least 1")
+
+
+def main(argv: list[str]) -> None:
+    if any(_is_file(word) for word in _positional(argv)):
+        _of_files(argv)
+    else:
+        _of_recipe(argv)
+
+
+def _positional(argv: list[str]) -> list[str]:
+    """The words that are neither options nor values of options."""
+    before = ["", *argv]
+    return [
+        word
+        for word, last in zip(argv, before, strict=False)
+        if not word.startswith("-")
+        and (last == "--json" or "=" in last or not last.startswith("--"))
+    ]
+
+
+def _is_file(word: str) -> bool:
+    """Whether the word names a file rather than a recipe."""
+    path = Path(word)
+    return path.is_file() or "/" in word or path.suffix in (".json", ".csv", ".txt", ".html")
+
+
+def _of_files(argv: list[str]) -> None:
+    with command_line.user_errors():
+        options = command_line.read(FileOptions, argv, prog=PROG, description=__doc__ or "")
+        sources = [files.read(path) for path in options.files]
+        found = files.figures(sources)
+        around = page.Page(
+            title="Report of runs and plans",
+            subtitle=", ".join(f"{source.verb}: {Path(source.path).name}" for source in sources),
+            facts={},
+            command=_command(argv),
+            inputs=[f"{s.path} (SHA-256 {s.digest}...)" for s in sources],
+            versions=_versions(),
+        )
+        _write(lambda tell: found, around, options.out, options.json)
+
+
+def _of_recipe(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "report", RecipeOptions, __doc__)
+    recipe = recipe_of(argv)
+    from ultrascale_jax.plan.formulas.memory import breakdown
+    from ultrascale_jax.plan.formulas.step_time import estimate
+    from ultrascale_jax.plan.report import formulas
+
+    with command_line.user_errors():
+        run = common.planned(cfg, options)
+        study = Scenario(
+            name=recipe,
+            cfg=cfg,
+            cluster=cluster,
+            shape=run.shape,
+            changes={"precision": run.precision},
+        )
+        models = [study]
+        if options.models is not None:
+            rest = argv[1:] if argv[:1] == [recipe] else argv
+            models = [_model(study, name.strip(), rest) for name in options.models.split(",")]
+        speed = estimate(run, cluster)
+        peak = breakdown(run).peak_bytes
+        usable = cluster.gpu.usable_bytes
+        around = page.Page(
+            title=f"{recipe} on {options.gpus} {cluster.gpu.name}",
+            subtitle=f"By the planner's formulas: {run.label}, sequences of {run.seq_len:,} tokens",
+            facts={
+                "parameters": f"{run.shape.num_params / 1e9:.2f} B",
+                "tokens a step": f"{run.step_tokens:,}",
+                "peak memory of one GPU": f"{peak / GIB:.1f} of {usable / GIB:.1f} GiB",
+                "step": f"{speed.step_s:.2f} s",
+                "tokens/s/GPU": f"{speed.tokens_per_s_gpu:,.0f}",
+                "MFU": f"{100 * speed.mfu:.1f}%",
+            },
+            command=_command(argv),
+            inputs=[f"recipe {name}" for name in dict.fromkeys(s.name for s in (study, *models))],
+            versions=_versions(),
+        )
+
+        def make(tell: Tell) -> Iterable[Figure]:
+            return formulas.figures(study, models, options.max_nodes, tell)
+
+        _write(make, around, options.out, options.json)
+
+
+def _model(study: Scenario, recipe: str, arguments: list[str]) -> Scenario:
+    """Another recipe with the same command line."""
+    cfg, options, _ = common.parse([recipe, *arguments], "report", RecipeOptions, "")
+    shape, _ = model(cfg, options)
+    return dataclasses.replace(study, name=recipe, cfg=cfg, shape=shape)
+
+
+def _write(
+    make: Callable[[Tell], Iterable[Figure]], around: page.Page, out: str, as_json: bool
+) -> None:
+    """Draws the figures one after the other; an interrupt keeps those that are done, on a page of their own."""
+    require(out != "", "out", out, "name a directory")
+    folder = Path(out)
+    drawn: list[tuple[Figure, str]] = []
+    stopped = False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with Console(stderr=True).status("computing") as status:
+                for figure in make(status.update):
+                    status.update(f"drawing {figure.name}")
+                    drawn.append((figure, draw.draw(figure, folder / f"{figure.name}.png")))
+                    status.update("computing the next figure")
+        except KeyboardInterrupt:
+            stopped = True
+        (folder / "report.html").write_text(page.render(around, drawn), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={out!r}: cannot be written: {error.strerror}") from None
+    written = [str(folder / f"{f.name}.png") for f, _ in drawn] + [str(folder / "report.html")]
+    if as_json:
+        print(json.dumps({"verb": "report", "files": written, "complete": not stopped}))
+    else:
+        print("\n".join(written))
+    if stopped:
+        raise SystemExit(130)
+
+
+def _command(argv: list[str]) -> str:
+    return f"{PROG} {shlex.join(argv)}"
+
+
+def _versions() -> str:
+    python = platform.python_version()
+    return f"ultrascale_jax {__version__}, Python {python}, matplotlib {draw.version()}"

@@ -1,0 +1,221 @@
+"""Pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
+
+Without a name all schedules side by side; with one its table and its numbers. `auto` makes a table for --costs and
+--memory-cap. --csv writes a table that can be edited and trained with: --pp.schedule FILE.csv.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.plan.formulas import pipeline
+
+WHEN = {
+    "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
+    "1f1b": "the usual: fewest messages, memory does not grow with the micro-batches",
+    "interleaved": "the best where m is a multiple of p: bubble and memory / v, v times the messages",
+    "zb_uniform": "the smallest bubble, for a W queue; not faster than interleaved so far",
+    "zb_h1": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
+    "zb_v": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
+    "dualpipe_v": "in lock step for its numerics; experimental with --pp.divergent: F beside B",
+}
+"""When to take which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which schedule, and what for."""
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.csv")] = ""
+    """One of the schedules, a table, or `auto`, made for the costs; without it all schedules side by side."""
+    ranks: Annotated[int | None, command_line.option("N", "4")] = None
+    """Pipeline ranks (p); a table brings its own."""
+    microbatches: Annotated[int | None, command_line.option("N", "8")] = None
+    """Micro-batches of a step (m); a table brings its own."""
+    virtual: Annotated[int | None, command_line.option("N", "the schedule's")] = None
+    """Stages of one rank (v)."""
+    group: Annotated[int, command_line.option("N", "RANKS")] = 0
+    """Micro-batches that a rank runs in a row before its next stage."""
+    costs: Annotated[str, tyro.conf.arg(metavar="F,B,W")] = "1,1,1"
+    """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
+    memory_cap: Annotated[int | None, command_line.option("N", "1F1B's")] = None
+    """For `auto`: most chunks that a rank may keep at once."""
+    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
+    """Draw the table."""
+    runtime: Annotated[Literal["lockstep", "dependencies"], tyro.conf.arg(metavar="NAME")] = (
+        "lockstep"
+    )
+    """How the figure has it: in lock step, as this trainer runs it, or with true dependencies alone."""
+    csv: Annotated[Path | None, command_line.option("FILE.csv")] = None
+    """Write the table."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+    def __post_init__(self):
+        for name in ("ranks", "microbatches", "memory_cap"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be at least 1")
+        for name in ("figure", "csv"):
+            value = getattr(self, name)
+            require(value is None or self.name != "", name, str(value), "name one schedule")
+        cap, auto = self.memory_cap, self.name == "auto"
+        require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
+        if self.name.endswith(".csv"):
+            for name in ("ranks", "microbatches", "virtual"):
+                require(
+                    getattr(self, name) is None, name, getattr(self, name), "the table has its own"
+                )
+
+
+def main(argv: list[str]) -> None:
+    with command_line.user_errors():
+        options = command_line.read(
+            Options, argv, prog="ultrascale plan schedule", description=__doc__ or ""
+        )
+        costs = times(options.costs)
+        if not options.name:
+            overview(options, costs)
+            return
+        schedule = one(options, costs)
+        written = write(schedule, costs, options)
+    numbers = measure(schedule, costs)
+    if options.json:
+        cells = [[dict(cell) for cell in row] for row in schedule.ticks]
+        print(json.dumps({"verb": "schedule", "costs": costs, **numbers, "table": cells}))
+        return
+    print(f"{schedule.text()}\n\n{describe(numbers)}", *written, sep="\n")
+
+
+def times(text: str) -> tuple[float, float, float]:
+    """`1,1,1` as times of F, B and W."""
+    try:
+        f, b, w = (float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"costs={text!r}: write the times of F, B and W as 1,1,1") from None
+    require(min(f, b, w) > 0 and f + b + w < float("inf"), "costs", text, "must be positive")
+    return f, b, w
+
+
+def one(options: Options, costs: tuple[float, float, float]) -> Schedule:
+    """The schedule that the options ask for."""
+    name, p, m = options.name, options.ranks or 4, options.microbatches or 8
+    if name.endswith(".csv"):
+        return schedules.read_csv(Path(name))
+    if name == "auto":
+        virtual = options.virtual or 1
+        cap = options.memory_cap or 2 * p + (virtual - 1) * p
+        return schedules.from_costs(p, m, *costs, cap, virtual=virtual)
+    fix = f"choose one of {', '.join(SCHEDULES)}, auto, or a table FILE.csv"
+    require(name in SCHEDULES, "schedule", name, fix)
+    return schedules.build(name, p, m, options.virtual or 0, options.group)
+
+
+def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, Any]:
+    """The schedule's numbers; bubbles are idle over ideal time, activations are counted in chunks of each rank."""
+    return {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "virtual": schedule.virtual,
+        "microbatches": schedule.microbatches,
+        "ticks": len(schedule.ticks),
+        "bubble": {
+            "formula": schedule.formula,
+            "lockstep": pipeline.lock_step_bubble(schedule, *costs),
+            "divergent": schedule.bubble(*costs, "divergent"),
+            "dependencies": schedule.bubble(*costs, "dependencies"),
+        },
+        "in_flight": schedule.in_flight,
+        "w_queue": schedule.w_queue,
+    }
+
+
+def describe(numbers: dict[str, Any]) -> str:
+    """The numbers of one schedule in words."""
+    bubble, virtual = numbers["bubble"], numbers["virtual"]
+    formula = "" if bubble["formula"] is None else f"formula {bubble['formula']:.1%}, "
+    chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
+    queue = max(numbers["w_queue"])
+    lines = [
+        f"{numbers['name']}: {numbers['ranks']} ranks x {virtual} stages, {numbers['microbatches']} micro-batches, "
+        f"{numbers['ticks']} ticks",
+        f"bubble: {formula}lock step {bubble['lockstep']:.1%}, divergent {bubble['divergent']:.1%}, true dependencies "
+        f"{bubble['dependencies']:.1%} of the work",
+        f"in flight, by rank: {', '.join(map(str, numbers['in_flight']))} {chunk}"
+        + (f"; waiting for W: at most {queue}" if queue else ""),
+    ]
+    return "\n".join([*lines, *([WHEN[numbers["name"]]] if numbers["name"] in WHEN else [])])
+
+
+def write(schedule: Schedule, costs: tuple[float, float, float], options: Options) -> list[str]:
+    """Write what is asked for, and say where."""
+    said = []
+    try:
+        if options.csv is not None:
+            schedules.write_csv(schedule, options.csv)
+            said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
+        if options.figure is not None:
+            from ultrascale_jax.plan.report import draw
+            from ultrascale_jax.plan.report.schedules import drawing
+
+            fix = "must end in .png"
+            require(options.figure.suffix == ".png", "figure", str(options.figure), fix)
+            draw.draw(drawing(schedule, costs, options.runtime), options.figure)
+            said.append(f"wrote {options.figure}")
+    except OSError as error:
+        raise UserError(f"{error.filename!r}: cannot be written: {error.strerror}") from None
+    return said
+
+
+def overview(options: Options, costs: tuple[float, float, float]) -> None:
+    """All schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
+    p, m = options.ranks or 4, options.microbatches or 8
+    found: list[tuple[str, dict[str, Any] | str]] = []
+    for name in SCHEDULES:
+        virtual, group = (options.virtual or 2, options.group) if name in GROUPED else (0, 0)
+        try:
+            found.append((name, measure(schedules.build(name, p, m, virtual, group), costs)))
+        except UserError as error:
+            found.append((name, str(error)))
+    if options.json:
+        rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
+        print(json.dumps({"verb": "schedule", "costs": costs, "schedules": rows}))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console.print(
+        compared(found, f"{p} ranks, {m} micro-batches; times of F, B, W {options.costs}")
+    )
+    console.print(
+        "bubble: idle over ideal time; formula: as published, for equal times; lock step: as this trainer runs it;\n"
+        "dependencies: of a runtime in which ranks wait for their data alone.\n"
+        "in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
+    """The table of all schedules."""
+    numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
+    table = Table("schedule", *numbers, "when", title=title)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for name, row in found:
+        if isinstance(row, str):
+            table.add_row(name, *[""] * len(numbers), row)
+            continue
+        bubble = row["bubble"]
+        percents = (f"{bubble[n]:.1%}" for n in ("formula", "lockstep", "dependencies"))
+        held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
+        table.add_row(name, str(row["virtual"]), str(row["ticks"]), *percents, *held, WHEN[name])
+    return table

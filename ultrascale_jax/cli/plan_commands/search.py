@@ -1,0 +1,260 @@
+"""Which mesh, micro-batch, ZeRO stage and recomputation train the model fastest: `ultrascale plan search`.
+
+Formulas rank every legal configuration; the best few are compiled and timed. --fixed pins what is settled already.
+"""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.common import GIB
+from ultrascale_jax.cli.plan_commands.words import recipe_of, words
+from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
+from ultrascale_jax.plan.search.ranking import Candidate, Compiled, Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.search.search_space import configured, parse_choices, with_changes
+from ultrascale_jax.plan.workload import Shape
+
+BUSY = {"gemm": "matrix products", "other": "other work"}
+"""What the compiled program's kinds of work are called here."""
+
+WIDE = 140
+"""Columns of a terminal from which on the table is shown with all of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """What to search."""
+
+    fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
+    """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash."""
+    top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
+    """How many meshes to list."""
+    compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """How many of the best to compile and time; 0 trusts the formulas."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.top >= 1, "top", self.top, "must be at least 1")
+        require(self.compile >= 0, "compile", self.compile, "must not be negative")
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "search", Options, __doc__)
+    recipe = recipe_of(argv)
+    with command_line.user_errors():
+        choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
+        _require_free(cfg, command_line.load_recipe(recipe))
+        search = Search(cfg, cluster, choices, *model(cfg, options))
+        interrupted = run(search, compiler(recipe, options), options.compile)
+        some = search.counts["candidates"] > 0 or interrupted
+        named = ("gpus", options.gpus) if options.fixed is None else ("fixed", options.fixed)
+        require(some, *named, illegal(search, options.gpus))
+    result = summarize(search, recipe, options)
+    if options.json:
+        print(json.dumps(result | {"complete": not interrupted}))
+    else:
+        show(result, Console() if sys.stdout.isatty() else Console(width=200))
+    if interrupted:
+        print("interrupted: this is the ranking so far", file=sys.stderr)
+        raise SystemExit(common.INTERRUPTED)
+    if result["command"] is None:
+        raise SystemExit(1)
+
+
+def _require_free(cfg: Config, recipe: Config) -> None:
+    """Raise a `UserError` if the command line sets what the search would set again."""
+    fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,microbatches=4"
+    require(cfg.mesh == recipe.mesh, "mesh", cfg.mesh.text, fix)
+    for name in ("zero", "microbatches"):
+        value = getattr(cfg.train, name)
+        require(value == getattr(recipe.train, name), f"train.{name}", value, fix)
+    fix = "the search chooses it; pin it by --fixed, as --fixed pp=4,schedule=interleaved"
+    for name in ("virtual", "stash", *(() if cfg.pp.from_file else ("schedule",))):
+        value = getattr(cfg.pp, name)
+        require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
+
+
+def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
+    """The model and the type of compute, as the assumptions have them."""
+    alone = with_changes(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
+    run = common.planned(alone, dataclasses.replace(options, gpus=1))
+    return run.shape, run.precision
+
+
+def run(search: Search, evaluate: Evaluate, most: int) -> bool:
+    """Rank by formula, then compile the `most` best; whether it was interrupted."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    stderr = Console(stderr=True)
+    shown = {"console": stderr, "transient": True, "disable": not stderr.is_terminal}
+    with Progress(*columns, TimeElapsedColumn(), **shown) as progress:
+        try:
+            formulas = progress.add_task("formulas", total=None)
+            search.predict(
+                lambda done, total: progress.update(formulas, completed=done, total=total)
+            )
+            task = progress.add_task("compiling", total=most, visible=most > 0)
+            for attempt, candidate in enumerate(search.compile(evaluate, most)):
+                total = max(most, attempt + 1)
+                text = f"compiling {candidate.run.label}"
+                progress.update(task, completed=attempt, total=total, description=text)
+            progress.update(task, visible=False)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def compiler(recipe: str, options: Options) -> Evaluate:
+    """What compiles one configuration: the verb `compile` in a process of its own, which may crash."""
+    machine = ["--gpus", str(options.gpus)]
+    machine += ["--gpu", options.gpu] if options.gpu else []
+    machine += ["--cluster", options.cluster] if options.cluster else []
+
+    def evaluate(cfg: Config) -> Compiled:
+        command = [
+            sys.executable,
+            "-m",
+            "ultrascale_jax",
+            "plan",
+            "compile",
+            *words(recipe, cfg),
+            *machine,
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*command, "--json"], text=True, **pipes) as process:
+            try:
+                output, errors = process.communicate()
+            except KeyboardInterrupt:
+                process.kill()
+                process.wait()
+                raise
+        if process.returncode:
+            lines = errors.strip().splitlines() or [f"it ended with code {process.returncode}"]
+            raise NotCompiled(lines[-1].removeprefix("error: "))
+        result = json.loads(output)
+        parts = {BUSY.get(name, name): seconds for name, seconds in result["busy_s"].items()}
+        parts |= {f"exposed {axes}": seconds for axes, seconds in result["exposed_s"].items()}
+        parts["other waiting"] = result["step_s"] - sum(parts.values())
+        return Compiled(peak_bytes=result["peak_bytes"], step_s=result["step_s"], parts=parts)
+
+    return evaluate
+
+
+def illegal(search: Search, num_gpus: int) -> str:
+    """Why there is no candidate at all."""
+    reasons = {name.removeprefix("illegal: "): n for name, n in search.counts.items() if n}
+    most = sorted(reasons, key=reasons.__getitem__, reverse=True)
+    refused = ", ".join(most[:3]) or "the product of the axes"
+    fix = "take another number of GPUs, batch or --fixed"
+    return f"nothing is legal on {num_gpus} GPUs; {fix}; most often refused: {refused}"
+
+
+def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
+    """The search as numbers; sizes in GiB on one GPU, seconds of one step."""
+    sections = search.rows(options.top)
+    winner = search.winner
+    return {
+        "verb": "search",
+        "label": f"{recipe} on {options.gpus} {search.cluster.gpu.name}",
+        "gpus": options.gpus,
+        "gpu": search.cluster.gpu.name,
+        "usable_gib": search.usable_bytes / GIB,
+        "counts": dict(search.counts),
+        "rows": [
+            row(search, candidate, recipe) | {"section": name, "verdict": verdict}
+            for name, candidates in sections.items()
+            for candidate, verdict in candidates
+        ],
+        "command": None if winner is None else train(recipe, configured(search.cfg, winner.run)),
+        "answer": answer(search),
+    }
+
+
+def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
+    """One candidate as numbers."""
+    run, estimate = candidate.run, candidate.estimate
+    step_s = search.step_s(candidate)
+    faster = estimate.step_s / step_s
+    return {
+        "label": run.label,
+        "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
+        "sequences": run.sequences,
+        "microbatches": run.microbatches,
+        "zero": run.zero,
+        "remat": run.remat,
+        "schedule": " ".join(run.pipeline),
+        "peak_gib": candidate.peak_bytes / GIB,
+        "step_s": step_s,
+        "tokens_per_s_gpu": estimate.tokens_per_s_gpu * faster,
+        "mfu": estimate.mfu * faster,
+        "source": "compiled" if candidate.compiled else "formula",
+        "correction": 1.0 if candidate.compiled else search.correction(run),
+        "command": train(recipe, configured(search.cfg, run)),
+    }
+
+
+def train(recipe: str, cfg: Config) -> str:
+    """The command line that trains `cfg`."""
+    return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
+
+
+def answer(search: Search) -> str:
+    """The search's result in one line."""
+    winner, usable = search.winner, f"{search.usable_bytes / GIB:.1f} GiB"
+    if winner is not None:
+        unsure = f"; by formula, since it does not compile: {winner.failure}"
+        return f"best: {winner.run.label}{unsure if winner.failure else ''}"
+    if ranking := search.ranking:
+        why = ranking[0].refusal or "none that was compiled fits"
+        return f"none of those that fit by formula can be recommended: {why}"
+    if search.closest is None:
+        return "no candidate was tried"
+    need, run = search.closest
+    lacks = (
+        f"needs {need / GIB:.1f} GiB of the {usable} that one {search.cluster.gpu.name} can give"
+    )
+    return f"nothing fits: the closest, {run.label}, {lacks}; take more GPUs, or a shorter sequence"
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table, the counts and the winner's command."""
+    wide = console.width >= WIDE
+    columns = ("mbs", "micro", "zero", "remat", "schedule", "GiB", "step s", "tok/s/GPU", "MFU")
+    shown = ("mesh", *columns, "source") if wide else ("configuration", "GiB", "tok/s/GPU")
+    table = Table(*shown, "verdict")
+    for column in table.columns:
+        if column.header in columns[5:]:
+            column.justify, column.no_wrap = "right", True
+    section = result["rows"][0]["section"] if result["rows"] else ""
+    for r in result["rows"]:
+        if r["section"] != section:
+            section = r["section"]
+            table.add_section()
+            table.add_row(f"[bold]{section}[/bold]")
+        gib, rate = f"{r['peak_gib']:.1f}", f"{r['tokens_per_s_gpu']:,.0f}"
+        if not wide:
+            table.add_row(r["label"], gib, rate, r["verdict"])
+            continue
+        work = map(str, (r["sequences"], r["microbatches"], r["zero"], r["remat"]))
+        axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
+        speed = (f"{r['step_s']:.3g}", rate, f"{r['mfu']:.1%}")
+        source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
+        cells = (axes, *work, r["schedule"], gib, *speed)
+        table.add_row(*cells, source, r["verdict"])
+    if result["rows"]:
+        console.print(table)
+        counts = ", ".join(f"{n:,} {name}" for name, n in result["counts"].items())
+        console.print(f"{result['label']}: {counts}", markup=False)
+    console.print(result["answer"], markup=False, soft_wrap=True)
+    if result["command"]:
+        console.print(result["command"], markup=False, soft_wrap=True)

@@ -1,0 +1,301 @@
+"""Text, JSON lines or Parquet into token shards for `data.source=tokens:DIR`.
+
+    ultrascale prepare-data --input 'books/*.txt' --out tokens/books
+    ultrascale prepare-data --input 'c4/*.jsonl' --out tokens/c4 --tokenizer tokenizer.json
+    ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
+
+One process reads the documents in order, others tokenize them, and the first writes them in order,
+so the shards depend on the input and the settings alone. The index is written after every shard;
+the same command after a crash keeps the shards that are whole, checks that the input still has
+their documents, and continues behind them.
+"""
+
+import functools
+import glob
+import multiprocessing
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import parse_json
+from ultrascale_jax.data import shards, tokenizer
+
+GROUP_BYTES = 1 << 20
+"""Text that a process tokenizes at once."""
+
+Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Tokens of a group of documents end to end, their lengths, and their hashes."""
+
+load_tokenizer = functools.cache(tokenizer.load_tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Turn documents into token shards for `data.source=tokens:DIR`."""
+
+    input: str
+    """Pattern of the files; .jsonl and .parquet files hold many documents, others one of text."""
+    out: Path
+    """Folder for the shards."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    train_bpe: int = 0
+    """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
+    text_field: str = "text"
+    """Field or column that holds the text of a document in .jsonl and .parquet files."""
+    workers: int = os.cpu_count() or 1
+    """Processes that tokenize."""
+    shard_tokens: int = 1 << 26
+    """Most tokens of a shard, unless one document is longer."""
+
+    @property
+    def settings(self) -> dict:
+        """What a restart must have in common with the run before it, beside the tokenizer."""
+        return {name: getattr(self, name) for name in ("train_bpe", "text_field", "shard_tokens")}
+
+
+def prepare(args: Args) -> shards.Index:
+    """Write the shards and return their index.
+
+    Raises:
+        ValueError: an input file is not what its name says, or `out` has shards of other input or
+            other settings.
+    """
+    for name in ("workers", "shard_tokens"):
+        require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
+    fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
+    require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
+    found = map(Path, glob.glob(args.input, recursive=True))
+    own = args.out.resolve()  # a pattern like ** may match what an earlier run wrote
+    paths = [path for path in found if path.is_file() and own not in path.resolve().parents]
+    require(bool(paths), "input", args.input, "no file matches; give another pattern")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with Progress() as progress:
+        index = open_index(args, sorted(paths), progress)
+        documents = read_documents(sorted(paths), args.text_field, progress, "tokenize")
+        for shard in index.shards:
+            skip_documents(args, shard, documents)
+        if index.complete:
+            fix = "is finished, but the input has more documents; remove it or choose another --out"
+            require(next(documents, None) is None, "out", str(args.out), fix)
+            return index
+        return write_shards(args, index, documents)
+
+
+def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Index:
+    """The index of the run before up to its first shard that is not whole, or a new one."""
+    fix = "has shards made with other settings; remove it or choose another --out"
+    found = None
+    if (args.out / "index.json").exists():
+        try:
+            found = shards.load_index(args.out)
+        except ValueError as error:
+            again = "remove it or choose another --out"
+            raise UserError(f"out={str(args.out)!r}: {error}; {again}") from error
+    require(found is None or found.settings == args.settings, "out", str(args.out), fix)
+    if args.train_bpe and found is None:
+        texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
+        tokenizer.train_bpe(texts, args.train_bpe, args.out / "tokenizer.json")
+    chosen = load_tokenizer(tokenizer_name(args))
+    index = shards.Index(
+        dtype=str(tokenizer.token_dtype(chosen.vocab_size)),
+        tokenizer=chosen.fingerprint,
+        vocab_size=chosen.vocab_size,
+        settings=args.settings,
+    )
+    if found is None:
+        if args.tokenizer != "bytes":
+            content = Path(args.tokenizer).read_bytes()
+            shards.write_atomic(args.out / "tokenizer.json", content)
+        index.save(args.out)
+        return index
+    require(replace(found, shards=(), complete=False) == index, "out", str(args.out), fix)
+    for number, shard in enumerate(found.shards):
+        fault = shard.fault(args.out, found.token_dtype, found.vocab_size)
+        if fault:
+            progress.console.print(f"{fault}; writing this shard and all after it again")
+            return replace(found, shards=found.shards[:number], complete=False)
+    return found
+
+
+def tokenizer_name(args: Args) -> str:
+    """The tokenizer to load: the trained one, or else the given one."""
+    return str(args.out / "tokenizer.json") if args.train_bpe else args.tokenizer
+
+
+def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) -> None:
+    """Pass over the documents of a finished shard, and check that it was made of them."""
+    for expected in shards.shard_documents(args.out, shard)["hash"]:
+        text = next(documents, None)
+        same = text is not None and shards.text_hash(text.encode()) == expected
+        fix = f"{shard.name} was made of other documents; remove it or choose another --out"
+        require(same, "out", str(args.out), fix)
+
+
+def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> shards.Index:
+    """Write the shards after those of `index`, and the index after each."""
+    pieces, hashes = [], []
+    size = 0
+
+    def finish_shard() -> shards.Index:
+        lengths = np.array([piece.size for piece in pieces])
+        name = f"shard_{len(index.shards):05d}"
+        shard = shards.write_shard(args.out, name, pieces, lengths, np.array(hashes, np.uint64))
+        longer = replace(index, shards=(*index.shards, shard))
+        longer.save(args.out)
+        return longer
+
+    for tokens, lengths, group_hashes in tokenize(args, documents):
+        for piece, text_hash in zip(
+            np.split(tokens, np.cumsum(lengths)[:-1]), group_hashes, strict=True
+        ):
+            if pieces and size + piece.size > args.shard_tokens:
+                index = finish_shard()
+                pieces, hashes, size = [], [], 0
+            pieces.append(piece)
+            hashes.append(text_hash)
+            size += piece.size
+    if pieces:
+        index = finish_shard()
+    require(bool(index.shards), "input", args.input, "holds no text")
+    index = replace(index, complete=True)
+    index.save(args.out)
+    return index
+
+
+def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
+    """The documents tokenized by several processes, in the order of the documents."""
+    waiting: deque[Future[Tokenized]] = deque()
+    with ProcessPoolExecutor(
+        args.workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=use_one_thread,
+    ) as pool:
+        for texts in groups(documents):
+            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts))
+            if len(waiting) > 2 * args.workers:  # bounds the text that is held
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def use_one_thread() -> None:
+    """The processes are the parallelism: the tokenizer of each must not start threads as well."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def tokenize_group(name: str, texts: list[str]) -> Tokenized:
+    """Work of one process: a group of documents with the tokenizer of that name."""
+    tokens, lengths = tokenizer.encode_documents(load_tokenizer(name), texts)
+    return tokens, lengths, np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
+
+
+def groups(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Documents in lists of about `GROUP_BYTES` characters."""
+    group, size = [], 0
+    for text in documents:
+        group.append(text)
+        size += len(text)
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def read_documents(
+    paths: list[Path], field: str, progress: Progress, description: str
+) -> Iterator[str]:
+    """The documents of all files that are not empty, in order; moves a progress bar by bytes."""
+    readers = {".jsonl": read_json_lines, ".parquet": read_parquet}
+    sizes = [path.stat().st_size for path in paths]
+    task = progress.add_task(description, total=sum(sizes))
+    before = 0
+    for size, path in zip(sizes, paths, strict=True):
+        for count, (text, done) in enumerate(readers.get(path.suffix, read_text)(path, field)):
+            if text:
+                yield text
+            if count % 256 == 0:
+                progress.update(task, completed=before + done)
+        before += size
+        progress.update(task, completed=before)
+
+
+def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    """The whole file as one document, and the bytes read so far."""
+    del field
+    content = path.read_bytes()
+    try:
+        yield content.decode(), len(content)
+    except UnicodeDecodeError as error:
+        fix = "is not UTF-8 text; convert it or leave it out"
+        raise UserError(f"input={str(path)!r}: {fix}") from error
+
+
+def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    """The text of every line's object, and the bytes read so far."""
+    done = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            done += len(line)
+            if not line.strip():
+                continue
+            document = parse_json(line, f"input={str(path)!r}: line {number}")
+            text = document.get(field) if isinstance(document, dict) else None
+            if not isinstance(text, str):
+                fix = f"line {number} has no text in {field!r}; give another --text-field"
+                raise UserError(f"input={str(path)!r}: {fix}")
+            # JSON can hold half a surrogate pair, which is no text.
+            yield text.encode(errors="replace").decode(), done
+
+
+def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    """The text of every row, and about how many bytes were read so far."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"input={str(path)!r}: Parquet needs pyarrow; pip install pyarrow"
+        ) from error
+    try:
+        yield from parquet_rows(path, field)
+    except (OSError, pyarrow.ArrowException) as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
+
+
+def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    import pyarrow.parquet
+
+    size, rows = path.stat().st_size, 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        fix = f"has no column {field!r} but {file.schema_arrow.names}; give another --text-field"
+        require(field in file.schema_arrow.names, "input", str(path), fix)
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                rows += 1
+                fix = f"row {rows} has no text in {field!r}; give another --text-field"
+                require(isinstance(text, str), "input", str(path), fix)
+                yield text, size * rows // file.metadata.num_rows
+
+
+def main() -> None:
+    with command_line.user_errors():
+        prog = "ultrascale prepare-data"
+        args = command_line.read(Args, sys.argv[1:], prog=prog, description=__doc__ or "")
+        index = prepare(args)
+    tokens = sum(shard.tokens for shard in index.shards)
+    documents = sum(shard.documents for shard in index.shards)
+    name = "bytes" if index.tokenizer == "bytes" else args.out / "tokenizer.json"
+    print(f"{args.out}: {tokens:,} tokens of {documents:,} documents in {len(index.shards)} shards")
+    print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
+    print(f"--model.vocab-size {index.vocab_size}")

@@ -1,0 +1,97 @@
+"""Train a model: `ultrascale train [RECIPE] [--mesh fsdp=4,tp=2] [--section.field VALUE ...]`."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ultrascale_jax.cli import command_line, generate
+from ultrascale_jax.config import Config, require
+from ultrascale_jax.launch.events import Events, say
+from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.sigterm import SigtermListener
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(command_line.JobOptions):
+    """What a run is told beside its configuration."""
+
+    profile: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
+    ] = None
+    """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
+    sample: Annotated[int, tyro.conf.arg(metavar="N")] = 300
+    """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
+    faults: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Let the environment variable US_FAULT make things go wrong on purpose."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        fix = "write the first step and the one to stop before, as 10:13"
+        steps = self.profile_steps
+        require(self.profile is None or steps is not None, "profile", self.profile, fix)
+        require(steps is None or steps[0] < steps[1], "profile", self.profile, fix)
+        require(self.sample >= 0, "sample", self.sample, "must not be negative")
+        fix = "fake devices are one process's; leave out --dist.address and its like"
+        alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
+        require(self.devices is None or alone, "devices", self.devices, fix)
+
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """`profile` as two numbers."""
+        match = re.fullmatch(r"(\d+):(\d+)", self.profile or "")
+        return (int(match[1]), int(match[2])) if match else None
+
+
+DESCRIPTION = f"""Train a language model. RECIPE is one of {", ".join(command_line.recipes())} \
+(default {command_line.DEFAULT_RECIPE}), or a module pkg.mod that exposes `config`; \
+the options change single fields of it."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    follow_supervisor(os.environ)
+    arguments = sys.argv[1:] if argv is None else argv
+    # From here on: a signal that comes before the first step stops the run before it.
+    with SigtermListener():
+        cfg, options = command_line.parse(
+            arguments, prog="ultrascale train", options=Options, description=DESCRIPTION
+        )
+        summary = run(cfg, options)
+    import jax
+
+    if jax.process_index() == 0:
+        say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
+    wanted = options.sample > 0 and not summary["stopped"]
+    if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
+        say("a sample:\n")
+        number = str(options.sample)
+        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
+
+
+def run(cfg: Config, options: Options) -> dict:
+    """Join the other processes and train; see `training.loop.train`."""
+    # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
+    import jax
+
+    from ultrascale_jax.launch import distributed
+    from ultrascale_jax.launch.faults import Plan
+    from ultrascale_jax.sharding.mesh import make_mesh
+    from ultrascale_jax.training.loop import train
+
+    launch = options.join()
+    rank = 0 if launch is None else launch.process_id
+    record = Events(Path(cfg.log.run_dir), rank).record
+    with command_line.user_errors(), distributed.guarded(record):
+        distributed.check_devices(launch, options.dist)
+        cfg = cfg.check(jax.device_count())
+        faults = Plan.none()
+        if options.faults:
+            faults = Plan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
+        mesh = make_mesh(cfg.mesh)
+        return train(cfg, mesh, profile=options.profile_steps, faults=faults)
