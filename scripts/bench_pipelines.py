@@ -49,7 +49,7 @@ WIDTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure, and with how long a sleep."""
+    """Options of this benchmark."""
 
     ranks: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (4,)
     """Pipeline ranks (p), as many fake CPU devices."""

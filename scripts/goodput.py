@@ -1,4 +1,4 @@
-"""Where the time of a run went: `python -m scripts.goodput` is `ultrascale goodput`."""
+"""Account for every second of a run: `python -m scripts.goodput` is `ultrascale goodput`."""
 
 from ultrascale_jax.cli.main import run
 

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +55,7 @@ SLACK_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How long, and how hard."""
+    """Options of the soak test."""
 
     minutes: float = 30.0
     """How long faults strike."""
@@ -98,7 +98,7 @@ class Strike:
 
 @dataclass
 class Struck:
-    """What became of the disturbed run."""
+    """The result of the disturbed run."""
 
     wall_s: float = 0.0
     strikes: list[Strike] = field(default_factory=list)
@@ -358,7 +358,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
-    """What each step was, to the last bit; a step that stands in the file twice has two entries."""
+    """The rows of each step, bit for bit; a step that stands in the file twice has two entries."""
     rows = collections.defaultdict(list)
     for row in steps_of(run_dir):
         exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
@@ -410,40 +410,15 @@ def verdict(
 ) -> tuple[str, bool]:
     """The report, and whether all is as it should be."""
     ours, reference = rows_of(disturbed), rows_of(quiet)
-    last = max(ours, default=0)
-    whole = sorted(ours) == list(range(1, last + 1)) and all(
-        len(rows) == 1 for rows in ours.values()
-    )
     differ = [step for step in ours if ours[step] != reference.get(step)]
-    unexplained = struck.wall_s - ledger.total_s
     events = read_events(disturbed)
-    kinds = collections.Counter(event["kind"] for event in events)
-    reasons = {event.get("reason") for event in events if event["kind"] == "gave_up"}
-    inside = collections.Counter()
-    faults = disturbed / "faults.txt"
-    # One that strikes all ranks has a line of each.
-    for fault in {line.split()[0] for line in lines_of(faults)}:
-        inside[fault.partition("@")[0]] += 1
-
-    def but(steps: Sequence[int]) -> str:
-        return f", but those of steps {', '.join(map(str, steps))}" if steps else ""
-
-    missed, sound = unfound(struck.strikes, events)
-    due = saves_due(struck.strikes, steps_of(disturbed), options.save_every)
-    checks = {
-        f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
-        f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
-        f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
-        "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
-        "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
-        f"Every flipped checkpoint that was asked for was put aside{but(missed)}": not missed,
-        f"No checkpoint that was sound was put aside{but(sound)}": not sound,
-        f"Of {due} saves that were due while the disk was full, one at least was told to have failed": (
-            not due or kinds["save_failed"] > 0
-        ),
-    }
+    checks = _checks(options, struck, ledger, disturbed, ours, differ, events)
     first = min((strike.time for strike in struck.strikes), default=0.0)
+    kinds = collections.Counter(event["kind"] for event in events)
     outside = collections.Counter(strike.kind for strike in struck.strikes)
+    # A fault that strikes all ranks has a line of each.
+    faults = {line.split()[0] for line in lines_of(disturbed / "faults.txt")}
+    inside = collections.Counter(fault.partition("@")[0] for fault in faults)
     lines = [
         "# Soak",
         "",
@@ -481,6 +456,43 @@ def verdict(
         "",
     ]
     return "\n".join(lines), all(checks.values())
+
+
+def _checks(
+    options: Options,
+    struck: Struck,
+    ledger: Ledger,
+    disturbed: Path,
+    ours: Mapping[int, Sequence],
+    differ: Sequence[int],
+    events: Sequence[dict],
+) -> dict[str, bool]:
+    """Each promise as a sentence, and whether the disturbed run kept it."""
+    last = max(ours, default=0)
+    whole = sorted(ours) == list(range(1, last + 1)) and all(
+        len(rows) == 1 for rows in ours.values()
+    )
+    unexplained = struck.wall_s - ledger.total_s
+    reasons = {event.get("reason") for event in events if event["kind"] == "gave_up"}
+    failed = any(event["kind"] == "save_failed" for event in events)
+    missed, sound = unfound(struck.strikes, events)
+    due = saves_due(struck.strikes, steps_of(disturbed), options.save_every)
+
+    def but(steps: Sequence[int]) -> str:
+        return f", but those of steps {', '.join(map(str, steps))}" if steps else ""
+
+    return {
+        f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
+        f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
+        f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
+        "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
+        "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
+        f"Every flipped checkpoint that was asked for was put aside{but(missed)}": not missed,
+        f"No checkpoint that was sound was put aside{but(sound)}": not sound,
+        f"Of {due} saves that were due while the disk was full, one at least was told to have failed": (
+            not due or failed
+        ),
+    }
 
 
 if __name__ == "__main__":

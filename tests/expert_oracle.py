@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import a2a_stages, room
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
 
 
 def routed(logits, experts: Experts, bias=None) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +87,7 @@ def kept_by_capacity(
             here[rank].extend(tokens)
     slots = a2a_stages(moe, experts, ranks, n)[-1:]
     slots = columns * (slots[0].parts * slots[0].rows if slots else n)
-    limit = room(slots, len(ids) * experts.per_token / experts.num, moe.bound)
+    limit = capacity(slots, len(ids) * experts.per_token / experts.num, moe.bound)
     for expert in range(experts.num):
         tokens = here[expert * ranks // experts.num]
         for token in [token for token in tokens if (ids[token] == expert).any()][limit:]:

@@ -63,7 +63,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced Python program it comes from; empty if XLA lost it."""
+        """Its place in the traced Python program; empty if XLA lost it."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 

@@ -271,4 +271,4 @@ def test_an_import_that_is_refused_says_so_in_one_line_and_leaves_nothing(
 def test_without_a_command_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "convert_hf import HF_DIR RUN_DIR" in capsys.readouterr().out
+    assert "convert-hf import HF_DIR RUN_DIR" in capsys.readouterr().out

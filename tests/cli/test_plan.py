@@ -95,17 +95,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(arguments):
     assert process.wait() != 0
 
 
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupt(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plan.importlib, "import_module", interrupt)
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["memory"])
-    assert stop.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

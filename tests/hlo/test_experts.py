@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ultrascale_jax.config import Config, Experts
-from ultrascale_jax.parallel.experts.capacity import a2a_stages, room
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
 from ultrascale_jax.plan.compiled.collectives import Collective
 from ultrascale_jax.plan.compiled.compile import CompiledStep
 
@@ -86,7 +86,7 @@ def test_products_run_over_the_rows_of_the_buffers(run, name):
     halves, here = 1 + cfg.moe.overlap, EXPERTS.num // cfg.mesh.ep
     (hop,) = a2a_stages(cfg.moe, EXPERTS, cfg.mesh.ep, tokens(cfg) // halves)
     balanced = tokens(cfg) * EXPERTS.per_token / halves
-    rows = halves * here * room(hop.parts * hop.rows, balanced / here, cfg.moe.bound)
+    rows = halves * here * capacity(hop.parts * hop.rows, balanced / here, cfg.moe.bound)
     assert rows <= cfg.moe.bound * tokens(cfg) * EXPERTS.per_token + halves * here * 8
     # Forward three products; backward gate and up again, and two for the gradients of each.
     for body, products in zip(layer_loops(cfg, step), (3, 2 + 6), strict=True):

@@ -370,8 +370,8 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
     seen = ((distance >= 0) & (distance < window)).any((2, 3))
     wanted = {(i - j) % ranks for i, j in np.argwhere(seen)} - {0}
     chunks = 2 if strategy == "zigzag" else 1
-    plan = RingSpec("cp", ranks, 1, chunks, False, window, False, "xla")
-    visited = set(plan.steps(piece))
+    spec = RingSpec("cp", ranks, 1, chunks, False, window, False, "xla")
+    visited = set(spec.distances(piece))
     assert wanted <= visited
     if piece % chunks == 0:
         assert wanted == visited

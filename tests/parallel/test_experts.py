@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.expert_oracle import Dense, dense_experts, kept_by_capacity
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import a2a_stages, room
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 
 TOLERANCE = 1e-6
@@ -198,7 +198,7 @@ def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
     assert first.rows < n  # what a rank sends to the one that all its tokens choose
     slots = last.parts * last.rows
     expected = N * experts.per_token / experts.num
-    assert room(slots, expected, moe.bound) < slots  # what comes to an expert that all choose
+    assert capacity(slots, expected, moe.bound) < slots  # what comes to an expert that all choose
     parts = routing("uniform", experts).reshape(ep, n, -1) // first.experts
     assert max((parts == part).any(2).sum(1).max() for part in range(first.parts)) <= first.rows
 

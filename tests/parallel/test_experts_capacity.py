@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import Hop, a2a_stages, hit_fraction, room
+from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, hit_fraction
 
 
 def counted(experts: Experts, count: int) -> float:
@@ -44,7 +44,7 @@ def test_several_groups_together_are_taken_for_more_than_they_are():
     [(128, 16, 1.0, 16), (128, 16.1, 1.0, 24), (128, 16, 1.5, 24), (20, 16, 1.5, 20), (4, 1, 1, 4)],
 )
 def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, bound, rows):
-    assert room(tokens, expected, bound) == rows
+    assert capacity(tokens, expected, bound) == rows
 
 
 EXPERTS = Experts(num=8, per_token=2)
@@ -52,17 +52,21 @@ EXPERTS = Experts(num=8, per_token=2)
 
 def test_one_exchange_between_all_ranks():
     # C(6, 2) of the C(8, 2) choices leave two experts out.
-    rows = room(64, 64 * (1 - 15 / 28), 1.0)
-    assert a2a_stages(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [Hop(parts=4, experts=2, rows=rows)]
+    rows = capacity(64, 64 * (1 - 15 / 28), 1.0)
+    assert a2a_stages(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [
+        A2AStage(parts=4, experts=2, rows=rows)
+    ]
 
 
 def test_two_exchanges_first_between_nodes_and_then_inside():
     """A rank takes part in the second with what the ranks in its place on all nodes have sent it."""
     across, inside = a2a_stages(MoEConfig(bound=1.0, nodes=2), EXPERTS, 8, 64)
-    assert across == Hop(parts=2, experts=4, rows=room(64, 64 * hit_fraction(EXPERTS, 4), 1.0))
+    assert across == A2AStage(
+        parts=2, experts=4, rows=capacity(64, 64 * hit_fraction(EXPERTS, 4), 1.0)
+    )
     received = 2 * across.rows
-    assert inside == Hop(
-        parts=4, experts=1, rows=room(received, 2 * 64 * hit_fraction(EXPERTS, 1), 1.0)
+    assert inside == A2AStage(
+        parts=4, experts=1, rows=capacity(received, 2 * 64 * hit_fraction(EXPERTS, 1), 1.0)
     )
 
 

@@ -41,17 +41,17 @@ def parts(run: Run) -> dict[str, float]:
 @pytest.mark.parametrize("window", [None, 1, 2, 9, 10, 64, 128])
 def test_a_run_counts_the_blocks_that_the_program_computes(strategy, window):
     run = split(8, seq_len=128, strategy=strategy)
-    plan = RingSpec(
+    spec = RingSpec(
         axis="cp",
         ranks=8,
-        inner=1,
+        ulysses=1,
         chunks=1 if strategy == "ring" else 2,
         gathered=False,
         window=window,
         local_mask=False,
         implementation="xla",
     )
-    assert run.steps(window) == len(plan.steps(16))
+    assert run.steps(window) == len(spec.distances(16))
 
 
 def test_the_groups_of_an_exchange_and_of_a_ring():

@@ -114,7 +114,7 @@ FIRST_STEP = "scripts.train, to its first step"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to time, and for how long."""
+    """Options of `ultrascale bench`."""
 
     suite: Literal["peer", "gpu", "kernels"] = "peer"
     """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU; `kernels`: our kernels on one GPU."""
@@ -349,7 +349,7 @@ class Bench:
             self.report.save()
 
     def _first_step(self, part: Part) -> None:
-        """How long `ultrascale train` takes from its start to the first row of its metrics."""
+        """Time `ultrascale train` from its start to the first row of its metrics."""
         row = self.report.add(part.workload, FIRST_STEP, status="running")
         with self._recorded(row), tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "ultrascale_jax", "train", *part.spec["arguments"]]

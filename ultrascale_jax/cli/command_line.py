@@ -55,7 +55,7 @@ def option(metavar: str, absent: str = "none"):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run is told beside its configuration."""
+    """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
     """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left."""
@@ -157,7 +157,7 @@ def use_fake_devices(num_devices: int) -> None:
 
 @contextlib.contextmanager
 def user_errors(patience_s: float = 0.0) -> Iterator[None]:
-    """Where the block raises a `UserError`: one line on stderr and its exit code, no traceback.
+    """Turn a `UserError` of the block into one line on stderr and its exit code, without a traceback.
 
     Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
     be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.

@@ -47,7 +47,7 @@ ORIGINAL = "hf_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What `export` is told."""
+    """Options of `ultrascale convert-hf export`."""
 
     run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
     """The run directory of a training run or an import."""

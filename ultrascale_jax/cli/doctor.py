@@ -1,4 +1,4 @@
-"""What is wrong with this machine, before a run finds out: `ultrascale doctor [RECIPE] [--mesh ...]`.
+"""Check hosts, devices and links before a run: `ultrascale doctor [RECIPE] [--mesh ...]`.
 
 Start it as the run will be started (srun, mpirun, in the pods), with the same recipe and options: it joins the same
 processes, looks at versions, environment, devices, hosts, clocks and the run directory, measures the links along the

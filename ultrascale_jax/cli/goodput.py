@@ -1,4 +1,4 @@
-"""Where the time of a run went: `ultrascale goodput RUN_DIR`."""
+"""Account for every second of a run: `ultrascale goodput RUN_DIR`."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ultrascale_jax.launch.goodput import read_ledger
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of which run."""
+    """Options of `ultrascale goodput`."""
 
     run_dir: tyro.conf.Positional[Path]
     """Its run directory."""

@@ -21,7 +21,7 @@ from ultrascale_jax.launch.run_files import folder_of
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which checkpoints, and how closely."""
+    """Options of `ultrascale inspect-checkpoint`."""
 
     run_dir: tyro.conf.Positional[Path]
     """Run directory of a training run."""
@@ -39,7 +39,7 @@ cannot be read, or there is none."""
 
 
 def state(place: Path, *, verify: bool) -> str:
-    """What is known of the checkpoint at `place`, in a few words. Raises `Damaged`."""
+    """Describe the checkpoint at `place` in a few words. Raises `Damaged`."""
     meta = metadata(place)
     if manifest.check(place, contents=verify):
         return "verified" if verify else "complete"

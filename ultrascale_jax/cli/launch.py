@@ -25,7 +25,7 @@ from ultrascale_jax.launch.supervisor import GIVE_UP_S, Supervisor
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run is kept alive."""
+    """Options of `ultrascale launch`."""
 
     processes: Annotated[int | None, command_line.option("N", "one")] = None
     """Processes on this host."""
@@ -55,7 +55,7 @@ fails, until it is done, stopped by SIGTERM, or restarts bring no new step for h
 
 @dataclass(frozen=True)
 class Places:
-    """Where the processes of this host stand in the job."""
+    """The ranks of this host's processes in the job."""
 
     ranks: tuple[int, ...]
     processes: int
@@ -116,7 +116,7 @@ def supervisor_of(argv: Sequence[str] | None) -> Supervisor:
 
 
 def begun_anew(run_dir: Path) -> int:
-    """How often a run with `checkpoint.resume=never` has moved away what it found."""
+    """Count the starts with `checkpoint.resume=never` that moved away what they found."""
     return sum(event["kind"] == "anew" for event in read_events(run_dir))
 
 
@@ -188,7 +188,7 @@ def _devices(environ: Mapping[str, str], place: int, number: int, *, alone: bool
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is the supervisor's, and what is the run's: before and after `--`."""
+    """Split the command line at `--` into the supervisor's part and the run's."""
     if "--" not in arguments:
         return arguments, []
     place = arguments.index("--")

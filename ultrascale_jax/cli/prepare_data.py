@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +59,7 @@ class Args:
 
     @property
     def settings(self) -> dict:
-        """What a restart must have in common with the run before it, beside the tokenizer."""
+        """The settings that a restart must share with the run before it, beside the tokenizer."""
         return {name: getattr(self, name) for name in ("train_bpe", "text_field", "shard_tokens")}
 
 
@@ -288,10 +288,11 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
                 yield text, size * rows // file.metadata.num_rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
     with command_line.user_errors():
         prog = "ultrascale prepare-data"
-        args = command_line.read(Args, sys.argv[1:], prog=prog, description=__doc__ or "")
+        args = command_line.read(Args, arguments, prog=prog, description=__doc__ or "")
         index = prepare(args)
     tokens = sum(shard.tokens for shard in index.shards)
     documents = sum(shard.documents for shard in index.shards)

@@ -19,7 +19,7 @@ from ultrascale_jax.launch.sigterm import SigtermListener
 
 @dataclass(frozen=True, kw_only=True)
 class Options(command_line.JobOptions):
-    """What a run is told beside its configuration."""
+    """Options of `ultrascale train`, beside the configuration."""
 
     profile: Annotated[
         str | None,

@@ -122,7 +122,7 @@ class Loader:
         return batch_hash(self._load(step, range(self.global_batch)))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
-        """Where each row of the global batch of a step is read (default: all rows), file by file."""
+        """The places in files from which each row of a step's global batch is read; by default all rows."""
         if self._places is None:
             return []
         rows = range(self.global_batch) if rows is None else rows
@@ -132,7 +132,7 @@ class Loader:
     def device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
-        """From `start_step` on without end: the step, its batch on the devices, and its hash.
+        """Yield step, batch on the devices and the batch's hash, from `start_step` on without end.
 
         Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
         all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.

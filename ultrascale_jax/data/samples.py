@@ -45,7 +45,7 @@ class PackedSamples:
         return _row(stream, np.diff(spans)[:, 0], self._data.document_mask)
 
     def places(self, i: int) -> list[Place]:
-        """Where the T+1 tokens of row i are read."""
+        """The places in files from which the T+1 tokens of row i are read."""
         return [(*self._corpus.place(start), stop - start) for start, stop in self._spans(i)]
 
     def _spans(self, i: int) -> list[tuple[int, int]]:

@@ -124,7 +124,7 @@ class Shard:
     documents_sha256: str
 
     def fault(self, folder: Path, dtype: np.dtype, vocab_size: int) -> str | None:
-        """What is wrong with the files of this shard, naming the file; none if they are sound."""
+        """Check the files of this shard: an error that names the file, None if they are sound."""
         sizes = {
             "tokens": self.tokens * dtype.itemsize,
             "documents": self.documents * DOCUMENT.itemsize,
@@ -289,7 +289,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
 
 
 def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
-    """Which of how many processes this one is among those that see the very files that it sees.
+    """This process's index and their number, among the processes that see the very same files.
 
     Hosts that share a disk see the same inodes; hosts with a copy each do not, and check their own.
     """

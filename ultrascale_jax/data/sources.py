@@ -1,4 +1,4 @@
-"""Where documents come from: what `data.source` names, opened and checked before the first step.
+"""Document sources: open and check what `data.source` names before the first step.
 
     python-stdlib    the .py files of the running Python's own standard library: no download, about 10 MB
     text:GLOB        each matching file is one document of UTF-8 text, held in memory

@@ -29,7 +29,7 @@ ENCODE_FIX = "cannot encode the text, as where a regular expression of it does n
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     vocab_size: int
     """One more than the largest id."""

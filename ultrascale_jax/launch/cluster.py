@@ -1,4 +1,4 @@
-"""How a process finds out that it is one of many: from `--dist.*`, or from what its launcher left in the environment.
+"""Detect a process's place in its job: from `--dist.*`, or from its launcher's environment variables.
 
 What is given on the command line is believed first, then `JAX_*`, then torchrun's variables, then the cluster's own
 (SLURM, Open MPI, an indexed Kubernetes job). Whatever is missing or contradicts itself is refused by name.
@@ -16,7 +16,7 @@ FIRST_PORT, PORTS = 61440, 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one process joins the others."""
+    """One process's place in a job: address, number of processes, rank."""
 
     method: str
     """Where it was read from: `command line`, `environment`, `torchrun`, `slurm`, `ompi` or `kubernetes`."""
@@ -58,7 +58,7 @@ def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch
 
 @dataclass(frozen=True)
 class Said:
-    """What was said in so many words of one thing."""
+    """The value given for one setting, and who gave it."""
 
     value: str | None
     by: str

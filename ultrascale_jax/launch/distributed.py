@@ -177,7 +177,7 @@ def _avoid_proxies(host: str) -> None:
 
 
 def _watch_each_other(dist: DistConfig) -> None:
-    """From here on the failure of one process ends all; and none leaves while another may still fail."""
+    """Make the failure of one process end all, and let none leave while another may still fail."""
     global _failures
     client = global_state.client
     assert client is not None

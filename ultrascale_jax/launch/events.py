@@ -1,4 +1,4 @@
-"""What happened to a run: `events.jsonl`, which all its processes and their supervisor append to.
+"""The record of a run: `events.jsonl`, to which all its processes and their supervisor append.
 
 An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
 mix on a local disk. NFS knows no appending between hosts: of two that write in the same moment one may overwrite the

@@ -1,4 +1,4 @@
-"""What a process that ends tells its supervisor; 0 is done, or stopped by SIGTERM after saving."""
+"""Exit codes, which a supervisor acts upon; 0 is done, or stopped by SIGTERM after saving."""
 
 REFUSED = 2
 """A `UserError`: something the user can mend, and a restart cannot."""

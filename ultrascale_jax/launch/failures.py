@@ -50,7 +50,7 @@ HINT = (
 
 
 class Store(Protocol):
-    """What is used of `jaxlib`'s `DistributedRuntimeClient`."""
+    """The part of `jaxlib`'s `DistributedRuntimeClient` that is used here."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -58,7 +58,7 @@ class Store(Protocol):
 
 
 class Failures:
-    """What this process does when it fails, or when another one has; one per process."""
+    """End this process when it fails, and when another one has failed; one instance per process."""
 
     def __init__(self, rank: int = 0, store: Store | None = None):
         """For process `rank` of a job whose processes share `store`, or for one on its own."""

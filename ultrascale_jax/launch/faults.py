@@ -97,7 +97,7 @@ class Plan:
                 raise RuntimeError(f"fault on purpose before step {step} on rank {self._rank}")
 
     def load(self, step: int) -> None:
-        """What happens to the batch of `step`, in the thread of the loader that reads it."""
+        """Inject the faults due to the batch of `step`, in the loader's thread that reads it."""
         if self._faults and self.due("loader", step):
             raise OSError(errno.EIO, f"fault on purpose in the loader on rank {self._rank}")
         if self._faults and self.due("stall", step):

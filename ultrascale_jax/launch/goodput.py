@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its restarts: every second in one class.
+"""Account for the time of a run over all its restarts: every second falls into one class.
 
 The ledger is read from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and the supervisor of
 its host when it starts and when it is gone; from one of these to the next, time is of one class, so that the classes
@@ -222,7 +222,7 @@ class _Book:
             self._ended = None
 
     def _after_end(self) -> str | None:
-        """What the time is after a process has gone by itself: after the last step nobody waits for a next one."""
+        """Class of the time after a process ended by itself: after the last step nobody waits for a next one."""
         done = self._ended is not None and self._ended.get("reason") == "done"
         return None if done else "down"
 

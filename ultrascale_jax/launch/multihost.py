@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other. Every process calls these, or all wait for the one that does not."""
+"""Messages between the processes of a job. All processes must call them: those that do, wait for the others."""
 
 import json
 import socket

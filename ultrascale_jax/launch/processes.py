@@ -60,7 +60,7 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 and the number of the signal; 0 while it lives."""
+        """Exit code as a shell gives it, 128 plus the number of the signal; 0 while the process lives."""
         code = self.code or 0
         return 128 - code if code < 0 else code
 
@@ -109,7 +109,7 @@ class Disk:
         threading.Thread(target=self._run, name="disk", daemon=True).start()
 
     def ask[T](self, call: Callable[[], T], timeout_s: float | None = None) -> T | None:
-        """What `call()` returns; none if the disk fails.
+        """Return `call()`, None if the disk fails.
 
         Or if it does not answer within `timeout_s`, or `ANSWER_S`: then the call is done later.
         """

@@ -124,7 +124,7 @@ class _Deadline:
 
 
 class _Roll:
-    """What process 0 does."""
+    """Process 0's side: collect all processes, then let them go on."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Roll:
                 self._wrong = kind(_twice(holder.hello, visitor.hello))
 
     def _checked(self, message: dict) -> dict:
-        """Who a process says it is. Raises `ValueError` or `KeyError` if it does not."""
+        """Parse a process's report. Raises `ValueError` or `KeyError` if it is malformed."""
         hello = {name: message[name] for name in self._me}
         for name, mine in self._me.items():
             fits = isinstance(hello[name], str) if isinstance(mine, str) else is_count(hello[name])
@@ -275,7 +275,7 @@ def _twice(one: dict, other: dict) -> str:
 
 
 def _report(place: Place, me: dict, dist: DistConfig, deadline: _Deadline) -> None:
-    """What the others do: come, and wait until process 0 lets them go on."""
+    """The other processes' side: report, and wait until process 0 lets them go on."""
     context, why = make_tls(dist, server=False), "nobody listens there"
     while (left := deadline.left()) > 0:
         try:
@@ -303,7 +303,7 @@ def _report(place: Place, me: dict, dist: DistConfig, deadline: _Deadline) -> No
 
 
 def _ask(place: Place, me: dict, context: ssl.SSLContext | None, deadline: _Deadline) -> dict:
-    """What process 0 answers. Raises `OSError` or `ValueError` if it does not."""
+    """Send one request to process 0 and return its answer. Raises `OSError` or `ValueError` without one."""
     with contextlib.ExitStack() as stack:
         timeout_s = max(0.1, min(deadline.left(), HELLO_S))
         connection = socket.create_connection(place.sockaddr[:2], timeout=timeout_s)

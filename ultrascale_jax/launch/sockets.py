@@ -31,7 +31,7 @@ class NotJoined(UserError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where process 0 listens, as text and for sockets."""
+    """Process 0's address, as text and for sockets."""
 
     text: str
     family: socket.AddressFamily

@@ -164,7 +164,7 @@ class Supervisor:
         return None
 
     def _ended_elsewhere(self) -> str | None:
-        """Which other supervisor of the job has ended since this one began, if one has and is not back."""
+        """Another supervisor of the job that ended since this one began and is not back, None if there is none."""
         last: dict[str, dict] = {}
         for event in read_events(self._run_dir):
             own = event.get("ranks") == list(self._ranks)
@@ -294,7 +294,7 @@ class Supervisor:
             kill(self._living())
 
     def _cause(self, first: Child) -> str:
-        """What ended the attempt, as well as it is known, in one line."""
+        """The cause of the attempt's end in one line, as well as it is known."""
         if _was_killed(first) and not first.killed:
             return f"rank {first.rank} was killed by {signal.Signals(-(first.code or 0)).name}"
         events = self._disk.ask(lambda: read_events(self._run_dir), READ_S) or []
@@ -319,7 +319,7 @@ class Supervisor:
 
 
 def _mark(event: Mapping[str, object]) -> str:
-    """What tells an event from all others."""
+    """A key that identifies an event."""
     return f"{event['time']} {event.get('host')} {event.get('pid')}"
 
 
@@ -330,7 +330,7 @@ def _was_killed(child: Child) -> bool:
 
 
 def _stuck(event: Mapping[str, object]) -> str:
-    """What a `hang` or `stuck` event says."""
+    """A `hang` or `stuck` event as a sentence."""
     stopped = "is stopped by a signal" if event.get("state") == "T" else "makes no progress"
     return f"{stopped} {_where(event)}"
 

@@ -1,4 +1,4 @@
-"""What one process tells of its progress, and what it does when there is none.
+"""Report one process's progress, and end the process when there is none.
 
 The loop says which section it is in (`FIRST_S`) and when a step is done. From that come three things: the heartbeat
 file `heartbeats/RANK` in the run directory, by which a supervisor sees a process that is stuck; the events by which
@@ -131,7 +131,7 @@ def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
-    """Where the stacks of `rank` go."""
+    """The file for the stack traces of `rank`."""
     return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
 
 
@@ -212,7 +212,7 @@ class Watch:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """What is done inside is section `name`; then comes what was before."""
+        """Count the time of the block to section `name`, then that of the section before it again."""
         before = self._section
         self._enter(name)
         try:

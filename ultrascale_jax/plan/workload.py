@@ -19,7 +19,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     require,
 )
-from ultrascale_jax.parallel.context.window import steps_in_reach
+from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.model_shape import Shape as Shape
@@ -160,7 +160,7 @@ class Run:
     def steps(self, window: int | None) -> int:
         """Blocks of others' keys that a place of the ring attends to."""
         places = self.ring[0]
-        return len(steps_in_reach(places, self.context.chunks, self.seq_len // places, window))
+        return len(distances_in_reach(places, self.context.chunks, self.seq_len // places, window))
 
     def keys(self, window: int | None) -> float:
         """Keys that attention computes for a query on average: where blocks are whole also such as it does not see."""

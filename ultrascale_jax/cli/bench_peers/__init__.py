@@ -1,1 +1,1 @@
-"""What `ultrascale bench` times: each module is one contestant, started as a process of its own."""
+"""The contestants of `ultrascale bench`: each module is one, started as a process of its own."""

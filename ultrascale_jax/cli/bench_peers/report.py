@@ -1,4 +1,4 @@
-"""What a benchmark found: rows of figures, as a table and as JSON.
+"""A benchmark's results: rows of figures, as a table and as JSON.
 
 The JSON is written anew after every row, so a benchmark that is interrupted keeps what it has. A figure that was not
 measured is absent, and a part that was not run has its reason; nothing is filled in.

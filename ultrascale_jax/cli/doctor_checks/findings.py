@@ -1,4 +1,4 @@
-"""What a check finds: one line with a verdict and, where something is wrong, the fix."""
+"""The result of a check: one line with a verdict and, where something is wrong, the fix."""
 
 import contextlib
 import os

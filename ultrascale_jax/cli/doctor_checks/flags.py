@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def problem(environ: Mapping[str, str]) -> str | None:
-    """What is wrong with `XLA_FLAGS`, found out by a process of its own; none: nothing."""
+    """Start a process with `XLA_FLAGS` and return XLA's complaint about them, None if it has none."""
     flags = environ.get("XLA_FLAGS", "")
     if not flags:
         return None

@@ -1,4 +1,4 @@
-"""What can be said of a host and of its processes before they compute: versions, environment, devices, clock."""
+"""Checks of a host and its processes before they compute: versions, environment, devices, clock."""
 
 import os
 import platform
@@ -114,7 +114,7 @@ def devices(launch: Launch | None, dist: DistConfig, environ: Mapping[str, str])
 
 
 def ranks(launch: Launch | None) -> list[Finding]:
-    """Who takes part, and on which host."""
+    """List the processes by host."""
     told = gather([socket.gethostname(), len(jax.local_devices())])
     hosts = Counter(host for host, _ in told)
     counts = sorted({count for _, count in told})
@@ -130,7 +130,7 @@ def ranks(launch: Launch | None) -> list[Finding]:
 
 
 def clock() -> list[Finding]:
-    """How far the clocks are apart, as well as a barrier can tell."""
+    """Compare the hosts' clocks, as well as a barrier can."""
     if jax.process_count() == 1:
         return []
     # The second barrier is the quicker: the first one also compiles.

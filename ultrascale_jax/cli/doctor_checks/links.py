@@ -1,4 +1,4 @@
-"""How fast collectives are along each axis of the mesh, beside what `plan` expects of the GPUs' links."""
+"""Measure collectives along each axis of the mesh, beside what `plan` expects of the GPUs' links."""
 
 import socket
 import time

@@ -17,8 +17,7 @@ sends keys, values and the float32 sums of their gradients round once.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Literal, Protocol, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,38 @@ import jax.numpy as jnp
 from ultrascale_jax.config import ContextConfig, Strategy
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.rules import vary, varying
+
+
+@overload
+def context_attention(
+    context: ContextConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    axis: str = "cp",
+    *,
+    window: int | None = None,
+    implementation: str = "auto",
+    with_lse: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def context_attention(
+    context: ContextConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    axis: str = "cp",
+    *,
+    window: int | None = None,
+    implementation: str = "auto",
+    with_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def context_attention(
@@ -40,7 +71,7 @@ def context_attention(
     window: int | None = None,
     implementation: str = "auto",
     with_lse: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention by the strategy of `context`; called where `axis` (of size n) is manual.
 
     Args:
@@ -64,46 +95,78 @@ def context_attention(
     Raises:
       ValueError: the shapes do not fit each other or the axis.
     """
-    ranks, inner = _check(context, q, k, v, positions, segment_ids, axis, window)
+    ranks, ulysses = _check(context, q, k, v, positions, segment_ids, axis, window)
     documents = [x for x in (positions, segment_ids) if x is not None]
     axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
     q, k, v = (vary(x, axes) for x in (q, k, v))
-    positions, segment_ids = (
-        None if x is None else vary(x, {axis}) for x in (positions, segment_ids)
-    )
-    groups = [[ring * inner + i for i in range(inner)] for ring in range(ranks)]
+    positions, segment_ids = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
+    groups = [[ring * ulysses + i for i in range(ulysses)] for ring in range(ranks)]
     exchange = functools.partial(
         jax.lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True
     )
-    if inner > 1:
-        copies = max(1, inner // k.shape[2])
+    if ulysses > 1:
+        copies = max(1, ulysses // k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-        positions, segment_ids = (
-            None
-            if x is None
-            else jax.lax.all_gather(x, axis, axis=1, axis_index_groups=groups, tiled=True)
-            for x in (positions, segment_ids)
+        gather = functools.partial(
+            jax.lax.all_gather, axis_name=axis, axis=1, axis_index_groups=groups, tiled=True
         )
+        positions, segment_ids = jax.tree.map(gather, (positions, segment_ids))
     chunks = context.chunks if ranks > 1 else 1
     T = q.shape[1]
     apart = segment_ids is not None or positions is not None
     masked = apart or (ranks > 1 and window is not None) or T % chunks > 0
-    plan = RingSpec(
-        axis=axis, ranks=ranks, inner=inner, chunks=chunks, gathered=context.strategy == "allgather",
+    spec = RingSpec(
+        axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, gathered=context.strategy == "allgather",
         window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
         placed=positions is None,
     )  # fmt: skip
     if masked and positions is None:
-        positions = vary(plan.index(T), {axis})
-    out, lse = ring(plan, q, k, v, positions if masked else None, segment_ids)
-    if inner > 1:
+        positions = vary(spec.index(T), {axis})
+    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids)
+    if ulysses > 1:
         out = exchange(out, split_axis=1, concat_axis=2)
         lse = exchange(lse, split_axis=2, concat_axis=1) if with_lse else lse
     return (out, jax.lax.stop_gradient(lse)) if with_lse else out
 
 
-def _named(strategy: Strategy) -> Callable:
+class StrategyAttention(Protocol):
+    """`context_attention` by one strategy; `ulysses` ranks share a position of the ring."""
+
+    @overload
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        axis: str = "cp",
+        *,
+        ulysses: int = 1,
+        window: int | None = None,
+        implementation: str = "auto",
+        with_lse: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        axis: str = "cp",
+        *,
+        ulysses: int = 1,
+        window: int | None = None,
+        implementation: str = "auto",
+        with_lse: Literal[True],
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+def _named(strategy: Strategy) -> StrategyAttention:
     """The function of one strategy."""
 
     def attend(
@@ -118,7 +181,7 @@ def _named(strategy: Strategy) -> Callable:
         window: int | None = None,
         implementation: str = "auto",
         with_lse: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         context = ContextConfig(strategy=strategy, ulysses=ulysses)
         return context_attention(
             context, q, k, v, positions, segment_ids, axis,
@@ -130,7 +193,7 @@ def _named(strategy: Strategy) -> Callable:
 
     `ulysses` ranks share a position of the ring and exchange heads for sequence.
     """
-    return attend
+    return cast(StrategyAttention, attend)
 
 
 ring_attention = _named("ring")
@@ -151,7 +214,7 @@ def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int,
         )
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
-    ranks, inner = context.ranks(jax.lax.axis_size(axis))
+    ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
     (B, T, N, H), K = q.shape, k.shape[2]
     wanted = (B, T, K, H)
     if k.shape != wanted or v.shape != wanted or N % K:
@@ -161,9 +224,9 @@ def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int,
     for name, x in (("positions", positions), ("segment_ids", segment_ids)):
         if x is not None and x.shape != (B, T):
             raise ValueError(f"{name} {x.shape}: want [B, T] = {(B, T)}, this rank's piece")
-    if N % inner or (K % inner and inner % K):
+    if N % ulysses or (K % ulysses and ulysses % K):
         raise ValueError(
-            f"ulysses={inner}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
+            f"ulysses={ulysses}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
             "use fewer ranks for ulysses and a ring for the rest"
         )
-    return ranks, inner
+    return ranks, ulysses

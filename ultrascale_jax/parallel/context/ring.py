@@ -5,7 +5,7 @@ meanwhile the next keys are on their way. The backward pass goes round in the sa
 gradients follow them one step behind, so that they too travel beside a block; the own block waits for none and fills
 the time until they are home. Steps that do the same are one loop, compiled once.
 
-`context.py` has what is called from outside, and the strategies.
+`attention.py` has the public functions, and the strategies.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ultrascale_jax.kernels.attention import (
     visible_keys,
     visible_ranges,
 )
-from ultrascale_jax.parallel.context.window import steps_in_reach
+from ultrascale_jax.parallel.context.window import distances_in_reach
 
 NEVER = 2**30
 """Position of what fills up an odd piece: no query sees it."""
@@ -33,12 +33,12 @@ NEVER = 2**30
 
 @dataclass(frozen=True)
 class RingSpec:
-    """What is known about a ring before it runs."""
+    """The static description of a ring."""
 
     axis: str
     ranks: int
     """Positions of the ring (r)."""
-    inner: int
+    ulysses: int
     """Ranks that share a position."""
     chunks: int
     """1: natural order; 2: chunks i and 2r-1-i."""
@@ -51,33 +51,35 @@ class RingSpec:
     placed: bool = True
     """Positions are the places in the sequence: only then is a rank known to be out of a window's reach."""
 
-    def mine(self) -> jax.Array:
+    def rank(self) -> jax.Array:
         """This rank's position on the ring."""
-        return jax.lax.axis_index(self.axis) // self.inner
+        return jax.lax.axis_index(self.axis) // self.ulysses
 
     def index(self, T: int) -> jax.Array:
         """`[1, T]` int32: the places in the sequence that this rank's piece has."""
-        mine = self.mine()
+        rank = self.rank()
         if self.chunks == 1:
-            return (mine * T + jnp.arange(T))[None]
+            return (rank * T + jnp.arange(T))[None]
         first, second = -(-T // 2), T // 2
-        late = self.ranks * first + (self.ranks - 1 - mine) * second
-        return jnp.concatenate([mine * first + jnp.arange(first), late + jnp.arange(second)])[None]
+        late = self.ranks * first + (self.ranks - 1 - rank) * second
+        return jnp.concatenate([rank * first + jnp.arange(first), late + jnp.arange(second)])[None]
 
-    def steps(self, T: int) -> list[int]:
+    def distances(self, T: int) -> list[int]:
         """The distances on the ring over which some rank sees keys of another, in increasing order."""
         window = self.window if self.placed else None
-        return steps_in_reach(self.ranks, self.chunks, T, window)
+        return distances_in_reach(self.ranks, self.chunks, T, window)
 
     def send(self, tree: Any, hop: int) -> Any:
-        """What the rank `hop` positions before this one holds."""
-        n = self.ranks * self.inner
-        pairs = [(i, (i + hop * self.inner) % n) for i in range(n)]
+        """Pass x on round the ring: return that of the rank `hop` positions before this one."""
+        n = self.ranks * self.ulysses
+        pairs = [(i, (i + hop * self.ulysses) % n) for i in range(n)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def members(self) -> list[list[int]]:
         """The rings: ranks at the same place of their position."""
-        return [[ring * self.inner + i for ring in range(self.ranks)] for i in range(self.inner)]
+        return [
+            [ring * self.ulysses + i for ring in range(self.ranks)] for i in range(self.ulysses)
+        ]
 
     def split(self, x: jax.Array, axis: int = 1, fill: int = 0) -> jax.Array:
         """`x` with its chunks along a new first dim, all of the length of the first chunk."""
@@ -96,101 +98,101 @@ class RingSpec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(plan: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
+def ring(spec: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
     """Causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
-      plan: the ring.
-      q: queries `[B, T, N, H]` of this rank's position on it, in the plan's order.
+      spec: the ring.
+      q: queries `[B, T, N, H]` of this rank's position on it, in the ring's order.
       k: keys `[B, T, K, H]`.
       v: values `[B, T, K, H]`.
       positions: `[B or 1, T]` int32, or none where no block needs a mask.
       segment_ids: `[B, T]` int32 documents, or none.
     """
-    return _ring_forward(plan, q, k, v, positions, segment_ids)[0]
+    return _ring_fwd(spec, q, k, v, positions, segment_ids)[0]
 
 
-def _ring_forward(plan: RingSpec, q, k, v, positions, segment_ids):
-    out, lse = attention_forward(q, k, v, **_local(plan, positions, segment_ids))
-    if steps := plan.steps(q.shape[1]):
-        # So the masks are this layer's: else JAX makes those of all steps once, before the loop over layers.
+def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
+    out, lse = attention_forward(q, k, v, **_local(spec, positions, segment_ids))
+    if distances := spec.distances(q.shape[1]):
+        # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
         documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
-        queries = _chunks(plan, *documents, q=q)
-        keys = _chunks(plan, *documents, kv=jnp.stack([k, v]))
-        mine, last = plan.mine(), _at(queries, plan.chunks - 1)
-        done = tuple(zip(plan.split(out.astype(jnp.float32)), plan.split(lse, 2), strict=True))
+        queries = _chunks(spec, *documents, q=q)
+        keys = _chunks(spec, *documents, kv=jnp.stack([k, v]))
+        rank, last = spec.rank(), _at(queries, spec.chunks - 1)
+        done = tuple(zip(spec.split(out.astype(jnp.float32)), spec.split(lse, 2), strict=True))
 
-        def attend(done, keys, step):
-            later = mine < step
-            if plan.chunks == 1:
-                out, lse = _block(plan, last, _at(keys, 0))
+        def attend(done, keys, distance):
+            later = rank < distance
+            if spec.chunks == 1:
+                out, lse = _block(spec, last, _at(keys, 0))
                 return (_merge(done[0], (out, jnp.where(later, UNSEEN, lse))),)
-            cross = _block(plan, last, _at(keys, 0))
-            out, lse = _block(plan, _at(queries, later), _at(keys, later))
+            cross = _block(spec, last, _at(keys, 0))
+            out, lse = _block(spec, _at(queries, later), _at(keys, later))
             first = _merge(done[0], (out, jnp.where(later, UNSEEN, lse)))
             return first, _merge(done[1], cross, (out, jnp.where(later, lse, UNSEEN)))
 
-        outs, lses = zip(*_visit(plan, steps, keys, done, attend), strict=True)
-        out = plan.join(outs, q.shape[1]).astype(q.dtype)
-        lse = plan.join(lses, q.shape[1], 2)
+        outs, lses = zip(*_forward_blocks(spec, distances, keys, done, attend), strict=True)
+        out = spec.join(outs, q.shape[1]).astype(q.dtype)
+        lse = spec.join(lses, q.shape[1], 2)
     out, lse = (checkpoint_name(x, "attn_core") for x in (out, lse))
     return (out, lse), (q, k, v, positions, segment_ids, out, lse)
 
 
-def _ring_backward(plan: RingSpec, residuals, cotangents):
+def _ring_bwd(spec: RingSpec, residuals, cotangents):
     q, k, v, positions, segment_ids, out, lse = residuals
-    dout, T, own = cotangents[0], q.shape[1], _local(plan, positions, segment_ids)
-    steps = plan.steps(T)
-    if not steps:
+    dout, T, own = cotangents[0], q.shape[1], _local(spec, positions, segment_ids)
+    distances = spec.distances(T)
+    if not distances:
         return *attention_backward(q, k, v, out, lse, dout, **own), None, None
-    queries = _chunks(plan, positions, segment_ids, q=q, out=out, dout=dout)
-    queries["lse"] = plan.split(lse, 2)
-    keys = _chunks(plan, positions, segment_ids, kv=jnp.stack([k, v]))
-    mine, last = plan.mine(), _at(queries, plan.chunks - 1)
+    queries = _chunks(spec, positions, segment_ids, q=q, out=out, dout=dout)
+    queries["lse"] = spec.split(lse, 2)
+    keys = _chunks(spec, positions, segment_ids, kv=jnp.stack([k, v]))
+    rank, last = spec.rank(), _at(queries, spec.chunks - 1)
 
-    def add(dqs, keys, step):
-        later = mine < step
-        if plan.chunks == 1:
-            dq, dkv = _pull_back(plan, last, _at(keys, 0))
+    def add(dqs, keys, distance):
+        later = rank < distance
+        if spec.chunks == 1:
+            dq, dkv = _pull_back(spec, last, _at(keys, 0))
             return (dqs[0] + jnp.where(later, 0, dq),), jnp.where(later, 0, dkv)[None]
-        cross, dkv_cross = _pull_back(plan, last, _at(keys, 0))
-        dq, dkv = _pull_back(plan, _at(queries, later), _at(keys, later))
+        cross, dkv_cross = _pull_back(spec, last, _at(keys, 0))
+        dq, dkv = _pull_back(spec, _at(queries, later), _at(keys, later))
         dqs = dqs[0] + jnp.where(later, 0, dq), dqs[1] + cross + jnp.where(later, dq, 0)
         first = dkv_cross + jnp.where(later, 0, dkv)
         return dqs, jnp.stack([first, jnp.where(later, dkv, 0)])
 
-    start = (jnp.zeros_like(last["q"], jnp.float32),) * plan.chunks
-    back = _gather_back if plan.gathered else _return_grads
-    dqs, sums, home = back(plan, steps, keys, start, add)
+    start = (jnp.zeros_like(last["q"], jnp.float32),) * spec.chunks
+    back = _backward_gathered if spec.gathered else _backward_blocks
+    dqs, sums, return_grads = back(spec, distances, keys, start, add)
     # Not before the ring is through: then the sums' way home passes beside the own block.
     q, sums = jax.lax.optimization_barrier((q, sums))
-    theirs = plan.join(home(sums), T, 2)
+    theirs = spec.join(return_grads(sums), T, 2)
     dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **own)
-    dq = (plan.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
+    dq = (spec.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
     dk, dv = (
         (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True)
     )
     return dq, dk, dv, None, None
 
 
-ring.defvjp(_ring_forward, _ring_backward)
+ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _local(plan: RingSpec, positions, segment_ids) -> dict:
-    """How the own block is masked. The own piece is in increasing order, so causal by index."""
-    settings = {"causal": True, "implementation": plan.implementation}
-    if not plan.local_mask:
-        return {**settings, "window": plan.window}
+def _local(spec: RingSpec, positions, segment_ids) -> dict:
+    """Mask of the own block. The own piece is in increasing order, so it is causal by index."""
+    settings = {"causal": True, "implementation": spec.implementation}
+    if not spec.local_mask:
+        return {**settings, "window": spec.window}
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return {**settings, **_seen(plan, positions, positions, segments)}
+    return {**settings, **_seen(spec, positions, positions, segments)}
 
 
-def _chunks(plan: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
+def _chunks(spec: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
     """The arrays chunk by chunk, with positions and documents; keys and values are one array, and travel as one."""
-    parts = {name: plan.split(x, axis=x.ndim - 3) for name, x in arrays.items()}
+    parts = {name: spec.split(x, axis=x.ndim - 3) for name, x in arrays.items()}
     masks = {"positions": (positions, NEVER), "segments": (segment_ids, 0)}
     return parts | {
-        name: None if x is None else plan.split(x, fill=fill) for name, (x, fill) in masks.items()
+        name: None if x is None else spec.split(x, fill=fill) for name, (x, fill) in masks.items()
     }
 
 
@@ -200,31 +202,31 @@ def _at(parts: dict[str, Any], chunk: jax.Array | int) -> dict[str, Any]:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), parts)
 
 
-def _mask(plan: RingSpec, queries: dict, keys: dict) -> dict:
-    """How a block of other keys is masked: not at all where every query comes later."""
-    settings = {"implementation": plan.implementation}
+def _mask(spec: RingSpec, queries: dict, keys: dict) -> dict:
+    """Mask of a block of another rank's keys: none where every query comes later."""
+    settings = {"implementation": spec.implementation}
     if queries["positions"] is None:
         return settings
     segments = None if queries["segments"] is None else (queries["segments"], keys["segments"])
-    return {**settings, **_seen(plan, queries["positions"], keys["positions"], segments)}
+    return {**settings, **_seen(spec, queries["positions"], keys["positions"], segments)}
 
 
-def _seen(plan: RingSpec, q_positions, k_positions, segments) -> dict:
+def _seen(spec: RingSpec, q_positions, k_positions, segments) -> dict:
     """The keys that queries see, in the form that the implementation takes."""
-    if plan.implementation == "mosaic":
-        return {"ranges": visible_ranges(q_positions, k_positions, segments, plan.window)}
-    return {"visible": visible_keys(q_positions, k_positions, segments, plan.window)}
+    if spec.implementation == "mosaic":
+        return {"ranges": visible_ranges(q_positions, k_positions, segments, spec.window)}
+    return {"visible": visible_keys(q_positions, k_positions, segments, spec.window)}
 
 
-def _block(plan: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
+def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     k, v = keys["kv"]
-    return attention_forward(queries["q"], k, v, **_mask(plan, queries, keys))
+    return attention_forward(queries["q"], k, v, **_mask(spec, queries, keys))
 
 
-def _pull_back(plan: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
+def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     """Gradients of a block's q, and of its k and v as one array, in float32."""
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
-    (k, v), mask = keys["kv"], _mask(plan, queries, keys)
+    (k, v), mask = keys["kv"], _mask(spec, queries, keys)
     dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **mask)
     return dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32)
 
@@ -239,80 +241,80 @@ def _merge(done, *blocks):
     ), total
 
 
-def _visit(plan: RingSpec, steps: list[int], keys, carry, attend):
-    """`attend(carry, keys, step)` for the keys at each of these distances."""
-    if plan.gathered:
-        everyone, mine = _gather(plan, keys), plan.mine()
+def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
+    """`attend(carry, keys, distance)` for the keys at each of these distances."""
+    if spec.gathered:
+        everyone, rank = _gather(spec, keys), spec.rank()
 
-        def look(carry, step):
-            return attend(carry, _at(everyone, (mine - step) % plan.ranks), step), None
+        def look(carry, distance):
+            return attend(carry, _at(everyone, (rank - distance) % spec.ranks), distance), None
 
-        return jax.lax.scan(look, carry, jnp.array(steps))[0]
-    keys = plan.send(keys, steps[0])
-    for (_, hop), group in _alike(steps, arrivals=False):
+        return jax.lax.scan(look, carry, jnp.array(distances))[0]
+    keys = spec.send(keys, distances[0])
+    for (_, hop), group in _alike(distances, arrivals=False):
 
-        def one(state, step, hop=hop):
+        def one(state, distance, hop=hop):
             carry, keys = state
-            ahead = plan.send(keys, hop) if hop else keys
-            return (attend(carry, keys, step), ahead), None
+            ahead = spec.send(keys, hop) if hop else keys
+            return (attend(carry, keys, distance), ahead), None
 
         carry, keys = _repeat(one, (carry, keys), group)
     return carry
 
 
-def _return_grads(plan: RingSpec, steps: list[int], keys, dqs, add):
+def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
     """Gradients of the queries; sums of the keys' gradients, which follow the keys one step behind; their way home."""
-    keys, dkeys = plan.send(keys, steps[0]), None
-    for (came, hop), group in _alike(steps, arrivals=True):
+    keys, dkeys = spec.send(keys, distances[0]), None
+    for (prev_hop, hop), group in _alike(distances, arrivals=True):
 
-        def one(state, step, came=came, hop=hop):
+        def one(state, distance, prev_hop=prev_hop, hop=hop):
             dqs, keys, dkeys = state
-            ahead = plan.send(keys, hop) if hop else keys
-            arrived = plan.send(dkeys, came) if came else 0
-            dqs, more = add(dqs, keys, step)
+            ahead = spec.send(keys, hop) if hop else keys
+            arrived = spec.send(dkeys, prev_hop) if prev_hop else 0
+            dqs, more = add(dqs, keys, distance)
             return (dqs, ahead, arrived + more), None
 
         dqs, keys, dkeys = _repeat(one, (dqs, keys, dkeys), group)
-    return dqs, dkeys, functools.partial(plan.send, hop=plan.ranks - steps[-1])
+    return dqs, dkeys, functools.partial(spec.send, hop=spec.ranks - distances[-1])
 
 
-def _gather_back(plan: RingSpec, steps: list[int], keys, dqs, add):
+def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
     """The same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
-    everyone, mine = _gather(plan, keys), plan.mine()
+    everyone, rank = _gather(spec, keys), spec.rank()
 
-    def one(state, step):
+    def one(state, distance):
         dqs, dkeys = state
-        owner = (mine - step) % plan.ranks
-        dqs, more = add(dqs, _at(everyone, owner), step)
+        owner = (rank - distance) % spec.ranks
+        dqs, more = add(dqs, _at(everyone, owner), distance)
         return (dqs, jax.lax.dynamic_update_index_in_dim(dkeys, more, owner, axis=0)), None
 
     start = jnp.zeros_like(everyone["kv"], jnp.float32)
-    (dqs, dkeys), _ = jax.lax.scan(one, (dqs, start), jnp.array(steps))
-    home = functools.partial(
-        jax.lax.psum_scatter, axis_name=plan.axis, axis_index_groups=plan.members()
+    (dqs, dkeys), _ = jax.lax.scan(one, (dqs, start), jnp.array(distances))
+    return_grads = functools.partial(
+        jax.lax.psum_scatter, axis_name=spec.axis, axis_index_groups=spec.members()
     )
-    return dqs, dkeys, home
+    return dqs, dkeys, return_grads
 
 
-def _gather(plan: RingSpec, keys):
+def _gather(spec: RingSpec, keys):
     """The keys of all positions, `[r, ...]` each."""
     gather = functools.partial(
-        jax.lax.all_gather, axis_name=plan.axis, axis_index_groups=plan.members()
+        jax.lax.all_gather, axis_name=spec.axis, axis_index_groups=spec.members()
     )
     return jax.tree.map(gather, keys)
 
 
-def _alike(steps: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
-    """Runs of steps that do the same: (hop since the last step, where `arrivals` count, hop to the next), and which."""
-    hops = [b - a for a, b in itertools.pairwise(steps)]
-    came = [None, *hops] if arrivals else [None] * len(steps)
-    rows = zip(came, [*hops, None], steps, strict=True)
+def _alike(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
+    """Runs of distances with the same (hop from the one before, if `arrivals` count; hop to the next), and the run."""
+    hops = [b - a for a, b in itertools.pairwise(distances)]
+    prev_hop = [None, *hops] if arrivals else [None] * len(distances)
+    rows = zip(prev_hop, [*hops, None], distances, strict=True)
     for key, group in itertools.groupby(rows, key=lambda row: row[:2]):
-        yield key, [step for *_, step in group]
+        yield key, [distance for *_, distance in group]
 
 
-def _repeat(one, state, steps: list[int]):
-    """`one` for each step: a loop that is compiled once."""
-    if len(steps) == 1:
-        return one(state, jnp.int32(steps[0]))[0]
-    return jax.lax.scan(one, state, jnp.array(steps))[0]
+def _repeat(one, state, distances: list[int]):
+    """`one` for each distance: a loop that is compiled once."""
+    if len(distances) == 1:
+        return one(state, jnp.int32(distances[0]))[0]
+    return jax.lax.scan(one, state, jnp.array(distances))[0]

@@ -1,7 +1,7 @@
-"""Which places of a ring a sliding window reaches; standard library only, for the planner counts it too."""
+"""The places of a ring that a sliding window reaches; standard library only, since the planner counts them too."""
 
 
-def steps_in_reach(places: int, chunks: int, piece: int, window: int | None) -> list[int]:
+def distances_in_reach(places: int, chunks: int, piece: int, window: int | None) -> list[int]:
     """The distances on a ring over which some place sees keys of another, in increasing order.
 
     Args:
@@ -10,8 +10,8 @@ def steps_in_reach(places: int, chunks: int, piece: int, window: int | None) -> 
         piece: tokens of a place.
         window: a query sees the last `window` keys, itself included; none: all.
     """
-    steps = range(1, places)
+    distances = range(1, places)
     if window is None:
-        return list(steps)
+        return list(distances)
     reach = 0 if window < 2 else (window - 2) // max(1, piece // chunks) + 1
-    return [s for s in steps if s <= reach or (chunks == 2 and places - s <= reach)]
+    return [d for d in distances if d <= reach or (chunks == 2 and places - d <= reach)]

@@ -1,4 +1,4 @@
-"""How many rows the buffers of expert parallelism hold; standard library only, so that the planner asks here too."""
+"""Rows of the buffers of expert parallelism; standard library only, since the planner counts them too."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from ultrascale_jax.config import Experts, MoEConfig
 
 
 @dataclass(frozen=True)
-class Hop:
+class A2AStage:
     """One exchange of tokens between the parts of a group."""
 
     parts: int
@@ -33,9 +33,9 @@ def hit_fraction(experts: Experts, count: int) -> float:
     return experts.groups_per_token / experts.groups * (1 - missed)
 
 
-def room(tokens: int, expected: float, bound: float) -> int:
-    """Rows of a buffer for `expected` of at most `tokens` rows: `bound` times as many, a multiple of 8."""
-    return min(tokens, 8 * math.ceil(bound * expected / 8))
+def capacity(tokens: int, expected: float, capacity_factor: float) -> int:
+    """Rows of a buffer for `expected` of at most `tokens` rows: `capacity_factor` times as many, a multiple of 8."""
+    return min(tokens, 8 * math.ceil(capacity_factor * expected / 8))
 
 
 def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
@@ -43,7 +43,7 @@ def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
     return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1
 
 
-def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[Hop]:
+def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[A2AStage]:
     """The exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, and with `allgather`."""
     if ranks == 1 or moe.dispatch == "allgather":
         return []
@@ -52,7 +52,7 @@ def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> lis
         left //= parts
         count = left * experts.num // ranks
         held = found[-1].parts * found[-1].rows if found else tokens
-        rows = room(held, sources * tokens * hit_fraction(experts, count), moe.bound)
-        found.append(Hop(parts, count, rows))
+        rows = capacity(held, sources * tokens * hit_fraction(experts, count), moe.bound)
+        found.append(A2AStage(parts, count, rows))
         sources *= parts
-    return [hop for hop in found if hop.parts > 1]
+    return [stage for stage in found if stage.parts > 1]

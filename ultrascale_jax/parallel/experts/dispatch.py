@@ -16,7 +16,7 @@ from ultrascale_jax.sharding.rules import grad_barrier, vary, varying
 
 
 class Slots(NamedTuple):
-    """Which token fills each slot of a buffer, and in which slot each choice of a token is."""
+    """The token of each slot of a buffer, and the slot of each choice of a token."""
 
     choice: jax.Array
     """`[S]` int32: the choice (token * k + its number) in a slot; n * k where the slot is empty."""
@@ -157,7 +157,7 @@ def _unpack(packed: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floats: Any):
-    """The sums of `one_round(number, ints, floats)` over the first `needed` numbers, of which there are at most `most`.
+    """Sum `one_round(i, ints, floats)` for i < needed <= most.
 
     The first round is plain; the others, if there are any, run in a loop whose length is known only at run time, and
     their backward pass is another such loop that computes them again.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import Hop, a2a_stages, num_chunks, room
+from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, num_chunks
 from ultrascale_jax.parallel.experts.dispatch import (
     Assignment,
     Slots,
@@ -127,14 +127,14 @@ def _outer(
     splits: bool,
     product: Product,
 ) -> Outer:
-    """What is done with this rank's tokens: the exchanges one inside the other, the experts innermost.
+    """Compose nested all-to-alls around the local experts.
 
     `splits` says whether sp splits the experts' F.
     """
     shared = jax.lax.axis_size("sp") if splits else 1
     local = _Local(
         rows=tokens * experts.per_token * shared,
-        bound=moe.bound,
+        capacity_factor=moe.bound,
         drops=moe.dispatch == "capacity",
         product=None if moe.implementation == "mosaic" else product,
     )
@@ -143,11 +143,11 @@ def _outer(
         return functools.partial(_gather_all, run, axis)
     agreed = (axis, "sp") if shared > 1 else (axis,)
     outer: Outer = functools.partial(_in_turn, run)
-    for hop in reversed(a2a_stages(moe, experts, ranks, tokens)):
-        stride = ranks * hop.experts // experts.num
-        span = hop.parts * stride
+    for stage in reversed(a2a_stages(moe, experts, ranks, tokens)):
+        stride = ranks * stage.experts // experts.num
+        span = stage.parts * stride
         groups = [
-            [first + part * stride for part in range(hop.parts)]
+            [first + part * stride for part in range(stage.parts)]
             for start in range(0, ranks, span)
             for first in range(start, start + stride)
         ]
@@ -155,7 +155,7 @@ def _outer(
             jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
             axis_index_groups=groups if len(groups) > 1 else None,
         )  # fmt: skip
-        one = _Exchange(hop, exchange, run, agreed, moe.dispatch == "capacity")
+        one = _Exchange(stage, exchange, run, agreed, moe.dispatch == "capacity")
         run, outer = one.run, one.run_parts
     return outer
 
@@ -188,7 +188,7 @@ class _Local:
 
     rows: int
     """Choices that balanced routing would send here."""
-    bound: float
+    capacity_factor: float
     drops: bool
     product: Product | None
     """None is the grouped kernel."""
@@ -196,22 +196,22 @@ class _Local:
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
         x, ids, weights = tokens
         num, (n, k) = matrices[0].shape[0], ids.shape
-        size = room(n, self.rows / num, self.bound)
-        order = Assignment.of(ids, num)
+        size = capacity(n, self.rows / num, self.capacity_factor)
+        assignment = Assignment.of(ids, num)
         if self.product is None:
             size = 8 * -(-min(n * k, num * size) // 8)
-            needed, most = -(-jnp.sum(order.counts) // size), -(-n * k // size)
-            over = jnp.maximum(jnp.sum(order.counts) - size, 0)
+            needed, most = -(-jnp.sum(assignment.counts) // size), -(-n * k // size)
+            over = jnp.maximum(jnp.sum(assignment.counts) - size, 0)
         else:
-            needed, most = -(-jnp.max(order.counts) // size), -(-n // size)
-            over = jnp.sum(jnp.maximum(order.counts - size, 0))
+            needed, most = -(-jnp.max(assignment.counts) // size), -(-n // size)
+            over = jnp.sum(jnp.maximum(assignment.counts - size, 0))
         experts = ragged_experts
         if self.product is not None:
             experts = functools.partial(padded_experts, self.product)
         one_round = functools.partial(experts, size)
         if self.drops:
-            return one_round(jnp.int32(0), order, (x, weights, *matrices)), over
-        y = in_rounds(one_round, needed, most, order, (x, weights, *matrices))
+            return one_round(jnp.int32(0), assignment, (x, weights, *matrices)), over
+        y = in_rounds(one_round, needed, most, assignment, (x, weights, *matrices))
         return y, jnp.zeros_like(over)
 
 
@@ -252,7 +252,7 @@ def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.A
 class _Exchange:
     """Tokens to the parts of a group that have their experts, what `inner` does with them there, and back."""
 
-    hop: Hop
+    stage: A2AStage
     exchange: Callable[[jax.Array], jax.Array]
     inner: Inner
     agreed: tuple[str, ...]
@@ -269,17 +269,19 @@ class _Exchange:
     ) -> tuple[list[jax.Array], jax.Array]:
         """The same for the parts of a batch, one in flight while another is computed."""
         x, ids, weights = zip(*batch, strict=True)
-        orders, parts, rows = [self._order(a) for a in ids], self.hop.parts, self.hop.rows
-        ints, floats = (orders, ids), (x, weights, matrices)
+        assignments, parts, rows = [self._assign(a) for a in ids], self.stage.parts, self.stage.rows
+        ints, floats = (assignments, ids), (x, weights, matrices)
         if self.drops:
             results, dropped = self._round(jnp.int32(0), ints, floats)
-            for order, own in zip(orders, ids, strict=True):
-                left = (order.padded(0, rows).slot == parts * rows) & (order.places < parts)
-                part = own // self.hop.experts
+            for assignment, own in zip(assignments, ids, strict=True):
+                left = (assignment.padded(0, rows).slot == parts * rows) & (
+                    assignment.places < parts
+                )
+                part = own // self.stage.experts
                 lost = left[:, None, :] & (part[:, :, None] == part[:, None, :])
                 dropped += jnp.sum(jnp.any(lost, axis=2), dtype=jnp.int32)
             return results, dropped
-        busiest = jnp.max(jnp.stack([order.counts for order in orders]))
+        busiest = jnp.max(jnp.stack([assignment.counts for assignment in assignments]))
         needed = jax.lax.pmax(-(-busiest // rows), self.agreed)
 
         def one_round(number, ints, floats):
@@ -288,17 +290,17 @@ class _Exchange:
         most = -(-x[0].shape[0] // rows)
         return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
 
-    def _order(self, ids: jax.Array) -> Assignment:
+    def _assign(self, ids: jax.Array) -> Assignment:
         """A token goes once to a part in which it has several experts."""
-        parts = self.hop.parts
-        part = jnp.minimum(ids // self.hop.experts, parts)
+        parts = self.stage.parts
+        part = jnp.minimum(ids // self.stage.experts, parts)
         again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
         return Assignment.of(jnp.where(again, parts, part), parts)
 
     def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
         """One round of at most `rows` rows from each part to each other."""
         x, weights, matrices = floats
-        slots = [order.padded(number, self.hop.rows) for order in ints[0]]
+        slots = [assignment.padded(number, self.stage.rows) for assignment in ints[0]]
         received = []
         for tokens in map(self._fill, slots, x, ints[1], weights):
             if received:
@@ -310,10 +312,10 @@ class _Exchange:
         return [combine(y, slot.token, slot.slot) for y, slot in back], dropped
 
     def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
-        """What is sent: rows of all parts, their ids counted from each part's first expert, their weights."""
-        num, rows = self.hop.experts, self.hop.rows
-        part = jnp.arange(self.hop.parts * rows, dtype=jnp.int32) // rows
-        theirs = _pick_rows(ids, slots.token, self.hop.parts * num) - part[:, None] * num
+        """Fill the send buffers: rows for all parts, expert ids counted from each part's first expert, weights."""
+        num, rows = self.stage.experts, self.stage.rows
+        part = jnp.arange(self.stage.parts * rows, dtype=jnp.int32) // rows
+        theirs = _pick_rows(ids, slots.token, self.stage.parts * num) - part[:, None] * num
         theirs, sent = _own(theirs, dispatch(weights, slots.token, slots.slot), num)
         return dispatch(x, slots.token, slots.slot), theirs, sent
 

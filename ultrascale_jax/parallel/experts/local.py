@@ -20,11 +20,11 @@ def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
 
 
 def padded_experts(
-    product: Product, size: int, number: jax.Array, order: Assignment, floats
+    product: Product, size: int, number: jax.Array, assignment: Assignment, floats
 ) -> jax.Array:
     """One round of at most `size` rows for each expert, by batched products."""
     x, weights, w_gate, w_up, w_down = floats
-    slots = order.padded(number, size)
+    slots = assignment.padded(number, size)
     x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
     gate_ECF = checkpoint_name(product(x_ECD, w_gate), "gate")
     up_ECF = checkpoint_name(product(x_ECD, w_up), "up")
@@ -33,10 +33,10 @@ def padded_experts(
     return combine(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
 
 
-def ragged_experts(size: int, number: jax.Array, order: Assignment, floats) -> jax.Array:
+def ragged_experts(size: int, number: jax.Array, assignment: Assignment, floats) -> jax.Array:
     """One round of at most `size` rows of all experts together, by the grouped kernel."""
     x, weights, w_gate, w_up, w_down = floats
-    slots, sizes = order.ragged(number, size)
+    slots, sizes = assignment.ragged(number, size)
     product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
     x_SD = dispatch(x, slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")

@@ -130,7 +130,7 @@ def _rounds(table: Schedule, cap: int) -> Schedule:
 
 
 class _Simulation:
-    """What each rank could run next, and the memory that it holds."""
+    """The simulator's state: the jobs that each rank could run next, and the memory that it holds."""
 
     def __init__(self, table: Schedule, cap: int):
         p, m = table.ranks, table.microbatches
@@ -205,7 +205,7 @@ class _Simulation:
                 self._offer("W", job)
 
     def follower(self, kind: str, job: Job) -> tuple[str, Job] | None:
-        """What waits for `job` on another rank, or for the loss."""
+        """The job that waits for `job` on another rank, or for the loss."""
         i, stage = job
         if kind == "F":
             last = stage == self.table.num_stages - 1

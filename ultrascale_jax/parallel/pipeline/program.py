@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the executor runs."""
+    """The program that the executor runs."""
 
     schedule: Schedule
     slots: Slots
@@ -161,7 +161,7 @@ class _Assembler:
         self.every[name][t], self.every[f"{name}_mb"][t] = 1, mb
 
     def send(self, t: int, rank: int, kind: str, mb: int, stage: int) -> None:
-        """What the operation made goes to the rank of the next stage, or of the one before."""
+        """Send the operation's result to the rank of the next stage, or of the one before."""
         to = stage + 1 if kind == "F" else stage - 1
         if not 0 <= to < self.schedule.num_stages:
             return

@@ -99,7 +99,7 @@ class Schedule:
         return _turned(stage % self.ranks, self.chunk_of(stage), self.ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's stages `stage` is, from 0."""
+        """The index of `stage` among its rank's stages, from 0."""
         return stage // self.ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:

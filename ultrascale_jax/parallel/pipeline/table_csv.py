@@ -122,7 +122,7 @@ def _table(name: str, ranks: int, entries: list[_Entry]) -> Schedule:
 
 
 def _count(entries: list[_Entry], field: str) -> int:
-    """How many stages or microbatches there are, refusing numbers that skip some."""
+    """Count the stages or microbatches; refuse numbers that skip some."""
     used = {getattr(entry, field) for entry in entries}
     missing = next(n for n in range(len(used) + 1) if n not in used)
     beyond = next((entry for entry in entries if getattr(entry, field) > missing), None)

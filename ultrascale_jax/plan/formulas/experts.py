@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from ultrascale_jax.parallel.experts import capacity
-from ultrascale_jax.parallel.experts.capacity import Hop
+from ultrascale_jax.parallel.experts.capacity import A2AStage
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -24,7 +24,7 @@ def tokens(run: Run) -> int:
     return run.tokens // run.mesh.sp // num_chunks(run)
 
 
-def a2a_stages(run: Run) -> list[Hop]:
+def a2a_stages(run: Run) -> list[A2AStage]:
     """The exchanges on the way of those tokens to their experts; back they go likewise."""
     experts = run.shape.experts
     return (
@@ -48,7 +48,7 @@ def balanced(run: Run) -> float:
 
 def slots(run: Run) -> int:
     """Rows for which one expert has room: `moe.bound` times the balanced ones."""
-    return capacity.room(received(run), balanced(run), run.moe.bound)
+    return capacity.capacity(received(run), balanced(run), run.moe.bound)
 
 
 def rows(run: Run) -> int:
@@ -103,7 +103,7 @@ def moved(run: Run) -> float:
     return 2 * (passes + (turned + 2.8 * depth + 9 / parts) * matrices)
 
 
-def links(run: Run, gpus_per_node: int) -> list[tuple[Hop, Group]]:
+def links(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
     """The exchanges, and the ranks of each: one of each part of ep, then those of a part."""
     mesh, nodes, experts = run.mesh, run.moe.nodes, run.shape.experts
     if experts is None:

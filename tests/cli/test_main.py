@@ -1,0 +1,60 @@
+"""The command `ultrascale`: what it can run, and what the end of a command tells the shell."""
+
+import sys
+
+import pytest
+
+import ultrascale_jax
+from ultrascale_jax.cli import main as command
+from ultrascale_jax.cli import plan
+
+
+def ended(monkeypatch, *words: str) -> object:
+    """The exit code of `ultrascale WORDS`, None where `main` returns."""
+    monkeypatch.setattr(sys, "argv", ["ultrascale", *words])
+    try:
+        command.main()
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_every_command_is_listed_and_has_its_own_help(monkeypatch, capsys):
+    assert ended(monkeypatch) is None
+    listed = capsys.readouterr().out
+    names = [line.split()[0] for line in listed.splitlines()[2:] if line]
+    assert tuple(names) == command.COMMANDS
+    for name in names:
+        # `convert-hf` has no options of its own: its help lists what comes next, and wants it.
+        assert ended(monkeypatch, name, "--help") in (None, 0, 2), name
+        assert f"ultrascale {name}" in capsys.readouterr().out, name
+
+
+def test_the_version_is_that_of_the_package(monkeypatch, capsys):
+    assert ended(monkeypatch, "--version") is None
+    assert capsys.readouterr().out == f"{ultrascale_jax.__version__}\n"
+
+
+def test_an_unknown_command_is_one_line_that_names_the_others(monkeypatch, capsys):
+    assert ended(monkeypatch, "trian") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: command='trian': choose one of train, launch, ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted\n"), (RuntimeError("broken"), 70, "broken\n")],
+)
+def test_what_ends_a_command_is_an_exit_code(error, code, said, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(plan, "main", fail)
+    assert ended(monkeypatch, "plan", "memory") == code
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_command_of_a_checkout_is_named_by_its_error(monkeypatch, capsys):
+    assert ended(monkeypatch, "plan", "validate", "RUNS.csv") == 2
+    assert "python -m scripts.plan validate RUNS.csv" in capsys.readouterr().err
