@@ -156,6 +156,17 @@ def test_shard_map_is_called_in_one_place():
     assert used == {"ultrascale_jax/sharding/manual.py"}
 
 
+def test_only_the_primitives_ask_whether_values_are_pieces():
+    """A model's text has one meaning: the two forms of an operation stand behind one name in `sharding/`."""
+    asks = {
+        name(path)
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "manual"
+    }
+    assert asks == {"ultrascale_jax/sharding/primitives.py"}
+
+
 def test_manual_regions_keep_the_check_of_varying_axes():
     off = [
         name(path)

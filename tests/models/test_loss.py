@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.models import loss as loss_module
-from ultrascale_jax.models.layers import gather_sequence, gradient_axes
+from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces, num_chunks
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.rules import act, gradient_axes
 
 B, T, D, V = 4, 8, 16, 32
 MESHES = [{"fsdp": 1}, {"fsdp": 2, "sp": 2, "tp": 2}, {"dp": 2, "cp": 2, "sp": 2}]

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.models.layers import map_params, reduce_gradient
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
@@ -79,10 +78,7 @@ def by_pieces(fn, params, *rest):
 
     def region(params, *rest):
         loss, grads = fn(params, *rest)
-        grads = map_params(
-            lambda g, dims, on, value: reduce_gradient(g, dims, value), grads, params
-        )
-        return jax.lax.psum(loss, tuple(varying(loss))), grads
+        return jax.lax.psum(loss, tuple(varying(loss))), reduce_gradients(grads, params)
 
     rests = specs(params)
     return smap(region, in_specs=(rests, *specs(rest)), out_specs=(P(), rests))(params, *rest)
@@ -149,9 +145,9 @@ def test_a_vocabulary_split_over_the_pipeline_gives_the_same_in_both_forms(mesh,
         (_, loss), grads = fn(prepare_params(cfg, params), tokens, targets)
         return loss, grads
 
-    def explicit(*args):
-        loss, grads = gradients(*args)
-        return loss, reduce_gradients(cfg, grads)
+    def explicit(params, *rest):
+        loss, grads = gradients(params, *rest)
+        return loss, reduce_gradients(grads, params)
 
     def run(mesh_cfg, fn):
         devices = jax.devices()[: int(np.prod(list(mesh_cfg.sizes.values())))]

@@ -21,17 +21,13 @@ from ultrascale_jax.config import (
     ModelConfig,
     RopeScaling,
 )
-from ultrascale_jax.models.layers import (
-    gather_param,
-    map_params,
-    reduce_gradient,
-    scatter_sequence,
-)
+from ultrascale_jax.models.layers import gather_param, map_params, scatter_sequence
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.rules import act, manual, specs
+from ultrascale_jax.sharding.primitives import reduce_gradient
+from ultrascale_jax.sharding.rules import act, specs
 
 YARN = RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, mscale_all_dim=1.0)
 LATENT = LatentAttention(q_rank=16, kv_rank=8, rope_dim=4, v_dim=6)
@@ -76,9 +72,7 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
     def both(mla, x_BRD, g_BRD, *batch):
         out, pull_back = jax.vjp(lambda mla, x: layer(mla, x, *batch), mla, x_BRD)
         grads, dx_BRD = pull_back(g_BRD)
-        if manual():
-            grads = map_params(lambda g, dims, on, p: reduce_gradient(g, dims, p), grads, mla)
-        return out, grads, dx_BRD
+        return out, map_params(reduce_gradient, grads, mla), dx_BRD
 
     @jax.jit
     def whole(*inputs):

@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import AXES, MeshConfig
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding.primitives import einsum
 from ultrascale_jax.sharding.rules import (
     SHARD,
     act,
     axes_of,
-    einsum,
     gathered,
     is_matrix,
     manual,

@@ -10,18 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
-from ultrascale_jax.models.layers import (
-    INIT_STD,
-    broadcast_param,
-    gather_sequence,
-    param,
-    repeat_kv_heads,
-    rms_norm,
-)
+from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import act, mesh_size, offset, reshard
+from ultrascale_jax.sharding.primitives import broadcast_param, offset, repeat_kv_heads, reshard
+from ultrascale_jax.sharding.rules import act, mesh_size
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""

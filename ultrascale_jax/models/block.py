@@ -18,7 +18,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE
-from ultrascale_jax.sharding.rules import grad_barrier
+from ultrascale_jax.sharding.primitives import grad_barrier
 
 NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""

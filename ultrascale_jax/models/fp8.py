@@ -32,7 +32,8 @@ from ultrascale_jax.kernels.device import device, on_gpu, on_hopper, vary_alike
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
 from ultrascale_jax.sharding.manual import leave_partial, smap
-from ultrascale_jax.sharding.rules import einsum, is_matrix, mesh_size, specs, varying
+from ultrascale_jax.sharding.primitives import einsum
+from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, varying
 
 Scaling = Literal["tensor", "row", "block"]
 

@@ -18,7 +18,8 @@ from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import VOCABULARY, act, einsum, mesh_size, specs, vary
+from ultrascale_jax.sharding.primitives import einsum
+from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size, specs, vary
 
 
 def generate(

@@ -13,9 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
-from ultrascale_jax.models.layers import gradient_axes
-from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import act, axes_of, manual, offset, piece, specs, vary, varying
+from ultrascale_jax.sharding.manual import leave_partial, smap
+from ultrascale_jax.sharding.primitives import all_reduce, offset, piece
+from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary, varying
 
 CHUNK_BYTES = 2**29
 """Upper bound of one chunk's float32 logits on a device."""
@@ -147,13 +147,10 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
 
 def _log_sum_exp(logits_BTV, gold_BTV):
     """Over the whole vocabulary: the log-sum-exp of the logits, and the logit of the target."""
-    picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
-    if not manual():
-        return jax.nn.logsumexp(logits_BTV, axis=-1), picked
-    axes = tuple(sorted(axes_of("V")))
-    highest = jax.lax.pmax(jnp.max(logits_BTV, axis=-1), axes)
+    highest = all_reduce(jnp.max(logits_BTV, axis=-1), "V", "max")
     total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
-    total, picked = jax.lax.psum((total, picked), axes)
+    picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
+    total, picked = all_reduce((total, picked), "V")
     return highest + jnp.log(total), picked
 
 
@@ -166,7 +163,7 @@ def cross_entropy_of_pieces(
     implementation: str = "mosaic",
 ) -> tuple[jax.Array, jax.Array]:
     """`cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
-    inside = manual()
+    partial = act("", unreduced=axes_of("BT"))
 
     def local(x_BTD, head_DV, targets_BT, weight):
         values = linear_cross_entropy(
@@ -179,7 +176,8 @@ def cross_entropy_of_pieces(
             axes=axes_of("V"),
             implementation=implementation,
         )
-        return values if inside else jax.lax.psum(values, tuple(sorted(axes_of("BT"))))
+        return tuple(leave_partial(value, partial.unreduced) for value in values)
 
     given = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
-    return smap(local, in_specs=specs(given), out_specs=(P(), P()))(*given)
+    losses = smap(local, in_specs=specs(given), out_specs=(partial, partial))(*given)
+    return jax.reshard(losses, P())

@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import ContextConfig, ModelConfig
 from ultrascale_jax.models.attention import Cache, attend
 from ultrascale_jax.models.fp8 import linear
-from ultrascale_jax.models.layers import INIT_STD, broadcast_param, gather_sequence, param, rms_norm
+from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
+from ultrascale_jax.sharding.primitives import broadcast_param
 
 
 class MLA(nnx.Module):

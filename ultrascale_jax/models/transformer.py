@@ -17,18 +17,12 @@ from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.block import DROPLESS, NATURAL, Block
 from ultrascale_jax.models.fp8 import Fp8
-from ultrascale_jax.models.layers import (
-    MLP,
-    embed_lookup,
-    gather_param,
-    gather_sequence,
-    param,
-    rms_norm,
-)
+from ultrascale_jax.models.layers import MLP, gather_param, gather_sequence, param, rms_norm
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.models.rotary import rotary
-from ultrascale_jax.sharding.rules import einsum, reshard, stored
+from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
+from ultrascale_jax.sharding.rules import stored
 
 type LayerOrder = tuple[int | None, ...]
 """The layer at each position of a stack; None is one of zeros, which no stage runs."""

@@ -17,17 +17,15 @@ there and has an unreduced cotangent. So a parameter gathered as `reduced` over 
 locally, and the reduction happens once, where the gradient is resharded.
 
 Inside a region that is manual over all axes (`sharding/manual.py`) the same text works on this device's pieces: specs
-come out empty, and the words that communicate do it by `jax.lax` collectives. Both kinds of value, `reduced` and
-`unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where the text says so.
+come out empty, and the operations of `sharding/primitives.py` communicate by `jax.lax` collectives. Both kinds of
+value, `reduced` and `unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where
+the text says so.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 BATCH = ("dp", "fsdp", "ep")
@@ -58,9 +56,6 @@ PARAMETER: dict[str, tuple[str, ...]] = {
     "L": ("pp",),
 }
 
-PRODUCT = "product"
-"""The name for `jax.checkpoint` of every product with parameters, summed over the devices that share it."""
-
 
 def manual() -> bool:
     """Whether values are this device's pieces: the call stands in a region that is manual over all axes."""
@@ -70,7 +65,17 @@ def manual() -> bool:
 
 def axes_of(dims: str) -> frozenset[str]:
     """The mesh axes over which an activation with these dims is split."""
-    return frozenset(axis for dim in dims for axis in _axes(ACTIVATION, dim))
+    return frozenset(axis for dim in dims for axis in act_axes(dim))
+
+
+def gradient_axes(dims: str, on: str) -> frozenset[str]:
+    """The axes over which a parameter's gradient is a sum: those that split what it meets, and not itself."""
+    return axes_of(on) - axes_of(dims)
+
+
+def act_axes(dim: str) -> tuple[str, ...]:
+    """The mesh axes that split one dim of an activation, slowest first."""
+    return _axes(ACTIVATION, dim)
 
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
@@ -89,7 +94,7 @@ def act(
     dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
 ) -> P:
     """Sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
-    return _spec((_axes(ACTIVATION, dim) for dim in dims), reduced, unreduced)
+    return _spec((act_axes(dim) for dim in dims), reduced, unreduced)
 
 
 def zero_dim(dims: str) -> int:
@@ -141,17 +146,6 @@ def mesh_size(*axes: str) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
-def piece(dim: str, size: int) -> int:
-    """Size of this device's piece of an activation's dim, of which `size` is what the text sees."""
-    return size if manual() else size // mesh_size(*_axes(ACTIVATION, dim))
-
-
-def offset(dim: str, size: int) -> jax.Array | int:
-    """Global index of the first of `size` elements of an activation's dim: not 0 only where values are pieces."""
-    axes = _axes(ACTIVATION, dim)
-    return jax.lax.axis_index(axes) * size if manual() and axes else 0
-
-
 def specs[T](tree: T) -> T:
     """The shardings of a tree's arrays, as their types say."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
@@ -167,88 +161,3 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def reshard(
-    subscripts: str,
-    x: jax.Array,
-    *,
-    summed: frozenset[str] = frozenset(),
-    reduced: frozenset[str] = frozenset(),
-) -> jax.Array:
-    """`reshard("BRD->BTD", x)`: the activation split as other letters say, and with it the partial sums added.
-
-    Args:
-      subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
-        one that is split more scatters the sum.
-      x: an activation, `unreduced` over `summed`.
-      summed: axes over which `x` is a partial sum.
-      reduced: axes over which the cotangent of the result stays a partial sum.
-    """
-    dims, to = subscripts.split("->")
-    if not manual():
-        y = jax.reshard(x, act(to, reduced=reduced))
-        return checkpoint_name(y, PRODUCT) if summed else y
-    x, rest = vary(x, reduced), summed
-    for i, (old, new) in enumerate(zip(dims, to, strict=True)):
-        before, after = _axes(ACTIVATION, old), _axes(ACTIVATION, new)
-        lost = tuple(axis for axis in before if axis not in after)
-        won = tuple(axis for axis in after if axis not in before)
-        assert summed.issuperset(won), f"{subscripts}: only a sum is scattered"
-        if mesh_size(*lost) > 1:
-            x = jax.lax.all_gather(x, lost, axis=i, tiled=True)
-        if mesh_size(*won) > 1:
-            x = jax.lax.psum_scatter(x, won, scatter_dimension=i, tiled=True)
-        rest -= set(won)
-    if rest:
-        x = jax.lax.psum(x, tuple(sorted(rest)))
-    return checkpoint_name(x, PRODUCT) if summed else x
-
-
-def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
-    """Mean over the dims `over` of an activation with these `dims`, which keep the size 1."""
-    y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
-    axes = tuple(sorted(axes_of(over)))
-    return jax.lax.pmean(y, axes) if manual() and axes else y
-
-
-def einsum(
-    subscripts: str,
-    *operands: Any,
-    to: str | None = None,
-    partial: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
-    product: Callable[..., jax.Array] = jnp.einsum,
-) -> jax.Array:
-    """`jnp.einsum` over the alphabet, the result sharded as its letters say.
-
-    When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
-    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
-    left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
-    """
-    inputs, out = subscripts.split("->")
-    summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
-    y = product(
-        subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
-    )
-    if partial:
-        return y
-    if summed or to:
-        return reshard(f"{out}->{to or out}", y, summed=summed)
-    return checkpoint_name(y, PRODUCT)
-
-
-@jax.custom_vjp
-def grad_barrier(tree):
-    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
-
-    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
-    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
-    the feed-forward layer's activations also live on through the backward pass of attention.
-    """
-    return tree
-
-
-grad_barrier.defvjp(
-    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
-)

@@ -15,17 +15,18 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.fp8 import Fp8
-from ultrascale_jax.models.layers import map_params, reduce_gradient, scatter_gradient
+from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
 from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, vary, varying
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
 from ultrascale_jax.train_step.remat import remat
-from ultrascale_jax.train_step.zero import prepare_params
+from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
 
 MicroBatches = dict[str, jax.Array]
 """Tokens, targets, positions and documents `[M, B, T]`, int32."""
@@ -38,9 +39,8 @@ def loss_and_gradients(
 
     def region(params, parts, weight):
         loss, grads = _run(cfg, schedules.of_config(cfg), params, parts, weight)
-        return loss, map_params(
-            lambda g, dims, on, value: reduce_gradient(g, dims, value), grads, params
-        )
+        assert grads is not None
+        return loss, reduce_gradients(grads, params)
 
     rest = specs(params)
     run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest))
@@ -162,7 +162,7 @@ def _scatters(params) -> list[Callable]:
     found: list[Callable] = []
 
     def note(value, dims, on):
-        found.append(lambda g: scatter_gradient(g, dims, value).astype(jnp.float32))
+        found.append(lambda g: scatter_gradient(g, dims, on, value).astype(jnp.float32))
         return value
 
     map_params(note, params)

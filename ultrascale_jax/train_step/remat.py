@@ -13,13 +13,7 @@ from collections.abc import Callable
 import jax
 
 from ultrascale_jax.config import REMAT_NAMES, TrainConfig
-from ultrascale_jax.sharding.rules import PRODUCT, manual
-
-HANDED_ON = (
-    *("pvary", "reduced_vary_cast", "stop_gradient"),
-    *("reshape", "broadcast_in_dim", "dynamic_slice"),
-)
-"""What is done with a gathered parameter on the way to its product; it costs nothing to do it again."""
+from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
 
 def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
@@ -45,21 +39,8 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
-    """Keep a value unless it is a parameter whole over the ZeRO axes, known by its type: `reduced` over fsdp.
-
-    On pieces it is known by what is done with parameters: gathered, and handed on by operations that cost nothing.
-    """
-    if primitive.name == "dot_general":
-        return True
-    if manual():
-        if primitive.name == "all_gather":
-            return "fsdp" not in params["axis_name"]
-        return primitive.name not in HANDED_ON
-    if primitive.name == "reshard":
-        return "fsdp" not in params["dst_sharding"].spec.reduced
-    return not any(
-        "fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding")
-    )
+    """Keep every value that is not a parameter whole over the ZeRO axes."""
+    return primitive.name == "dot_general" or not is_gathered_param(primitive, *inputs, **params)
 
 
 def _keep_named(primitive, *_, **params) -> bool:

@@ -159,19 +159,19 @@ def loss_and_gradients(
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
         (_, total), grads = value_and_grad(used, batch)
-        return total, reduce_gradients(cfg, to_accumulator(cfg, grads))
+        return total, reduce_gradients(to_accumulator(cfg, grads, params), params)
 
     def step(carry, micro_batch):
         total, grads = carry
         (_, part), more = value_and_grad(used, micro_batch)
-        return (total + part, jax.tree.map(jnp.add, grads, to_accumulator(cfg, more))), None
+        return (total + part, jax.tree.map(jnp.add, grads, to_accumulator(cfg, more, params))), None
 
     def zeros(value, dims, on):
         return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
 
     start = (jnp.float32(0.0), map_params(zeros, params))
     (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
-    return total, reduce_gradients(cfg, grads)
+    return total, reduce_gradients(grads, params)
 
 
 def split(batch: Batch, microbatches: int) -> Batch:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import gather_param, gradient_axes, map_params, shard_param
+from ultrascale_jax.models.layers import gather_param, map_params
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding.rules import SHARD, gathered, is_matrix, stored
+from ultrascale_jax.sharding.primitives import reduce_gradient, scatter_gradient, shard_param
+from ultrascale_jax.sharding.rules import SHARD, gathered, gradient_axes, is_matrix, stored
 from ultrascale_jax.train_step.precision import COMPUTE
 
 
@@ -50,17 +51,16 @@ def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
     return P(*gathered(dims, value.shape).partitions, unreduced=axes)
 
 
-def to_accumulator(cfg: Config, grads: Transformer) -> Transformer:
+def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Transformer:
     """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
 
-    def leaf(g, dims, on):
-        return jax.reshard(g, accumulator(cfg, g, dims, on)).astype(jnp.float32)
+    def leaf(g, dims, on, value):
+        g = scatter_gradient(g, dims, on, value) if cfg.train.zero == 2 else g
+        return g.astype(jnp.float32)
 
-    return map_params(leaf, grads)
+    return map_params(leaf, grads, params)
 
 
-def reduce_gradients(cfg: Config, grads: Transformer) -> Transformer:
+def reduce_gradients(grads: Transformer, params: Transformer) -> Transformer:
     """The one reduction of a step: to the sharding in which parameters and moments rest."""
-    return map_params(
-        lambda g, dims, on: jax.reshard(g, stored(dims, g.shape, zero=cfg.train.zero)), grads
-    )
+    return map_params(reduce_gradient, grads, params)

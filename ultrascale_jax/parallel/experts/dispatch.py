@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.sharding.rules import grad_barrier, vary, varying
+from ultrascale_jax.sharding.primitives import grad_barrier
+from ultrascale_jax.sharding.rules import vary, varying
 
 
 class Slots(NamedTuple):

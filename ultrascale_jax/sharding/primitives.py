@@ -1,0 +1,336 @@
+"""The operations that communicate: one name and one meaning each, with an Explicit and a manual form behind it.
+
+    gather, shard_param               a parameter as the layers use it
+    reduce_gradient, scatter_gradient its gradient, summed over the devices
+    reshard, einsum                   an activation split as other letters say
+    all_reduce, mean                  a reduction over dims that may be split
+    offset, piece                     where this device's piece begins, and its size
+    broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
+    embed_lookup                      rows of a table whose rows are split
+
+In an Explicit program an array is the whole value, its type says how it is split, and JAX communicates where types ask
+for it. In a region that is manual over all axes (`rules.manual`) an array is this device's piece, and `jax.lax`
+collectives do the same. Only this package asks which of the two holds, so a model's text has one meaning.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.sharding.rules import (
+    SHARD,
+    TENSOR,
+    act,
+    act_axes,
+    axes_of,
+    gathered,
+    gradient_axes,
+    is_matrix,
+    manual,
+    mesh_size,
+    shard_axes,
+    stored,
+    vary,
+    varying,
+    zero_dim,
+)
+
+PRODUCT = "product"
+"""The name for `jax.checkpoint` of every product with parameters, summed over the devices that share it."""
+
+
+def piece(dim: str, size: int) -> int:
+    """Size of this device's piece of an activation's dim, of which `size` is what the text sees."""
+    return size if manual() else size // mesh_size(*act_axes(dim))
+
+
+def offset(dim: str, size: int) -> jax.Array | int:
+    """Global index of the first of `size` elements of an activation's dim: not 0 only where values are pieces."""
+    axes = act_axes(dim)
+    return jax.lax.axis_index(axes) * size if manual() and axes else 0
+
+
+def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
+    """Finish a reduction over activation `dims` that the text did on what it sees.
+
+    In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims.
+    """
+    axes = tuple(sorted(axes_of(dims)))
+    if not manual() or not axes:
+        return tree
+    reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
+    return reduce(tree, axes)
+
+
+def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
+    """Mean over the dims `over` of an activation with these `dims`, which keep the size 1."""
+    y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
+    return all_reduce(y, over, "mean")
+
+
+def reshard(
+    subscripts: str,
+    x: jax.Array,
+    *,
+    summed: frozenset[str] = frozenset(),
+    reduced: frozenset[str] = frozenset(),
+) -> jax.Array:
+    """`reshard("BRD->BTD", x)`: the activation split as other letters say, and with it the partial sums added.
+
+    Args:
+      subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
+        one that is split more scatters the sum.
+      x: an activation, `unreduced` over `summed`.
+      summed: axes over which `x` is a partial sum.
+      reduced: axes over which the cotangent of the result stays a partial sum.
+    """
+    dims, to = subscripts.split("->")
+    if not manual():
+        y = jax.reshard(x, act(to, reduced=reduced))
+        return checkpoint_name(y, PRODUCT) if summed else y
+    x, rest = vary(x, reduced), summed
+    for i, (old, new) in enumerate(zip(dims, to, strict=True)):
+        before, after = act_axes(old), act_axes(new)
+        lost = tuple(axis for axis in before if axis not in after)
+        won = tuple(axis for axis in after if axis not in before)
+        assert summed.issuperset(won), f"{subscripts}: only a sum is scattered"
+        if mesh_size(*lost) > 1:
+            x = jax.lax.all_gather(x, lost, axis=i, tiled=True)
+        if mesh_size(*won) > 1:
+            x = jax.lax.psum_scatter(x, won, scatter_dimension=i, tiled=True)
+        rest -= set(won)
+    if rest:
+        x = jax.lax.psum(x, tuple(sorted(rest)))
+    return checkpoint_name(x, PRODUCT) if summed else x
+
+
+def einsum(
+    subscripts: str,
+    *operands: Any,
+    to: str | None = None,
+    partial: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    product: Callable[..., jax.Array] = jnp.einsum,
+) -> jax.Array:
+    """`jnp.einsum` over the alphabet, the result sharded as its letters say.
+
+    When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
+    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
+    left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
+    """
+    inputs, out = subscripts.split("->")
+    summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
+    y = product(
+        subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
+    )
+    if partial:
+        return y
+    if summed or to:
+        return reshard(f"{out}->{to or out}", y, summed=summed)
+    return checkpoint_name(y, PRODUCT)
+
+
+def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A parameter in the type of compute; vectors (norm scales and biases) and the router stay float32."""
+    return value.astype(dtype) if is_matrix(dims) and "X" not in dims else value
+
+
+def gather(
+    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike, size: int
+) -> jax.Array:
+    """A parameter as it is used: cast, and whole over (fsdp, cp, ep), an all-gather where it rests sharded.
+
+    Its cotangent stays unreduced over the axes that split what it meets. What is whole already stays as it is.
+
+    Args:
+      value: a parameter, whole or as it rests.
+      dims: its dims.
+      act_dims: dims of the activation that it meets.
+      dtype: type of compute.
+      size: size of the whole dim that ZeRO splits; vectors, which it does not split, ignore it.
+    """
+    value = cast(value, dims, dtype)
+    if not manual():
+        spec = gathered(dims, value.shape, reduced=gradient_axes(dims, act_dims))
+        return jax.reshard(_row_major(value), spec)
+    value = vary(value, _varying_axes(dims, act_dims))
+    if not is_matrix(dims) or value.shape[zero_dim(dims)] == size:
+        return value
+    axes = shard_axes(dims)
+    return jax.lax.all_gather(_row_major(value), axes, axis=zero_dim(dims), tiled=True)
+
+
+def shard_param(
+    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """A parameter that each layer gathers for itself (ZeRO-3): sharded as it rests.
+
+    Its cotangent stays unreduced over the other axes that split what it meets. On pieces it is cast here and not in
+    every layer.
+    """
+    if not manual():
+        spec = stored(dims, value.shape, reduced=gradient_axes(dims, act_dims) - set(SHARD))
+        return jax.reshard(value, spec)
+    return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
+
+
+def is_gathered_param(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Whether an equation makes a parameter whole over the ZeRO axes, or hands one on: for policies of remat.
+
+    In an Explicit program its type tells: `reduced` over fsdp. On pieces it is known by what is done with parameters:
+    gathered, and handed on by operations that cost nothing.
+    """
+    if manual():
+        if primitive.name == "all_gather":
+            return "fsdp" in params["axis_name"]
+        return primitive.name in _HANDED_ON
+    if primitive.name == "reshard":
+        return "fsdp" in params["dst_sharding"].spec.reduced
+    return any("fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding"))
+
+
+_HANDED_ON = (
+    *("pvary", "reduced_vary_cast", "stop_gradient"),
+    *("reshape", "broadcast_in_dim", "dynamic_slice"),
+)
+"""What is done with a gathered parameter on the way to its product; it costs nothing to do it again."""
+
+
+def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
+    """A partial sum of a matrix's gradient added over (fsdp, cp, ep), each device keeping a shard (ZeRO-2).
+
+    `value` is the parameter as it rests. A vector's gradient, and one that is scattered already, stays as it is; so do
+    pieces of a parameter that rests whole.
+    """
+    if not is_matrix(dims):
+        return grad
+    if not manual():
+        axes = gradient_axes(dims, act_dims) - set(SHARD)
+        return jax.reshard(grad, P(*stored(dims, grad.shape).partitions, unreduced=axes))
+    if grad.shape == value.shape:
+        return grad
+    axes, dim = shard_axes(dims), zero_dim(dims)
+    return jax.lax.psum_scatter(_row_major(grad), axes, scatter_dimension=dim, tiled=True)
+
+
+def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
+    """The gradient of `value`, a parameter as it rests, from the devices' partial sums, and sharded like it."""
+    if not manual():
+        return jax.reshard(grad, jax.typeof(value).sharding.spec)
+    grad = scatter_gradient(grad, dims, act_dims, value)
+    axes = tuple(sorted(varying(grad) - varying(value)))
+    return jax.lax.psum(grad, axes) if axes else grad
+
+
+def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
+    """Axes over which a parameter differs or meets different values.
+
+    They are those of its own letters, even where it rests whole (few kv heads), those of what it meets, and pp.
+    """
+    pipeline = {"pp"} if mesh_size("pp") > 1 else set()
+    return axes_of(dims + act_dims) | pipeline
+
+
+def _row_major(weight: jax.Array) -> jax.Array:
+    """The same weight, and its gradient, with the last dim contiguous in memory.
+
+    An all-gather wants its dim to be the slowest. Left alone, XLA lays out the whole stack of `w_down` and `w_o` so,
+    and the optimizer copies it back: 1.1 GiB for Llama-3-8B on 8 GPUs. Told here, it turns only one layer's shard.
+    """
+    return (
+        with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+        if weight.ndim > 1
+        else weight
+    )
+
+
+def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
+    """A vector parameter (`dims`) broadcast over an activation with dims `to`, its gradient summed locally only."""
+    if manual():
+        return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
+    return _spread(weight, dims, to, shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _spread(weight, dims, to, shape):
+    spec = act(to)
+    whole = jax.reshard(weight, P(*jax.typeof(weight).sharding.spec.partitions))
+    return jax.lax.broadcast_in_dim(
+        whole, shape, tuple(to.index(dim) for dim in dims), out_sharding=spec
+    )
+
+
+def _spread_forward(weight, dims, to, shape):
+    return _spread(weight, dims, to, shape), None
+
+
+def _spread_backward(dims, to, shape, _, g):
+    summed = tuple(i for i, dim in enumerate(to) if dim not in dims)
+    return (
+        jax.lax.reduce_sum(g, summed, out_sharding=act(dims, unreduced=gradient_axes(dims, to))),
+    )
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: int) -> jax.Array:
+    """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
+
+    Each device then computes only the head it needs; the weights' gradient is summed over the copies.
+    """
+    copies = mesh_size(*TENSOR) // num_kv_heads
+    if "K" not in dims or copies <= 1:
+        return weight
+    axis = dims.index("K")
+    if manual():
+        return jax.lax.dynamic_slice_in_dim(weight, offset("K", 1) // copies, 1, axis)
+    shape = (*weight.shape[: axis + 1], copies, *weight.shape[axis + 1 :])
+    weight = jnp.broadcast_to(jnp.expand_dims(weight, axis + 1), shape)
+    weight = weight.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+    spec = gathered(dims, weight.shape, reduced=gradient_axes(dims, act_dims))
+    return jax.reshard(weight, spec)
+
+
+def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of the embedding table as the residual stream `[B, R, D]`; on pieces a partial sum over pp.
+
+    The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
+    splits the sequence, and an all-gather over tp. On pieces each device looks up the rows that it has, all-reduced.
+    """
+    if manual():
+        rows = tokens_BT - offset("V", table_VD.shape[0])
+        rows_of = table_VD.at[rows]
+        x_BTD = rows_of.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
+    (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
+    # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
+    reduced = gradient_axes("VD", "BT")
+    if mesh_size("pp") > 1:
+        table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
+    table_VD = jax.reshard(table_VD, P(None, ("tp", "sp"), reduced=reduced))
+    x_BTD = table_VD.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
+    x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
+    return jax.reshard(x_BRD, act("BRD"))
+
+
+@jax.custom_vjp
+def grad_barrier(tree):
+    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
+
+    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
+    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
+    the feed-forward layer's activations also live on through the backward pass of attention.
+    """
+    return tree
+
+
+grad_barrier.defvjp(
+    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
