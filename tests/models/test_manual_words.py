@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.sharding.rules import act, manual, specs, varying
+from ultrascale_jax.train_step.precision import layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.step import loss_and_gradients, objective
@@ -168,11 +168,10 @@ def trace_layer(cfg, in_region):
 
     def fn(params, x_BRD, ids_BT):
         block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).blocks)
-        rope = rotary(ids_BT, cfg.model)
+        inputs = layer_inputs(cfg, {"positions": ids_BT, "segment_ids": ids_BT}, None)
 
         def layer(block, x_BRD):
-            recompute = cfg.train.remat == "selective"
-            return block.gathered(jnp.float32)(x_BRD, rope, ids_BT, recompute=recompute)[0]
+            return block.gathered(inputs)(x_BRD, inputs)[0]
 
         def both(block, x_BRD, g_BRD):
             return jax.vjp(remat(cfg.train)(layer), block, x_BRD)[1](g_BRD)

@@ -21,9 +21,9 @@ from ultrascale_jax.config import (
     ModelConfig,
     RopeScaling,
 )
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_param, map_params, scatter_sequence
 from ultrascale_jax.models.mla import MLA
-from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.primitives import reduce_gradient
@@ -64,9 +64,15 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
             return gather_param(value, dims, on, jnp.float32, cfg)
 
         out, _ = map_params(gathered, mla)(
-            x_BRD, rotary(positions_BT, cfg), ids_BT,
-            window=cfg.sliding_window, context=ContextConfig(strategy=strategy),
-        )  # fmt: skip
+            x_BRD,
+            LayerInputs.of(
+                cfg,
+                positions_BT,
+                ids_BT,
+                window=cfg.sliding_window,
+                context=ContextConfig(strategy=strategy),
+            ),
+        )
         return scatter_sequence(out)
 
     def both(mla, x_BRD, g_BRD, *batch):

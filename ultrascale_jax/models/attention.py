@@ -7,18 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ContextConfig, ModelConfig
+from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
+from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, offset, repeat_kv_heads, reshard
 from ultrascale_jax.sharding.rules import act, mesh_size
-
-Cache = tuple[jax.Array, jax.Array, jax.Array]
-"""Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
 
 
 class Attention(nnx.Module):
@@ -43,28 +41,15 @@ class Attention(nnx.Module):
             self.q_norm = param(None, "NH", "BTNH", (N, H), std=1)
             self.k_norm = param(None, "KH", "BTKH", (K, H), std=1)
 
-    def __call__(
-        self,
-        x_BRD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        segment_ids_BT: jax.Array | None = None,
-        *,
-        window: int | None = None,
-        context: ContextConfig,
-        recompute: bool = False,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """`[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and the cache with these keys and values."""
         x_BTD = gather_sequence(x_BRD)
         q_BTNH = self._project(x_BTD, "q", "N")
         k_BTKH = self._project(x_BTD, "k", "K")
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
-        q_BTNH = checkpoint_name(rotate(q_BTNH, rope), "q")
-        k_BTKH = checkpoint_name(rotate(k_BTKH, rope), "k")
-        settings = {"window": window, "context": context, "recompute": recompute}
-        out_BTNH, cache = attend(
-            self.cfg, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, **settings, cache=cache
-        )
+        q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope), "q")
+        k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
+        out_BTNH, cache = attend(self.cfg, q_BTNH, k_BTKH, v_BTKH, inputs)
         return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
@@ -96,70 +81,52 @@ def attend(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    context: ContextConfig,
-    recompute: bool = False,
-    cache: Cache | None = None,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, Cache | None]:
     """Attention over the sequence, wherever it is split: `[B, T, N, H]`, and the cache with these keys and values.
 
     Queries and keys have their positions already.
     """
-    if cache is None and mesh_size("cp") > 1:
-        return _over_context(
-            cfg.attention, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context
-        ), None
+    if inputs.cache is None and mesh_size("cp") > 1:
+        return _over_context(cfg.attention, q_BTNH, k_BTKH, v_BTKH, inputs), None
     k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
-    start = jnp.int32(0)
-    if cache is not None:
-        cached_k, cached_v, start = cache
+    implementation, start, cache = cfg.attention, jnp.int32(0), None
+    if inputs.cache is not None:
+        cached_k, cached_v, start = inputs.cache
         k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
         v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
-        cache = (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
-    implementation = cfg.attention if cache is None else "xla"
-    out_BTNH = _core(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation
-    )
+        implementation, cache = "xla", (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
+    out_BTNH = _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs)
     return checkpoint_name(out_BTNH, "attn_core"), cache
 
 
-def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, context):
+def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
     """Attention on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
     def core(q, k, v, *segments):
         return context_attention(
-            context, q, k, v, None, *segments, window=window, implementation=implementation
-        )
+            inputs.context, q, k, v, None, *segments, window=inputs.window, implementation=implementation
+        )  # fmt: skip
 
-    segments = () if segment_ids_BT is None else (segment_ids_BT,)
+    segments = () if inputs.segment_ids_BT is None else (inputs.segment_ids_BT,)
     specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]
     run = smap(core, in_specs=specs, out_specs=act("BTNH"))
     return run(q_BTNH, k_BTKH, v_BTKH, *segments)
 
 
-def _core(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, start, window, recompute, implementation):
+def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs):
     """Attention on this device's heads; keys and values are whole over cp, in natural order."""
 
     def core(q, k, v, index, *segments):
         return attention(
-            q, k, v, q_index=index, segment_ids=segments or None, window=window, recompute=recompute,
-            implementation=implementation,
+            q, k, v, q_index=index, segment_ids=segments or None, window=inputs.window,
+            recompute=inputs.recompute, implementation=implementation,
         )  # fmt: skip
 
-    T = q_BTNH.shape[1]
+    T, segments = q_BTNH.shape[1], ()
     index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
-    segments = ()
-    if segment_ids_BT is not None:
-        segments = (segment_ids_BT, reshard("BT->BS", segment_ids_BT))
-    specs = (
-        act("BTNH"),
-        act("BSKH"),
-        act("BSKH"),
-        act("T"),
-        *(act("BT"), act("BS"))[: len(segments)],
-    )
-    return smap(core, in_specs=specs, out_specs=act("BTNH"))(
-        q_BTNH, k_BSKH, v_BSKH, index_T, *segments
-    )
+    if inputs.segment_ids_BT is not None:
+        segments = (inputs.segment_ids_BT, reshard("BT->BS", inputs.segment_ids_BT))
+    dims = ("BTNH", "BSKH", "BSKH", "T", *("BT", "BS")[: len(segments)])
+    run = smap(core, in_specs=tuple(map(act, dims)), out_specs=act("BTNH"))
+    return run(q_BTNH, k_BSKH, v_BSKH, index_T, *segments)

@@ -4,10 +4,11 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config import ModelConfig, MoEConfig
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.attention import Attention, Cache
-from ultrascale_jax.models.fp8 import Fp8, in_fp8, is_variable
+from ultrascale_jax.models.attention import Attention
+from ultrascale_jax.models.fp8 import in_fp8, is_variable
+from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     MLP,
     gather_fp8,
@@ -19,12 +20,6 @@ from ultrascale_jax.models.layers import (
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE
 from ultrascale_jax.sharding.primitives import grad_barrier
-
-NATURAL = ContextConfig(strategy="ring")
-"""Context parallelism for sequences in natural order."""
-
-DROPLESS = MoEConfig()
-"""Experts as they come: no token is dropped, nothing is added to the objective."""
 
 
 class Block(nnx.Module):
@@ -52,14 +47,14 @@ class Block(nnx.Module):
                 delattr(block, part)
         return block
 
-    def gathered(self, dtype: jax.typing.DTypeLike, fp8: Fp8 | None = None) -> "Block":
-        """Its parameters as they are used: ZeRO-3's all-gathers of one layer.
-
-        With `fp8` matrices are as products in fp8 want them; its `amaxes` are those of this layer.
-        """
+    def gathered(self, inputs: LayerInputs) -> "Block":
+        """Its parameters as they are used: ZeRO-3's all-gathers of one layer; in fp8 as its products want them."""
 
         def leaf(path, param):
-            given = (param.get_value(), param.dims, param.on, dtype, self.cfg)
+            given, fp8 = (
+                (param.get_value(), param.dims, param.on, inputs.dtype, self.cfg),
+                inputs.fp8,
+            )
             if fp8 is None or not in_fp8(param.dims):
                 return param.replace(gather_param(*given))
             amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
@@ -68,16 +63,7 @@ class Block(nnx.Module):
         return jax.tree.map_with_path(leaf, self, is_leaf=is_variable)
 
     def __call__(
-        self,
-        x_BRD: jax.Array,
-        rope,
-        segment_ids_BT=None,
-        *,
-        window=None,
-        context: ContextConfig = NATURAL,
-        recompute=False,
-        moe: MoEConfig = DROPLESS,
-        cache: Cache | None = None,
+        self, x_BRD: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, jax.Array | None, Cache | None]:
         """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
 
@@ -88,19 +74,16 @@ class Block(nnx.Module):
         gradients, and the reduce-scatter out of attention beside attention's.
         """
         kind = "moe" if hasattr(self, "moe") else "mlp"
-        settings = {"window": window, "context": context, "recompute": recompute}
-        x_BRD, cache, feed_forward = self.attend(
-            x_BRD, rope, segment_ids_BT, getattr(self, kind), **settings, cache=cache
-        )
-        return *self.feed(x_BRD, feed_forward, moe), cache
+        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, getattr(self, kind))
+        return *self.feed(x_BRD, feed_forward, inputs.moe), cache
 
-    def attend(self, x_BRD, rope, segment_ids_BT, feed_forward=None, *, cache=None, **settings):
+    def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward=None):
         """The first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
             h, attn = grad_barrier((h, self.attn))
-            h, cache = attn(h, rope, segment_ids_BT, **settings, cache=cache)
+            h, cache = attn(h, inputs)
             h, feed_forward = grad_barrier((h, feed_forward))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
             return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward

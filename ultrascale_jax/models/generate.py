@@ -4,6 +4,7 @@ In a pipeline the tokens visit the ranks one after the other. All of them comput
 stands in a branch; what the others make of it is thrown away, and costs no time, as they would wait.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
 from ultrascale_jax.config.model import FeedForward
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence
-from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import einsum
@@ -120,7 +121,9 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
     The cache: keys and values `[L, B, S, K, H]` of all layers, as the layers rest, and how many positions are filled.
     """
     if mesh_size("pp") == 1:
-        return model(tokens_BT, positions_BT, dtype=dtype, cache=cache)[:2]
+        inputs = LayerInputs.of(model.cfg, positions_BT, dtype=dtype, cache=cache)
+        out = model(tokens_BT, inputs)
+        return out.x_BRD, out.cache
     *kv, start = cache
     x_BRD = model.embedding(tokens_BT, dtype)
     run = smap(
@@ -135,12 +138,13 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
-    rope = rotary(positions_BT, cfg)
+    inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
     for rank, first, size, window, kind in visits:
 
         def layer(x_BRD, block_and_kv, window=window):
             block, kv = block_and_kv
-            x_BRD, _, kv = block.gathered(dtype)(x_BRD, rope, window=window, cache=(*kv, start))
+            own = dataclasses.replace(inputs, window=window, cache=(*kv, start))
+            x_BRD, _, kv = block.gathered(own)(x_BRD, own)
             return x_BRD, list(kv[:2])
 
         part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks.of(kind), kv))

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ContextConfig, ModelConfig
-from ultrascale_jax.models.attention import Cache, attend
+from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.models.attention import attend
 from ultrascale_jax.models.fp8 import linear
+from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.sharding.primitives import broadcast_param
@@ -41,31 +42,18 @@ class MLA(nnx.Module):
         self.w_kv_b = param(k_kv_b, "JNI", "BTJ", (J, N, H - rope + W))
         self.w_o = param(k_o, "NWD", "BTNW", (N, W, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
 
-    def __call__(
-        self,
-        x_BRD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        segment_ids_BT: jax.Array | None = None,
-        *,
-        window: int | None = None,
-        context: ContextConfig,
-        recompute: bool = False,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """`[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and the cache with these keys and values."""
         cfg = self.cfg
-        q_BTNH = self._rotate(self._queries(x_BRD), rope)
+        q_BTNH = self._rotate(self._queries(x_BRD), inputs.rope)
         if cfg.rope_scaling is not None:
             q_BTNH = q_BTNH * cfg.rope_scaling.score_factor
         k_BTNH, v_BTNW = self._keys_and_values(x_BRD)
         q_BTNH = checkpoint_name(q_BTNH, "q")
-        k_BTNH = checkpoint_name(self._rotate(k_BTNH, rope), "k")
+        k_BTNH = checkpoint_name(self._rotate(k_BTNH, inputs.rope), "k")
         v_BTNW = checkpoint_name(v_BTNW, "v")
         v_BTNH = jnp.pad(v_BTNW, ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - cfg.value_dim)))
-        settings = {"window": window, "context": context, "recompute": recompute}
-        out_BTNH, cache = attend(
-            cfg, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, **settings, cache=cache
-        )
+        out_BTNH, cache = attend(cfg, q_BTNH, k_BTNH, v_BTNH, inputs)
         out_BTNW = out_BTNH[..., : cfg.value_dim]
         return linear("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
 

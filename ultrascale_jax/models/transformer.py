@@ -5,22 +5,24 @@ leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Un
 parameters as the first thing it does, inside the scan, so that XLA moves one layer at a time.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.block import DROPLESS, NATURAL, Block
+from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import MLP, gather_param, gather_sequence, param, rms_norm
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import MoE
-from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
 from ultrascale_jax.sharding.rules import stored
 
@@ -53,6 +55,24 @@ def _first_layer(cfg: ModelConfig, kind: FeedForward) -> int:
 def _cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
     """Layers from `start` up to `stop` of a stack; the whole as it is."""
     return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
+
+
+def _joined[Tree](stacks: Sequence[Tree]) -> Tree:
+    """Stacks of consecutive layers as one."""
+    if len(stacks) == 1:
+        return stacks[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+
+
+class ModelOutputs(NamedTuple):
+    """What the layers make of tokens."""
+
+    x_BRD: jax.Array
+    """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`."""
+    balance: jax.Array
+    """What the balance of experts adds to the objective: a float32 sum over tokens."""
+    cache: Cache | None
+    """With a cache, the same with these positions added."""
 
 
 class Transformer(nnx.Module):
@@ -103,80 +123,39 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array | None = None,
+        inputs: LayerInputs,
         *,
-        dtype: jax.typing.DTypeLike = jnp.float32,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
-        context: ContextConfig = NATURAL,
-        recompute: bool = False,
-        moe: MoEConfig = DROPLESS,
-        fp8: Fp8 | None = None,
-        cache: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None, jax.Array]:
-        """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`.
-
-        Args:
-          tokens_BT: token ids, int32.
-          positions_BT: position of each token in its document, int32.
-          segment_ids_BT: document of each token, or None for one document a row.
-          dtype: type of compute.
-          remat: wraps the function of one layer, to say what the backward pass recomputes.
-          context: how attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`), by
-            default the natural one. With a cache it is not used.
-          recompute: keep no attention scores for the backward pass.
-          moe: how tokens travel to their experts, and what balances them.
-          fp8: which products are computed in fp8, and how.
-          cache: keys and values `[L, B, S, K, H]` of earlier positions and their number, for generation.
-
-        Returns:
-          Hidden states, the cache with these positions added, and what the balance of experts adds to the objective, a
-          float32 sum over tokens.
-        """
+    ) -> ModelOutputs:
+        """Hidden states of token ids (int32); `remat` wraps a layer's function, to say what its backward pass
+        recomputes."""
         assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
         )
-        inputs = (tokens_BT, positions_BT, segment_ids_BT)
-        tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(
-            lambda x: reshard("BT->BT", x), inputs
-        )
         with jax.named_scope("embedding"):
-            x_BRD = self.embedding(tokens_BT, dtype)
-        rope = rotary(positions_BT, self.cfg)
-        kv_cache, start = (None, jnp.int32(0)) if cache is None else (cache[:2], cache[2])
-        outputs, aux = [], jnp.float32(0.0)
-        for window, kind, low, first, stop in self._segments(fp8):
+            x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
+        found = []
+        for window, kind, fp8, start, stop in self._segments(inputs.fp8):
+            alike = dataclasses.replace(inputs, window=window, fp8=fp8)
 
-            def layer(x_BRD, part, window=window, low=low):
-                block, kv, amaxes = part
-                low = Fp8(low.recipe, amaxes) if low else None
-                x_BRD, aux_BR, kv = block.gathered(dtype, low)(
-                    x_BRD,
-                    rope,
-                    segment_ids_BT,
-                    window=window,
-                    context=context,
-                    recompute=recompute,
-                    moe=moe,
-                    cache=None if kv is None else (*kv, start),
-                )
-                return x_BRD, (None if kv is None else kv[:2], aux_BR)
+            def layer(x_BRD, part, alike=alike):
+                block, own = part
+                own = alike.of_layer(own)
+                x_BRD, aux_BR, cache = block.gathered(own)(x_BRD, own)
+                return x_BRD, (cache and cache[:2], aux_BR)
 
-            amaxes = _cut(low.amaxes, first, stop) if low else None
-            part = self._layers(kind, first, stop), _cut(kv_cache, first, stop), amaxes
+            part = self._layers(kind, start, stop), _cut(alike.stacked, start, stop)
             with jax.named_scope("layers"):
-                x_BRD, (kv, aux_LBR) = jax.lax.scan(remat(layer), x_BRD, part)
-            outputs.append(kv)
-            aux = aux if aux_LBR is None else aux + jnp.sum(aux_LBR)
-        x_BRD = self.normed(x_BRD)
-        if cache is None:
-            return x_BRD, None, aux
-        keys, values = (
-            outputs[0]
-            if len(outputs) == 1
-            else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+                x_BRD, out = jax.lax.scan(remat(layer), x_BRD, part)
+            found.append(out)
+        caches, balances = zip(*found, strict=True)
+        balance = sum(
+            (jnp.sum(aux_LBR) for aux_LBR in balances if aux_LBR is not None), jnp.float32(0.0)
         )
-        return x_BRD, (keys, values, start + tokens_BT.shape[1]), aux
+        cache = None
+        if inputs.cache is not None:
+            cache = (*_joined(caches), inputs.cache[2] + tokens_BT.shape[1])
+        return ModelOutputs(self.normed(x_BRD), balance, cache)
 
     def _segments(self, fp8: Fp8 | None) -> list[tuple]:
         """Runs of layers that are alike: their window, feed-forward layer and `fp8`, their first number and the next
@@ -239,6 +218,6 @@ class Transformer(nnx.Module):
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
         """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
-        x_BRD, _, _ = self(tokens_BT, positions_BT, segment_ids_BT, dtype=dtype)
-        x_BTD = gather_sequence(x_BRD, "V")
+        inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
+        x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
         return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
@@ -24,7 +22,7 @@ from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, vary, varying
-from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
+from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
 
@@ -101,26 +99,19 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     """The model's parts as functions of their parameters."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
-    settings = {
-        "window": cfg.model.window(0),
-        "context": cfg.cp,
-        "recompute": cfg.train.remat == "selective",
-    }
 
     def layer(block, x_BRD, context, number):
-        rope, segment_ids_BT, weight, low = context
-        low = low and Fp8(low.recipe, {path: amax[number] for path, amax in low.amaxes.items()})
+        inputs, weight = context
+        inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
         if dense in (0, cfg.model.num_layers):
-            block = block.gathered(dtype, low)
-            x_BRD, aux_BR, _ = block(x_BRD, rope, segment_ids_BT, **settings, moe=cfg.moe)
+            x_BRD, aux_BR, _ = block.gathered(inputs)(x_BRD, inputs)
             return x_BRD, jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
-        attention = block.without("mlp", "moe").gathered(dtype, low)
-        x_BRD = attention.attend(x_BRD, rope, segment_ids_BT, **settings)[0]
+        x_BRD = block.without("mlp", "moe").gathered(inputs).attend(x_BRD, inputs)[0]
         axes = varying(x_BRD)
 
         def feed(kind, block, x_BRD):
-            block = block.of(kind).gathered(dtype, low)
-            x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), cfg.moe)
+            block = block.of(kind).gathered(inputs)
+            x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), inputs.moe)
             aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
             return vary(x_BRD, axes), vary(aux, axes)
 
@@ -139,7 +130,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
         return model.loss(x_BRD, targets_BT, weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
-        return rotary(batch["positions"], cfg.model), batch.get("segment_ids"), weight, fp8
+        return layer_inputs(cfg, batch, fp8), weight
 
     stages = Stages(
         layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True

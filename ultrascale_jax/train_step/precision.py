@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.kernels.device import is_hopper
 from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
 
 COMPUTE = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -47,6 +48,21 @@ def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
     if how.scaling != "tensor":
         return Fp8(how, {})
     return Fp8(how, weight_amaxes(params.blocks, params.order_of, cfg.model.num_layers))
+
+
+def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> LayerInputs:
+    """What the layers of a run read of a micro-batch; `fp8` is that of `fp8_of`."""
+    return LayerInputs.of(
+        cfg.model,
+        batch["positions"],
+        batch.get("segment_ids"),
+        dtype=COMPUTE[cfg.train.precision],
+        window=cfg.model.window(0),
+        context=cfg.cp,
+        recompute=cfg.train.remat == "selective",
+        moe=cfg.moe,
+        fp8=fp8,
+    )
 
 
 def check_kernels(cfg: Config, device: jax.Device) -> None:

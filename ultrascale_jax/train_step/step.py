@@ -17,7 +17,7 @@ from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined
 from ultrascale_jax.train_step.loss_scale import LEAST
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
-from ultrascale_jax.train_step.precision import COMPUTE, fp8_of
+from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.zero import (
@@ -192,16 +192,8 @@ def objective(
     """Loss to differentiate (with z-loss and the experts' balance) and bare cross-entropy, summed over tokens times
     `weight`."""
     dtype = COMPUTE[cfg.train.precision]
-    x_BRD, _, aux = used(
-        batch["tokens"],
-        batch["positions"],
-        batch.get("segment_ids"),
-        dtype=dtype,
-        remat=remat(cfg.train),
-        context=cfg.cp,
-        recompute=cfg.train.remat == "selective",
-        moe=cfg.moe,
-        fp8=fp8,
-    )
-    total, nats = used.loss(x_BRD, batch["targets"], weight, z_loss=cfg.train.z_loss, dtype=dtype)
-    return total + weight * aux, nats
+    inputs = layer_inputs(cfg, batch, fp8)
+    out = used(batch["tokens"], inputs, remat=remat(cfg.train))
+    z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
+    total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
+    return total + weight * out.balance, nats

@@ -1,0 +1,78 @@
+"""What a layer reads besides the residual stream and its parameters: one record, handed from the model to attention."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.rotary import rotary
+from ultrascale_jax.sharding.primitives import reshard
+
+NATURAL = ContextConfig(strategy="ring")
+"""Context parallelism for sequences in natural order."""
+
+DROPLESS = MoEConfig()
+"""Experts as they come: no token is dropped, nothing is added to the objective."""
+
+Cache = tuple[jax.Array, jax.Array, jax.Array]
+"""Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """The same for every layer, but for `window`, `fp8` and `cache`.
+
+    For a whole model `cache` and the amaxes of `fp8` have a leading dim of layers; `of_layer` takes it away.
+    """
+
+    rope: tuple[jax.Array, jax.Array]
+    """Cosine and sine of the rotary angles."""
+    segment_ids_BT: jax.Array | None = None
+    """Document of each token, or None for one document a row."""
+    cache: Cache | None = None
+    """Keys and values of earlier positions and their number, for generation."""
+    fp8: Fp8 | None = None
+    """Which products are computed in fp8, and how."""
+    dtype: jax.typing.DTypeLike = dataclasses.field(default=jnp.float32, metadata=STATIC)
+    """Type of compute."""
+    window: int | None = dataclasses.field(default=None, metadata=STATIC)
+    """How many positions back attention reaches; the model sets it for each of its layers."""
+    context: ContextConfig = dataclasses.field(default=NATURAL, metadata=STATIC)
+    """How attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`). Unused with a
+    cache."""
+    recompute: bool = dataclasses.field(default=False, metadata=STATIC)
+    """Keep no attention scores for the backward pass."""
+    moe: MoEConfig = dataclasses.field(default=DROPLESS, metadata=STATIC)
+    """How tokens travel to their experts, and what balances them."""
+
+    @classmethod
+    def of(
+        cls,
+        cfg: ModelConfig,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None = None,
+        **settings: Any,
+    ) -> "LayerInputs":
+        """Inputs of tokens with these positions in their documents (int32); `settings` are the other fields."""
+        if segment_ids_BT is not None:
+            segment_ids_BT = reshard("BT->BT", segment_ids_BT)
+        rope = rotary(reshard("BT->BT", positions_BT), cfg)
+        return cls(rope=rope, segment_ids_BT=segment_ids_BT, **settings)
+
+    @property
+    def stacked(self) -> tuple:
+        """What differs between layers, with a leading dim of layers: keys and values, and amaxes."""
+        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes
+
+    def of_layer(self, own: tuple) -> "LayerInputs":
+        """The inputs of one layer, of which `own` is that layer's part of `stacked`."""
+        kv, amaxes = own
+        cache = None if self.cache is None else (*kv, self.cache[2])
+        fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
+        return dataclasses.replace(self, cache=cache, fp8=fp8)
