@@ -17,6 +17,7 @@ LAYERS = [
     {"parallel"},
     {"models"},
     {"huggingface", "train_step"},
+    {"hooks"},
     {"checkpoint"},
     {"health"},
     {"training"},

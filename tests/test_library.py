@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
+from tests.runs import step_rows
 
 ROOT = Path(__file__).parent.parent
 DOCS, PIPELINES, CONTEXT, EXPERTS, PRECISION = (
@@ -41,6 +42,17 @@ def test_the_second_example_plans_a_13b_model_without_jax():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("13.0 B: ")
     assert done.stdout.splitlines()[1] == "activations: attention matrix products"
+
+
+@pytest.mark.slow
+def test_the_hook_adds_its_column(tmp_path):
+    source = EXAMPLES[2].replace("out/", f"{tmp_path}/")
+    exec(compile(source, str(DOCS), "exec"), {})
+    rows = step_rows(tmp_path / "tokens_seen")
+    assert [row["tokens_seen"] for row in rows] == np.cumsum(
+        [row["tokens"] for row in rows]
+    ).tolist()
+    assert len(rows) == 4
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         MoEConfig,
     )
     from ultrascale_jax.data.loader import Loader
+    from ultrascale_jax.hooks import Hook
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.sharding.rules import act, vary
     from ultrascale_jax.train_step.state import abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
+    from ultrascale_jax.training.loop import train
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,7 @@ __all__ = [
     "Config",
     "ContextConfig",
     "Experts",
+    "Hook",
     "LatentAttention",
     "Loader",
     "MeshConfig",
@@ -86,6 +89,7 @@ __all__ = [
     "simulate_step",
     "smap",
     "stage_layers",
+    "train",
     "ulysses_attention",
     "vary",
     "zigzag_attention",
@@ -95,6 +99,7 @@ _HOME = {
     "Config": "config",
     "ContextConfig": "config",
     "Experts": "config",
+    "Hook": "hooks",
     "LatentAttention": "config",
     "Loader": "data.loader",
     "MeshConfig": "config",
@@ -130,6 +135,7 @@ _HOME = {
     "simulate_step": "plan.compiled.compile",
     "smap": "sharding.manual",
     "stage_layers": "parallel.pipeline.schedules",
+    "train": "training.loop",
     "ulysses_attention": "parallel.context.attention",
     "vary": "sharding.rules",
     "zigzag_attention": "parallel.context.attention",

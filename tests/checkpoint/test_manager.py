@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from tests.faults.tiny import MODEL
+from tests.runs import bits, change, in_folder, mesh_of
 from tests.states import random_state
 from ultrascale_jax.checkpoint.layout import split
 from ultrascale_jax.checkpoint.load_params import load_params
@@ -47,23 +48,9 @@ BASE = Config(
 )
 
 
-def change(cfg, name, value):
+def with_field(cfg, name, value):
     section, field = name.split(".")
-    return dataclasses.replace(
-        cfg, **{section: dataclasses.replace(getattr(cfg, section), **{field: value})}
-    )
-
-
-def in_folder(cfg, folder):
-    return change(cfg, "log.run_dir", str(folder))
-
-
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: np.prod(list(cfg.mesh.sizes.values()))])
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    return change(cfg, **{section: {field: value}})
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +117,7 @@ def on_pipeline(cfg, name):
 )
 def test_a_checkpoint_depends_on_neither_pipeline_nor_schedule(tmp_path, optim, pipelines):
     """From one device through the pipelines and back to one, each time by a checkpoint of its own."""
-    cfg = change(in_folder(NINE, tmp_path), "optim.name", optim)
+    cfg = change(in_folder(NINE, tmp_path), optim={"name": optim})
     start = state = random_state(cfg, mesh_of(cfg))
     for step, name in enumerate([*pipelines, "alone"], start=1):
         save(cfg, state, step)
@@ -224,7 +211,7 @@ def test_array_names_are_attribute_paths(state):
 
 
 def test_only_the_newest_are_kept(state, tmp_path):
-    cfg = in_folder(change(BASE, "checkpoint.keep", 2), tmp_path)
+    cfg = in_folder(change(BASE, checkpoint={"keep": 2}), tmp_path)
     save(cfg, state, 1, 2, 3)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
@@ -303,7 +290,7 @@ def test_a_link_in_place_of_their_folder_is_refused_and_nothing_behind_it_is_tou
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to(foreign)
     (tmp_path / "run/config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-    never = change(cfg, "checkpoint.resume", "never")
+    never = change(cfg, checkpoint={"resume": "never"})
     uses = [
         lambda: Checkpoints(cfg),
         lambda: Checkpoints(never),
@@ -320,12 +307,12 @@ def test_a_link_in_place_of_their_folder_is_refused_and_nothing_behind_it_is_tou
 
 def test_must_resume_fails_where_there_is_nothing(tmp_path):
     with pytest.raises(UserError, match=r"checkpoint\.resume='must'"):
-        Checkpoints(in_folder(change(BASE, "checkpoint.resume", "must"), tmp_path))
+        Checkpoints(in_folder(change(BASE, checkpoint={"resume": "must"}), tmp_path))
 
 
 def test_never_resume_moves_earlier_checkpoints_aside(state, tmp_path):
     save(in_folder(BASE, tmp_path), state, 4)
-    never = in_folder(change(BASE, "checkpoint.resume", "never"), tmp_path)
+    never = in_folder(change(BASE, checkpoint={"resume": "never"}), tmp_path)
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
         with Checkpoints(never) as checkpoints:
@@ -353,7 +340,7 @@ def test_never_resume_moves_earlier_checkpoints_aside(state, tmp_path):
 def test_another_model_or_data_order_is_refused_by_field(name, value):
     meta = describe(BASE, 4, "data-1")
     with pytest.raises(UserError) as refused:
-        check_same_run(meta, change(BASE, name, value), "data-1", "run/4")
+        check_same_run(meta, with_field(BASE, name, value), "data-1", "run/4")
     lines = str(refused.value).splitlines()
     assert "run/4" in lines[0]
     assert len(lines) == 3 and lines[1].startswith(f"  {name}: saved ") and ", now " in lines[1]
@@ -365,7 +352,7 @@ def test_other_tokens_are_refused_with_their_source():
         match=r"data.source: saved 'synthetic', now 'text:x'\n.*fingerprint data-1, now data-2",
     ):
         check_same_run(
-            describe(BASE, 4, "data-1"), change(BASE, "data.source", "text:x"), "data-2", "run/4"
+            describe(BASE, 4, "data-1"), change(BASE, data={"source": "text:x"}), "data-2", "run/4"
         )
 
 
@@ -381,7 +368,9 @@ def test_other_tokens_are_refused_with_their_source():
 )
 def test_how_and_where_it_runs_may_change_in_silence(name, value):
     assert (
-        check_same_run(describe(BASE, 4, "data-1"), change(BASE, name, value), "data-1", "run/4")
+        check_same_run(
+            describe(BASE, 4, "data-1"), with_field(BASE, name, value), "data-1", "run/4"
+        )
         == []
     )
 
@@ -399,32 +388,32 @@ def test_how_and_where_it_runs_may_change_in_silence(name, value):
 )
 def test_how_it_trains_may_change_and_is_told(name, value):
     [note] = check_same_run(
-        describe(BASE, 4, "data-1"), change(BASE, name, value), "data-1", "run/4"
+        describe(BASE, 4, "data-1"), with_field(BASE, name, value), "data-1", "run/4"
     )
     assert note.startswith(f"{name}: saved ") and note.endswith(f"now {value!r}")
 
 
 def test_a_field_that_is_named_may_change_and_is_told():
     meta = describe(BASE, 4, "data-1")
-    cfg = change(change(BASE, "train.seed", 1), "data.seq_len", 16)
+    cfg = change(BASE, train={"seed": 1}, data={"seq_len": 16})
     with pytest.raises(UserError) as refused:
         check_same_run(meta, cfg, "data-2", "run/4")
     words = str(refused.value).rpartition("--checkpoint.allow-change ")[2].split()
     assert words == ["data.seq_len", "train.seed", "data"]
-    allowed = change(cfg, "checkpoint.allow_change", ("data.seq_len", "data"))
+    allowed = change(cfg, checkpoint={"allow_change": ("data.seq_len", "data")})
     with pytest.raises(
         UserError,
         match=r"run/4 is of another run:\n  train\.seed: saved 0, now 1\n[\s\S]* train\.seed data\.seq_len data$",
     ):
         check_same_run(meta, allowed, "data-2", "run/4")
-    allowed = change(cfg, "checkpoint.allow_change", tuple(words))
+    allowed = change(cfg, checkpoint={"allow_change": tuple(words)})
     notes = check_same_run(meta, allowed, "data-2", "run/4")
     assert [note.partition(":")[0] for note in notes] == ["data.seq_len", "train.seed", "data"]
 
 
 def test_only_fields_can_be_allowed_to_change():
     for name, hint in (("data.seqlen", r"did you mean data\.seq_len"), ("all", "is no field")):
-        cfg = change(BASE, "checkpoint.allow_change", (name,))
+        cfg = change(BASE, checkpoint={"allow_change": (name,)})
         with pytest.raises(UserError, match=rf"checkpoint\.allow_change='{name}': .*{hint}"):
             cfg.check(1)
 
@@ -438,7 +427,7 @@ def test_other_libraries_are_told():
 
 
 def test_params_load_without_training_on_another_mesh(state, tmp_path):
-    cfg = in_folder(change(BASE, "checkpoint.dir", "saved/here"), tmp_path)
+    cfg = in_folder(change(BASE, checkpoint={"dir": "saved/here"}), tmp_path)
     save(cfg, state, 2, 3)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
     mesh = make_mesh(MeshConfig(fsdp=2, tp=2), jax.devices()[:4])

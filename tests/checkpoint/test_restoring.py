@@ -18,6 +18,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from tests.faults.tiny import MODEL
+from tests.runs import bits
 from ultrascale_jax.checkpoint import manifest, restoring
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, NothingLeft
@@ -59,10 +60,6 @@ def in_folder(folder, **checkpoint):
     if checkpoint:
         parts["checkpoint"] = dataclasses.replace(BASE.checkpoint, **checkpoint)
     return dataclasses.replace(BASE, **parts)
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def state_of(step):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ultrascale_jax.training.metrics import read_rows
+from tests.runs import step_rows
 
 TINY = (
     "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 --model.head-dim 4 --data.seq-len 64"
@@ -32,10 +32,6 @@ def train(run_dir, options):
     process = start(run_dir, options)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
-
-
-def step_rows(run_dir):
-    return [row for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Copies that differ are found by the device that has them, and a suspicious step is taken twice."""
 
-import dataclasses
-import math
 import re
 import socket
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import config as TINY
+from tests.runs import change, in_folder, mesh_of, run, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.config import Experts
@@ -17,34 +16,12 @@ from ultrascale_jax.health import array_faults
 from ultrascale_jax.health.replicas import Replicas, ReplicasDiffer, _fingerprints
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.faults import Fault, Plan
-from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.training.loop import train
-from ultrascale_jax.training.metrics import read_rows
-
-
-def change(cfg, **sections):
-    parts = {
-        name: dataclasses.replace(getattr(cfg, name), **fields) for name, fields in sections.items()
-    }
-    return dataclasses.replace(cfg, **parts)
-
 
 BASE = change(TINY, mesh={"fsdp": 1}, model={"num_layers": 1}, optim={"warmup_steps": 0})
 
 
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-
-
-def run(cfg, folder, *faults):
-    folder.mkdir(exist_ok=True)
-    plan = Plan(tuple(Fault(kind, step, -1) for kind, step in faults), 0, folder)
-    return train(change(cfg, log={"run_dir": str(folder)}), mesh_of(cfg), faults=plan)
-
-
 def losses(folder):
-    return [row["loss"].hex() for row in read_rows(folder / "metrics.jsonl") if "lr" in row]
+    return [row["loss"].hex() for row in step_rows(folder)]
 
 
 def with_piece_on(array, number, turn):
@@ -88,7 +65,7 @@ def test_every_flipped_bit_is_found_with_its_device_and_array(tmp_path, name):
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh)
-        replicas = Replicas(1, mesh, state, events)
+        replicas = Replicas(mesh, state, events)
         replicas.check(1, state)
         leaves = jax.tree_util.tree_leaves_with_path(state)
         for n in rng.choice(len(leaves), 6, replace=False):
@@ -112,7 +89,7 @@ def test_of_two_copies_both_are_named(tmp_path):
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh)
-        replicas = Replicas(1, mesh, state, Events(tmp_path, 0))
+        replicas = Replicas(mesh, state, Events(tmp_path, 0))
         with pytest.raises(
             ReplicasDiffer, match=r"device 0 of .*device 1 of .*nothing tells which"
         ):
@@ -134,16 +111,15 @@ def test_nothing_but_fingerprints_travels():
 
 
 @pytest.mark.slow
-def test_what_has_copies_is_told_at_the_start():
+def test_the_share_that_has_copies_is_known(tmp_path):
     for sizes, share in (({"dp": 2}, "100.0%"), ({"fsdp": 8}, "0.7%"), ({}, "0.0%")):
         cfg = change(BASE, mesh=sizes)
         mesh = mesh_of(cfg)
         with jax.set_mesh(mesh):
             state = some_state(cfg, mesh)
-            replicas = Replicas(1, mesh, state, None)
+            replicas = Replicas(mesh, state, Events(tmp_path, 0))
             replicas.check(1, state)
-            [note] = replicas.notes
-        assert note.startswith(share)
+        assert f"{replicas.copied_share:.1%}" == share
 
 
 # Implied by test_every_flipped_bit_is_found_with_its_device_and_array and by faults/test_numbers.py.
@@ -158,7 +134,7 @@ def test_trained_copies_stay_equal_and_a_flip_stops_the_run_before_it_is_saved(t
     ) as stop:
         run(cfg, folder, ("flip", 7))
     assert stop.value.exit_code == CRASHED
-    with Checkpoints(change(cfg, log={"run_dir": str(folder)})) as checkpoints:
+    with Checkpoints(in_folder(cfg, folder)) as checkpoints:
         assert checkpoints.latest == 4
     run(cfg, folder)
     run(cfg, tmp_path / "sound")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import shutil
 
 import jax
@@ -11,27 +10,17 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import config as TINY
+from tests.runs import bits, change, mesh_of, run, saved_state, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Experts, WatchConfig
 from ultrascale_jax.health.skipped_steps import Diverged, reason, suspicious
 from ultrascale_jax.launch.events import read_events
-from ultrascale_jax.launch.faults import Fault, Plan
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.spikes import Spikes
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import apply_gradients
-from ultrascale_jax.training.loop import make_loader, train
-from ultrascale_jax.training.metrics import read_rows
-
-
-def change(cfg, **sections):
-    parts = {
-        name: dataclasses.replace(getattr(cfg, name), **fields) for name, fields in sections.items()
-    }
-    return dataclasses.replace(cfg, **parts)
-
+from ultrascale_jax.training.setup import make_loader
 
 BASE = change(
     TINY,
@@ -41,24 +30,6 @@ BASE = change(
     optim={"warmup_steps": 0},
     checkpoint={"every": 0},
 )
-
-
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-
-
-def run(cfg, folder, *faults):
-    plan = Plan(tuple(Fault(kind, step, -1) for kind, step in faults), 0, folder)
-    folder.mkdir(exist_ok=True)
-    return train(change(cfg, log={"run_dir": str(folder)}), mesh_of(cfg), faults=plan)
-
-
-def rows(folder):
-    return [row for row in read_rows(folder / "metrics.jsonl") if "grad_norm" in row]
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def spiky(window, sigma, values):
@@ -185,7 +156,7 @@ def spiked(tmp_path_factory):
 @pytest.mark.slow
 def test_a_spike_is_skipped_and_its_batch_kept(spiked):
     """Row 17."""
-    found = rows(spiked)
+    found = step_rows(spiked)
     assert [row["step"] for row in found if row["skipped"]] == [10]
     assert found[9]["spike"] and found[9]["grad_norm"] > 3 * found[8]["grad_norm"]
     [event] = [event for event in read_events(spiked) if event["kind"] == "skipped"]
@@ -201,13 +172,10 @@ def test_a_run_that_resumes_has_the_window_and_skips_the_same_step(spiked, tmp_p
     (tmp_path / "run/faults.txt").unlink()
     run(change(BASE, checkpoint={"every": 4}), tmp_path / "run", ("spike", 10))
     exact = ("step", "loss", "grad_norm", "skipped")
-    assert [[row[name] for name in exact] for row in rows(tmp_path / "run")] == [
-        [row[name] for name in exact] for row in rows(spiked)
+    assert [[row[name] for name in exact] for row in step_rows(tmp_path / "run")] == [
+        [row[name] for name in exact] for row in step_rows(spiked)
     ]
-    states = []
-    for folder in (spiked, tmp_path / "run"):
-        with Checkpoints(change(BASE, log={"run_dir": str(folder)})) as checkpoints:
-            states.append(checkpoints.restore(12, abstract_state(BASE, mesh_of(BASE))))
+    states = [saved_state(BASE, folder, 12) for folder in (spiked, tmp_path / "run")]
     assert bits(states[0]) == bits(states[1])
     assert int(states[0].spikes.accepted) == 11
 
@@ -237,7 +205,7 @@ def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
         run(cfg, tmp_path / "run", *faults)
     assert stopped.value.exit_code == 3
     assert steps(tmp_path / "run/checkpoints") == [1, 3]
-    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [2, 4, 5, 6]
+    assert [row["step"] for row in step_rows(tmp_path / "run") if row["skipped"]] == [2, 4, 5, 6]
     skipped = [e["step"] for e in read_events(tmp_path / "run") if e["kind"] == "skipped"]
     assert skipped == [2, 4, 5, 6]
     kept = json.loads((tmp_path / "run/skipped.json").read_text())
@@ -258,6 +226,6 @@ def test_a_save_waits_for_the_next_good_step(tmp_path, mesh):
     """The window and the rule are the same wherever they are computed: loss and norm are whole on every device."""
     cfg = change(BASE, mesh=mesh, checkpoint={"every": 10, "keep": 1})
     run(cfg, tmp_path / "run", ("spike", 10), ("spike", 12))
-    assert [row["step"] for row in rows(tmp_path / "run") if row["skipped"]] == [10, 12]
+    assert [row["step"] for row in step_rows(tmp_path / "run") if row["skipped"]] == [10, 12]
     # That of step 10 waited; the last one is written in any case, but deletes none.
     assert steps(tmp_path / "run/checkpoints") == [11, 12]

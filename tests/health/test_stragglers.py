@@ -5,8 +5,13 @@ import time
 import numpy as np
 import pytest
 
-from ultrascale_jax.health.stragglers import StepTimes, stragglers, summary
+from tests.faults.tiny import config as TINY
+from ultrascale_jax.health.stragglers import StragglerCheck, stragglers, summary
+from ultrascale_jax.hooks import Run
+from ultrascale_jax.launch.distributed import StopRequest
 from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.watchdog import Watch
+from ultrascale_jax.sharding.mesh import make_mesh
 
 
 @pytest.mark.parametrize(
@@ -32,16 +37,35 @@ def test_of_a_time_mean_and_percentiles_are_told():
     assert values["own_mean_s"] == 0.0
 
 
+def no_batches():
+    yield from ()
+
+
 def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path):
-    times = StepTimes(3, Events(tmp_path, 0), print)
-    with times.waiting():
+    events, check = Events(tmp_path, 0), StragglerCheck(3)
+    run = Run(
+        TINY,
+        make_mesh(TINY.mesh.resolve(8)),
+        step=0,
+        batches=no_batches(),
+        events=events,
+        watch=Watch(events),
+        note=print,
+        stop=StopRequest(),
+        started=0.0,
+    )
+    check.on_start(run, None)
+    run.step = 1
+    with run.waiting_for_devices():
         time.sleep(0.2)
-    times.step(1)
+    check.after_step(run, None)
     time.sleep(0.2)
-    times.restart()
-    times.step(2)
-    assert times.steps[0] >= 0.2 > times.own[0] and times.steps[1] < 0.2
-    times.step(3)
-    assert times.steps == []
+    check.on_resume(run)
+    run.step = 2
+    check.after_step(run, None)
+    assert check.steps[0] >= 0.2 > check.own[0] and check.steps[1] < 0.2
+    run.step = 3
+    check.after_step(run, None)
+    assert check.steps == []
     # One process has nobody to be compared with.
     assert read_events(tmp_path) == []

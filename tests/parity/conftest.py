@@ -22,7 +22,7 @@ from ultrascale_jax.train_step.step import (
     make_eval_step,
     position_weight,
 )
-from ultrascale_jax.training.loop import make_loader
+from ultrascale_jax.training.setup import make_loader
 
 TOLERANCE = 1e-5
 BOUND = 8.0

@@ -73,7 +73,7 @@ def main(name: str) -> None:
     from tests.parity.conftest import compare
     from ultrascale_jax.train_step import precision
     from ultrascale_jax.train_step.state import init_state
-    from ultrascale_jax.training.loop import make_loader
+    from ultrascale_jax.training.setup import make_loader
 
     precision.COMPUTE |= dict.fromkeys(FP8, jnp.float32)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.faults.tiny import MODEL
+from tests.runs import change, mesh_of
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -26,7 +27,6 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health.skipped_steps import Diverged
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.state import abstract_state
@@ -42,16 +42,6 @@ BASE = Config(
     train=TrainConfig(steps=16, global_batch=8, precision="fp16", loss_scale_window=3),
     checkpoint=CheckpointConfig(keep=1),
 )
-
-
-def change(cfg, section, **fields):
-    return dataclasses.replace(
-        cfg, **{section: dataclasses.replace(getattr(cfg, section), **fields)}
-    )
-
-
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
 
 def run(cfg, steps, spoil=lambda state: state):
@@ -92,7 +82,7 @@ def test_it_doubles_after_a_window_without_overflow_and_halves_at_one():
 
 def test_only_float16_has_one():
     for precision in ("bf16", "fp32"):
-        cfg = change(BASE, "train", precision=precision)
+        cfg = change(BASE, train={"precision": precision})
         assert abstract_state(cfg, mesh_of(cfg)).loss_scale is None
     abstract = abstract_state(BASE, mesh_of(BASE))
     assert [x.dtype for x in jax.tree.leaves(abstract.loss_scale)] == [jnp.float32, jnp.int32]
@@ -115,7 +105,7 @@ def alone():
     ],
 )
 def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
-    cfg = change(BASE, "train", microbatches=microbatches)
+    cfg = change(BASE, train={"microbatches": microbatches})
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}))
     (state, metrics, gradients), (_, wanted, expected) = run(cfg, 3), alone
     half_a_unit = 2.0**-11
@@ -131,7 +121,7 @@ def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
 def too_large(tmp_path_factory):
     """A run whose loss scale overflows in its first steps, more often than `max_skipped` allows: folder and summary."""
     folder = tmp_path_factory.mktemp("run")
-    cfg = change(BASE, "train", loss_scale=2.0**32, max_skipped=2)
+    cfg = change(BASE, train={"loss_scale": 2.0**32, "max_skipped": 2})
     cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(folder)))
     return folder, train(cfg, mesh_of(cfg))
 
@@ -154,7 +144,7 @@ def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too
 
 @pytest.mark.slow
 def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
-    cfg = change(BASE, "train", loss_scale=4.0)
+    cfg = change(BASE, train={"loss_scale": 4.0})
     state, metrics, _ = run(cfg, 5, with_infinite_norm)
     assert [float(m["loss_scale"]) for m in metrics] == [4, 2, 1, 1, 1]
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (5, 3)
@@ -162,7 +152,7 @@ def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
 
 @pytest.mark.slow
 def test_the_loop_counts_as_the_state_does(tmp_path):
-    cfg = change(BASE, "train", loss_scale=4.0, max_skipped=2)
+    cfg = change(BASE, train={"loss_scale": 4.0, "max_skipped": 2})
     cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
@@ -177,7 +167,7 @@ def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
     cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
     mesh = mesh_of(cfg)
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
-    halved = change(cfg, "train", loss_scale=BASE.train.loss_scale / 2)
+    halved = change(cfg, train={"loss_scale": BASE.train.loss_scale / 2})
     with Checkpoints(cfg) as checkpoints:
         saved = describe(halved, 1, loader.fingerprint)
         checkpoints.save(some_state(halved, mesh), saved, wait=True)
@@ -188,7 +178,7 @@ def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
 
     state = restore(cfg)
     assert float(state.loss_scale.scale) == BASE.train.loss_scale / 2
-    other = change(cfg, "train", precision="bf16")
+    other = change(cfg, train={"precision": "bf16"})
     plain = restore(other)
     assert plain.loss_scale is None
     assert jax.tree.structure(plain) == jax.tree.structure(abstract_state(other, mesh))

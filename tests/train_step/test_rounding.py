@@ -1,7 +1,6 @@
 """Stochastic rounding: right on average, the same on every mesh and after a resume, and it keeps small steps."""
 
 import dataclasses
-import math
 import re
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.runs import mesh_of
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
@@ -24,7 +24,6 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.rounding import in_bfloat16, random_bits, round_stochastically
 from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
 from ultrascale_jax.train_step.step import apply_gradients
@@ -38,10 +37,6 @@ CFG = Config(
     optim=OptimConfig(lr=1e-2, moment_dtype="bfloat16", stochastic_rounding=True),
     train=TrainConfig(steps=4, global_batch=8, precision="fp32"),
 )
-
-
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
 
 def on(mesh, pp=None, microbatches=1):

@@ -1,13 +1,13 @@
 """The state at rest: the same numbers on any mesh, layers where the schedule wants them, padding that stays zero."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.runs import mesh_of
 from tests.states import some_state
 from ultrascale_jax.config import (
     Config,
@@ -17,7 +17,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
 )
-from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.state import (
     abstract_state,
@@ -59,10 +59,6 @@ def on(name: str, cfg: Config = BASE) -> Config:
     mesh = MeshConfig(**({"fsdp": 1} | sizes))
     train = dataclasses.replace(cfg.train, microbatches=4)
     return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
-
-
-def mesh_of(cfg: Config):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
 
 @pytest.mark.slow

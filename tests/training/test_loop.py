@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import MODEL
+from tests.runs import bits, change, eval_rows, mesh_of, run, saved_state, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -31,10 +32,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health.skipped_steps import Diverged
+from ultrascale_jax.hooks import Hook
 from ultrascale_jax.launch.sigterm import SigtermListener
 from ultrascale_jax.parallel.experts import capacity
-from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
@@ -66,48 +66,47 @@ train(cfg, make_mesh(cfg.mesh, devices))
 """
 
 
-def change(cfg, **fields):
-    """`change(cfg, train__steps=3)` replaces one field of a section."""
-    for name, value in fields.items():
-        section, field = name.split("__")
-        cfg = dataclasses.replace(
-            cfg, **{section: dataclasses.replace(getattr(cfg, section), **{field: value})}
-        )
-    return cfg
+class Recorder(Hook):
+    """Records each call with the step that it is about, and adds a column."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, run, state):
+        self.calls.append(("start", run.step))
+
+    def before_step(self, run, state):
+        self.calls.append(("before", run.step))
+
+    def after_step(self, run, state):
+        self.calls.append(("after", run.step))
+
+    def on_metrics(self, run, row):
+        row["seen"] = len(self.calls)
+        self.calls.append(("metrics", row["step"]))
+
+    def on_evaluation(self, run, row):
+        self.calls.append(("evaluation", row["step"]))
+
+    def before_save(self, run, state):
+        self.calls.append(("before save", run.step))
+
+    def on_save(self, run, state):
+        self.calls.append(("save", run.step))
+
+    def on_end(self, run, state):
+        self.calls.append(("end", run.step))
 
 
-def mesh_of(cfg):
-    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-
-
-def run(cfg, folder, **options):
-    cfg = change(cfg, log__run_dir=str(folder))
-    return train(cfg, mesh_of(cfg), **options)
-
-
-def step_rows(folder):
-    return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
-
-
-def eval_rows(folder):
-    return [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
-
-
-def saved_state(cfg, folder, step):
-    cfg = change(cfg, log__run_dir=str(folder))
-    with Checkpoints(cfg) as checkpoints:
-        return checkpoints.restore(step, abstract_state(cfg, mesh_of(cfg)))
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+RECORDER = Recorder()
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """A run of 8 steps without a break, with checkpoints of 4 and 8."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder, run(BASE, folder)
+    RECORDER.calls.clear()
+    return folder, run(BASE, folder, hooks=[RECORDER])
 
 
 def cut(straight, folder):
@@ -124,23 +123,28 @@ def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
     folder, _ = straight
     rows = step_rows(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
-    expected = {
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_s",
-        "step_s",
-        "tflops_per_device",
-        "hbm_gb",
-    }
-    expected |= {"skipped", "data_wait_s", "batch_hash", "time"}
-    assert all(set(row) == expected for row in rows)  # and so no mfu, on a CPU
+    expected = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"]
+    expected += ["tflops_per_device", "hbm_gb"]  # no mfu, on a CPU
+    expected += ["skipped", "data_wait_s", "batch_hash", "seen", "time"]
+    assert all(list(row) == expected for row in rows)
     loader = Loader(BASE.data, vocab_size=64, global_batch=8, seed=0)
     assert [row["batch_hash"] for row in rows] == [loader.batch_hash(step) for step in range(8)]
     tflops = flops_per_token(BASE.model, 32) * rows[0]["tokens_per_s"] / 1e12
     assert rows[0]["tflops_per_device"] == pytest.approx(tflops)
+
+
+@pytest.mark.slow
+def test_hooks_see_each_step_and_its_metrics_after_the_next_is_dispatched(straight):
+    """But before a save and an evaluation everything up to their step is on record."""
+    half = [("before", 1), ("after", 1)]
+    for step in (2, 3, 4):
+        half += [("before", step), ("metrics", step - 1)]
+        half += [("after", step)] if step < 4 else [("metrics", 4)]
+    saved = [("before save", 4), ("save", 4)]
+    first = [*half, ("evaluation", 4), ("after", 4), *saved]
+    last = [*half[:-1], ("after", 4), ("metrics", 4), *saved]
+    second = [(name, step + 4) for name, step in [*last, ("evaluation", 4), ("end", 4)]]
+    assert RECORDER.calls == [("start", 0), *first, *second]
 
 
 @pytest.mark.slow
@@ -193,7 +197,7 @@ def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path,
     cut(straight, tmp_path / "run")
     # The tokens of a row are in another order there.
     other = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=2, cp=2, sp=2))
-    other = change(other, train__zero=1, train__microbatches=2)
+    other = change(other, train={"zero": 1, "microbatches": 2})
     run(other, tmp_path / "run")
     assert "context parallelism: zigzag over cp=2, 16 tokens a GPU" in capsys.readouterr().out
     rows, expected = step_rows(tmp_path / "run"), step_rows(straight[0])
@@ -213,7 +217,7 @@ def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path,
     ],
 )
 def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, text):
-    cfg = change(BASE, mesh__cp=4, cp__strategy=strategy, cp__ulysses=ulysses)
+    cfg = change(BASE, mesh={"cp": 4}, cp={"strategy": strategy, "ulysses": ulysses})
     assert parallelism(cfg) == [f"context parallelism: {text}"]
     assert parallelism(BASE) == []
 
@@ -221,10 +225,9 @@ def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, 
 def test_the_way_to_experts_is_described_as_it_is_run():
     cfg = change(
         BASE,
-        mesh__ep=4,
-        model__experts=Experts(num=8, per_token=2),
-        moe__overlap=True,
-        moe__nodes=2,
+        mesh={"ep": 4},
+        model={"experts": Experts(num=8, per_token=2)},
+        moe={"overlap": True, "nodes": 2},
     )
     (line,) = parallelism(cfg)
     tokens = BASE.data.seq_len * BASE.train.global_batch // (4 * BASE.train.microbatches)
@@ -239,7 +242,7 @@ def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(
         UserError, match=r"model\.attention='cudnn': needs a GPU, and this is a cpu"
     ):
-        run(change(BASE, model__attention="cudnn"), tmp_path / "run")
+        run(change(BASE, model={"attention": "cudnn"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -264,7 +267,7 @@ def with_infinite_weight(cfg):
 
 @pytest.mark.slow
 def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tmp_path):
-    cfg = change(BASE, log__run_dir=str(tmp_path), train__max_skipped=3)
+    cfg = change(BASE, log={"run_dir": str(tmp_path)}, train={"max_skipped": 3})
     state = with_infinite_weight(cfg)
     before = bits((state.params, state.opt_state))
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
@@ -294,11 +297,10 @@ def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("some words " * 200)
     cfg = change(
         BASE,
-        data__source=f"text:{tmp_path}/one.txt",
-        data__eval_fraction=0.0,
-        model__vocab_size=256,
-        train__steps=1,
-        log__run_dir=str(tmp_path / "run"),
+        data={"source": f"text:{tmp_path}/one.txt", "eval_fraction": 0.0},
+        model={"vocab_size": 256},
+        train={"steps": 1},
+        log={"run_dir": str(tmp_path / "run")},
     )
     # A finished run evaluates without compiling a step.
     loader = Loader(cfg.data, vocab_size=256, global_batch=8, seed=0)
@@ -331,7 +333,7 @@ def test_a_signal_during_start_up_stops_the_run_before_its_first_step(straight, 
         summary = run(BASE, tmp_path / "new")
         assert (summary["step"], summary["stopped"]) == (0, True)
         shutil.copytree(straight[0], tmp_path / "old")
-        longer = change(BASE, train__steps=12)
+        longer = change(BASE, train={"steps": 12})
         summary = run(longer, tmp_path / "old")
         assert (summary["step"], summary["stopped"]) == (8, True)
         # There is nothing left to stop.
@@ -353,10 +355,9 @@ def wait_for_steps(process):
 def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
     endless = change(
         BASE,
-        train__steps=10**6,
-        checkpoint__every=0,
-        log__run_dir=str(tmp_path),
-        train__eval_every=0,
+        train={"steps": 10**6, "eval_every": 0},
+        checkpoint={"every": 0},
+        log={"run_dir": str(tmp_path)},
     )
     process = start(
         endless, JAX_NUM_CPU_DEVICES="8"
@@ -374,7 +375,7 @@ def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
     assert f"stopped by SIGTERM after step {step}" in out
     assert step_rows(tmp_path)[-1]["step"] == step
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    summary = run(change(endless, train__steps=step + 2), tmp_path)
+    summary = run(change(endless, train={"steps": step + 2}), tmp_path)
     assert (summary["step"], summary["stopped"]) == (step + 2, False)
     assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, step + 3))
 
@@ -384,10 +385,9 @@ def test_two_processes_train_as_one_and_a_sigterm_to_one_saves_one_step_of_both(
     two = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=2))
     two = change(
         two,
-        train__steps=10**6,
-        checkpoint__every=0,
-        train__eval_every=0,
-        log__run_dir=str(tmp_path),
+        train={"steps": 10**6, "eval_every": 0},
+        checkpoint={"every": 0},
+        log={"run_dir": str(tmp_path)},
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

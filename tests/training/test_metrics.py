@@ -12,11 +12,11 @@ from rich.console import Console
 from ultrascale_jax.training.metrics import (
     RunLog,
     TensorBoard,
-    peak_memory_gb,
     read_rows,
     to_json,
     truncate_rows,
 )
+from ultrascale_jax.training.throughput import peak_memory_gb
 
 
 def row(step, **changes):
@@ -43,7 +43,7 @@ def test_each_step_is_one_json_object_and_none_is_left_out(tmp_path):
     with log:
         log.step(row(1))
         log.step(row(2, mfu=0.5))
-        log.evaluation(2, 1.5, 64)
+        log.evaluation({"step": 2, "eval_loss": 1.5, "eval_tokens": 64})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2]
     assert "mfu" not in lines[0] and lines[1]["mfu"] == 0.5

@@ -33,7 +33,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED, STOPPED
-from ultrascale_jax.launch.faults import Plan
+from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
@@ -66,7 +66,7 @@ class Checkpoints:
         self,
         cfg: Config,
         events: Events | None = None,
-        faults: Plan | None = None,
+        faults: FaultPlan | None = None,
         before_save: Callable[[], None] = lambda: None,
         *,
         stall_s: float = saving.STALL_S,
@@ -77,7 +77,7 @@ class Checkpoints:
         written, or with `checkpoint.resume=must` is empty.
         """
         self.folder, self._cfg = checkpoint_folder(cfg), cfg
-        self._events, self._faults, self._stall_s = events, faults or Plan.none(), stall_s
+        self._events, self._faults, self._stall_s = events, faults or FaultPlan.none(), stall_s
         self._before_save = before_save
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
@@ -277,14 +277,14 @@ class Checkpoints:
         `Unreadable` if it cannot tell.
         """
 
-        def take(step: int) -> tuple[TrainState, list[str]]:
+        def restore_step(step: int) -> tuple[TrainState, list[str]]:
             place = self.folder / str(step)
             meta, note = restoring.opened(place)
             notes = [f"resumed from {place}", *([] if note is None else [f"warning: {note}"])]
             notes += [f"changed since: {change}" for change in accept(meta, place)]
             return self._load(step, abstract, meta), notes
 
-        found = restoring.newest(self._listed()[0], take, self._put_aside)
+        found = restoring.newest(self._listed()[0], restore_step, self._put_aside)
         if found is not None:
             step, (state, notes) = found
             for other in self._listed()[0]:

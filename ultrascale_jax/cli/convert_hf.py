@@ -83,7 +83,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from ultrascale_jax.huggingface import checkpoint
     from ultrascale_jax.train_step.optim import optimizer
     from ultrascale_jax.train_step.state import TrainState, abstract_state, carried
-    from ultrascale_jax.training.loop import make_loader
+    from ultrascale_jax.training.setup import make_loader
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
 

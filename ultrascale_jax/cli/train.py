@@ -80,7 +80,7 @@ def run(cfg: Config, options: Options) -> dict:
     import jax
 
     from ultrascale_jax.launch import distributed
-    from ultrascale_jax.launch.faults import Plan
+    from ultrascale_jax.launch.faults import FaultPlan
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
@@ -90,8 +90,8 @@ def run(cfg: Config, options: Options) -> dict:
     with command_line.user_errors(), distributed.guarded(record):
         distributed.check_devices(launch, options.dist)
         cfg = cfg.check(jax.device_count())
-        faults = Plan.none()
+        faults = FaultPlan.none()
         if options.faults:
-            faults = Plan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
+            faults = FaultPlan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
         mesh = make_mesh(cfg.mesh)
         return train(cfg, mesh, profile=options.profile_steps, faults=faults)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.checkpoint.fingerprint import sums
 from ultrascale_jax.config import AXES, UserError
+from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import hosts
@@ -35,28 +36,48 @@ class ReplicasDiffer(UserError):
     exit_code = CRASHED
 
 
+class ReplicaCheck(Hook):
+    """Compares all copies after each `every`-th step, and before each checkpoint; with 0 never."""
+
+    def __init__(self, every: int):
+        self._every = every
+        self._replicas: Replicas | None = None
+        self._checked: int | None = None
+
+    def on_start(self, run: Run, state: TrainState) -> None:
+        if self._every:
+            self._replicas = Replicas(run.mesh, state, run.events)
+            share = self._replicas.copied_share
+            run.note(f"{share:.1%} of the state has copies, which are compared")
+
+    def after_step(self, run: Run, state: TrainState) -> None:
+        if run.every(self._every):
+            self._check(run, state)
+
+    def before_save(self, run: Run, state: TrainState) -> None:
+        self._check(run, state)
+
+    def _check(self, run: Run, state: TrainState) -> None:
+        if self._replicas is None or self._checked == run.step:
+            return
+        with run.pause("compare"):
+            self._replicas.check(run.step, state)
+        self._checked = run.step
+
+
 class Replicas:
     """The copies in the state of one run."""
 
-    def __init__(self, every: int, mesh: Mesh, state: TrainState, events: Events):
-        """Compare after each `every`-th step, and before each checkpoint; with 0 never."""
-        self._every, self._devices, self._events = every, list(mesh.devices.flat), events
-        self.notes: list[str] = []
-        """What to tell at the start."""
-        if not every:
-            return
+    def __init__(self, mesh: Mesh, state: TrainState, events: Events):
+        self._devices, self._events = list(mesh.devices.flat), events
         leaves = jax.tree_util.tree_leaves_with_path(state)
         self._names = [_name(path) for path, _ in leaves]
         self._pieces = np.stack([self._pieces_of(leaf) for _, leaf in leaves])
         """int [arrays, devices]: the number of the first device that holds the same piece."""
         sizes = np.array([leaf.nbytes for _, leaf in leaves], np.float64)
         copied = (self._pieces != np.arange(len(self._devices))).any(axis=1)
-        share = sizes[copied].sum() / sizes.sum()
-        self.notes.append(f"{share:.1%} of the state has copies, which are compared")
-
-    def due(self, step: int, saves: bool) -> bool:
-        """Whether to compare after `step`, which will be saved or not."""
-        return self._every > 0 and (saves or step % self._every == 0)
+        self.copied_share = float(sizes[copied].sum() / sizes.sum())
+        """Share of the state's bytes that is held more than once."""
 
     def check(self, step: int, state: TrainState) -> None:
         """Compare all copies after `step`; every process calls it, and waits for the devices.

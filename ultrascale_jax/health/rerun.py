@@ -1,4 +1,4 @@
-"""The step as the loop takes it: with `watch.rerun`, a suspicious one is taken twice.
+"""With `watch.rerun`, a suspicious step is run twice, to tell bad hardware from bad data.
 
 A step that is skipped has bad data, a model that diverges, or a device that computed wrong numbers. Run again from the
 same state and batch, the first two give the same bits (the fault is *persistent*); where the second result differs the
@@ -8,47 +8,40 @@ It holds for a program that is deterministic: on GPUs with --xla_gpu_determinist
 It costs memory for a second state, which is otherwise donated, and each step waits for the host to look at it.
 """
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 
-from ultrascale_jax.health import array_faults
 from ultrascale_jax.health.skipped_steps import suspicious
-from ultrascale_jax.launch.events import Events
-from ultrascale_jax.launch.faults import Plan
+from ultrascale_jax.hooks import Batch, Hook, Metrics, Run, StepFn
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.train_step.state import TrainState
 
 LOOKED_AT = ("loss", "grad_norm", "skipped")
 
 
-class Steps:
-    """The compiled step of one run."""
+class Rerun(Hook):
+    """Runs a suspicious step again, and takes the second result."""
 
-    def __init__(self, compiled: Callable, rerun: bool, faults: Plan, events: Events):
-        self._compiled, self._rerun, self._faults, self._events = compiled, rerun, faults, events
+    def wrap_step(self, run: Run, step_fn: StepFn) -> StepFn:
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            new, first = step_fn(state, batch)
+            # The step communicates, so all processes run it again or none does.
+            if not agree("again" if suspicious(jax.device_get(first)) else None):
+                return new, first
+            new, second = step_fn(state, batch)
+            _record(run, first, second)
+            return new, second
 
-    def take(self, step: int, state: TrainState, batch: dict, digest: str) -> tuple:
-        """State and metrics after optimizer step `step`, on a batch with the hash `digest`."""
-        kinds = [kind for kind in array_faults.FACTORS if self._faults.due(kind, step)]
-        if kinds:
-            new, metrics = array_faults.through_fault(self._compiled, kinds[0], state, batch)
-        else:
-            new, metrics = self._compiled(state, batch)
-        # The step communicates, so all processes run it again or none does.
-        if self._rerun and agree("again" if suspicious(jax.device_get(metrics)) else None):
-            new, metrics = self._again(step, state, batch, digest, metrics)
-        if self._faults.due("flip", step):
-            new = array_faults.flipped(new)
-        return new, metrics
+        return step
 
-    def _again(self, step: int, state: TrainState, batch: dict, digest: str, first: dict) -> tuple:
-        new, second = self._compiled(state, batch)
-        runs = [[np.asarray(metrics[name]) for name in LOOKED_AT] for metrics in (first, second)]
-        same = all(a.tobytes() == b.tobytes() for a, b in zip(*runs, strict=True))
-        if jax.process_index() == 0:
-            seen = {name: [run[i].item() for run in runs] for i, name in enumerate(LOOKED_AT)}
-            verdict = "persistent" if same else "transient"
-            self._events.record("rerun", step=step, verdict=verdict, batch_hash=digest, **seen)
-        return new, second
+
+def _record(run: Run, first: Metrics, second: Metrics) -> None:
+    """Record the verdict on step `run.step`, given the metrics of both runs."""
+    runs = [[np.asarray(metrics[name]) for name in LOOKED_AT] for metrics in (first, second)]
+    same = all(a.tobytes() == b.tobytes() for a, b in zip(*runs, strict=True))
+    if jax.process_index() == 0:
+        seen = {name: [run[i].item() for run in runs] for i, name in enumerate(LOOKED_AT)}
+        verdict = "persistent" if same else "transient"
+        run.events.record(
+            "rerun", step=run.step, verdict=verdict, batch_hash=run.batch_hash, **seen
+        )

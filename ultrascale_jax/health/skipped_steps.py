@@ -1,18 +1,20 @@
 """Steps that were skipped: what is kept of them, and the end of a run that does nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.config import UserError
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.launch.events import Events, to_json
+from ultrascale_jax.hooks import Hook, Row, Run
+from ultrascale_jax.launch.events import to_json
 from ultrascale_jax.launch.exit_codes import STOPPED
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.train_step.loss_scale import LEAST
+from ultrascale_jax.train_step.state import TrainState
 
 FILE_NAME = "skipped.json"
 """Written when a run is stopped: the batches of its last skipped steps, by shard and token."""
@@ -40,57 +42,51 @@ def reason(values: Mapping[str, Any]) -> str:
     return "update" if finite else "not finite"
 
 
-def suspicious(values: Mapping[str, np.ndarray]) -> bool:
+def suspicious(values: Mapping[str, Any]) -> bool:
     """Whether a step with these metrics was skipped, and not because float16 is looking for its loss scale."""
     searching = values.get("loss_scale", LEAST) > LEAST and reason(values) == "not finite"
     return bool(values["skipped"]) and not searching
 
 
-class Skips:
-    """The skipped steps of one run."""
+class SkippedSteps(Hook):
+    """Counts skipped steps, records them, and ends a run of `train.max_skipped` in a row."""
 
-    def __init__(self, cfg: Config, loader: Loader, events: Events, in_a_row: int):
-        """`in_a_row`: how many there have been since the last good step."""
-        self._cfg, self._loader, self._events = cfg, loader, events
-        self.total, self._in_a_row = 0, in_a_row
-        self.skipping = False
-        """Whether the last step was skipped, so that the state is still that of the step before."""
+    def __init__(self, loader: Loader, newest: Callable[[], int | None]):
+        """`newest`: the newest checkpoint's step."""
+        self._loader, self._newest = loader, newest
+        self._in_a_row = 0
         self._last: list[dict] = []
         """Those in a row that this process has seen."""
 
-    def read(
-        self, step: int, values: Mapping[str, np.ndarray], digest: str, newest: int | None
-    ) -> None:
-        """Take note of step `step`, on a batch with the hash `digest`, whose metrics are `values`.
+    def on_start(self, run: Run, state: TrainState) -> None:
+        self._in_a_row = int(state.skipped_in_a_row)
+        run.summary["skipped"] = 0
 
-        Raises `Diverged`, with `newest`, the newest checkpoint, in its message, where it was one too many.
-        """
-        self.skipping = bool(values["skipped"])
-        if not self.skipping:
+    def on_metrics(self, run: Run, row: Row) -> None:
+        """Raise `Diverged` if this step was one too many to skip."""
+        if not row["skipped"]:
             self._in_a_row, self._last = 0, []
             return
-        self.total += 1
-        if not suspicious(values):
+        run.summary["skipped"] += 1
+        if not suspicious(row):
             return
-        size = self._cfg.train.global_batch
-        row = {
+        step, size = row["step"], run.cfg.train.global_batch
+        found = {
             "step": step,
-            "reason": reason(values),
-            "loss": float(values["loss"]),
-            "grad_norm": float(values["grad_norm"]),
-            "batch_hash": digest,
+            "reason": reason(row),
+            **{name: row[name] for name in ("loss", "grad_norm", "batch_hash")},
             "rows": [(step - 1) * size, step * size],
         }
         if jax.process_index() == 0:
-            self._events.record("skipped", **row)
-        self._last.append(row)
+            run.events.record("skipped", **found)
+        self._last.append(found)
         self._in_a_row += 1
-        if self._in_a_row >= self._cfg.train.max_skipped:
-            raise Diverged(self._stop(step, newest))
+        if self._in_a_row >= run.cfg.train.max_skipped:
+            raise Diverged(self._end(run, step))
 
-    def _stop(self, step: int, newest: int | None) -> str:
+    def _end(self, run: Run, step: int) -> str:
         """Write the batches down, and say what happened."""
-        path = Path(self._cfg.log.run_dir) / FILE_NAME
+        path = Path(run.cfg.log.run_dir) / FILE_NAME
         if jax.process_index() == 0:
             rows = [{**row, "places": self._loader.places(row["step"] - 1)} for row in self._last]
             write_atomic(path, ("[\n" + ",\n".join(map(to_json, rows)) + "\n]\n").encode())
@@ -98,10 +94,10 @@ class Skips:
         fault = " or ".join(FAULTS[reason] for reason in sorted(reasons))
         fix = "Lower optim.lr, or raise optim.warmup_steps"
         if "spike" in reasons:
-            fix += f"; or raise watch.spike_sigma={self._cfg.watch.spike_sigma:g}, if the loss has risen for good"
+            fix += f"; or raise watch.spike_sigma={run.cfg.watch.spike_sigma:g}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)
         return (
             f"{fault} in {self._in_a_row} steps in a row up to step {step} "
-            f"(train.max_skipped={self._cfg.train.max_skipped}); newest checkpoint: {newest}; "
+            f"(train.max_skipped={run.cfg.train.max_skipped}); newest checkpoint: {self._newest()}; "
             f"hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
         )

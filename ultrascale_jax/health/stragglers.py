@@ -6,17 +6,16 @@ While that is short it hides behind the devices' work; where one process has muc
 for that one. A device that is slow itself is not seen here: every process waits the same for it.
 """
 
-import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from ultrascale_jax.launch.events import Events
+from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.train_step.state import TrainState
 
 OUTLIER = 2.0
 """A straggler's own time is so many times the median of the others'..."""
@@ -28,47 +27,33 @@ LISTED = 16
 """Processes of which an event tells the times, the slowest first."""
 
 
-class StepTimes:
-    """Times of this process's steps, compared with the others' every so many."""
+class StragglerCheck(Hook):
+    """Compares the times of this process's steps with the others' every so many."""
 
-    def __init__(self, every: int, events: Events | None, note: Callable[[str], None]):
-        """
-        Args:
-            every: steps between comparisons; 0: none.
-            events: where process 0 records them.
-            note: prints a line.
-        """
-        self._every, self._events, self._note = every, events, note
+    def __init__(self, every: int):
+        """`every`: steps between comparisons; 0: none."""
+        self._every = every
         self.steps: list[float] = []
         self.own: list[float] = []
         """Seconds of the steps since the last comparison, and the process's own part of them."""
-        self.restart()
 
-    def restart(self) -> None:
-        """The next step begins now."""
-        self._begun, self._waited = time.monotonic(), 0.0
+    def on_start(self, run: Run, state: TrainState) -> None:
+        self.on_resume(run)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, the process waits for its devices."""
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waited += time.monotonic() - begun
+    def on_resume(self, run: Run) -> None:
+        self._begun, self._waited_s = time.monotonic(), run.device_wait_s
 
-    def step(self, step: int) -> None:
-        """Step `step` has been sent off, and the next one begins; every process calls it."""
+    def after_step(self, run: Run, state: TrainState) -> None:
         took = time.monotonic() - self._begun
         self.steps.append(took)
-        self.own.append(max(0.0, took - self._waited))
-        if self._every <= 0 or step % self._every == 0:
+        self.own.append(max(0.0, took - (run.device_wait_s - self._waited_s)))
+        if self._every == 0 or run.every(self._every):
             if self._every > 0 and jax.process_count() > 1:
-                self._compare(step)
+                self._compare(run)
             self.steps, self.own = [], []
-        self.restart()
+        self.on_resume(run)
 
-    def _compare(self, step: int) -> None:
+    def _compare(self, run: Run) -> None:
         mine = {"of": jax.process_index(), "of_host": socket.gethostname()}
         rows = gather(mine | summary(self.steps, self.own))
         if jax.process_index() != 0:
@@ -76,12 +61,10 @@ class StepTimes:
         slow = stragglers([row["step_mean_s"] for row in rows], [row["own_mean_s"] for row in rows])
         late = [rows[rank] for rank in slow]
         rows.sort(key=lambda row: row["own_mean_s"], reverse=True)
-        if self._events is not None:
-            self._events.record("step_times", step=step, slowest=rows[:LISTED])
+        run.events.record("step_times", step=run.step, slowest=rows[:LISTED])
         for row in late:
-            if self._events is not None:
-                self._events.record("straggler", step=step, **row)
-            self._note(
+            run.events.record("straggler", step=run.step, **row)
+            run.note(
                 f"straggler: rank {row['of']} on {row['of_host']} spends {row['own_mean_s']:.3f} s of a step of "
                 f"{row['step_mean_s']:.3f} s on its own (p50 {row['own_p50_s']:.3f} s, p99 {row['own_p99_s']:.3f} s)"
             )

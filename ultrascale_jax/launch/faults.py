@@ -19,10 +19,10 @@ from ultrascale_jax.launch.run_files import open_regular, read_regular
 
 VARIABLE = "US_FAULT"
 
-STRIKES_ITSELF = ("kill", "stop", "term", "exception", "sleep", "exit")
+PROCESS_FAULTS = ("kill", "stop", "term", "exception", "sleep", "exit")
 """Kinds that are the same wherever they strike; others are asked for by name where they belong."""
 
-KINDS = (*STRIKES_ITSELF, "killsave", "nan", "spike", "flip", "loader", "stall")
+KINDS = (*PROCESS_FAULTS, "killsave", "nan", "spike", "flip", "loader", "stall")
 """`killsave`: SIGKILL while the checkpoint of that step is written; `nan`, `spike`: in the loss of the step; `flip`:
 one bit of one replica of a parameter after the step; `loader`, `stall`: the batch of the step raises or is late."""
 
@@ -47,7 +47,7 @@ class Fault:
         return f"{self.kind}@{self.step}@{self.rank}"
 
 
-class Plan:
+class FaultPlan:
     """The faults that this process has before it; without any, every method returns at once."""
 
     def __init__(self, faults: tuple[Fault, ...], rank: int, run_dir: Path):
@@ -55,7 +55,7 @@ class Plan:
         self._rank, self._record = rank, run_dir / "faults.txt"
 
     @classmethod
-    def read(cls, environ: Mapping[str, str], rank: int, run_dir: Path) -> "Plan":
+    def read(cls, environ: Mapping[str, str], rank: int, run_dir: Path) -> "FaultPlan":
         """The plan of `US_FAULT`. Raises `UserError` where it cannot be understood."""
         text = environ.get(VARIABLE, "")
         faults = []
@@ -68,7 +68,7 @@ class Plan:
         return cls(tuple(faults), rank, run_dir)
 
     @classmethod
-    def none(cls) -> "Plan":
+    def none(cls) -> "FaultPlan":
         return cls((), 0, Path())
 
     def due(self, kind: str, step: int) -> bool:
@@ -78,9 +78,9 @@ class Plan:
                 return True
         return False
 
-    def strike(self, step: int) -> None:
-        """Do what `STRIKES_ITSELF` and the plan say, before `step`."""
-        for kind in STRIKES_ITSELF if self._faults else ():
+    def inject(self, step: int) -> None:
+        """Do the process faults that are planned, before `step`."""
+        for kind in PROCESS_FAULTS if self._faults else ():
             if not self.due(kind, step):
                 continue
             if kind == "kill":
@@ -96,7 +96,7 @@ class Plan:
             else:
                 raise RuntimeError(f"fault on purpose before step {step} on rank {self._rank}")
 
-    def load(self, step: int) -> None:
+    def inject_in_loader(self, step: int) -> None:
         """Inject the faults due to the batch of `step`, in the loader's thread that reads it."""
         if self._faults and self.due("loader", step):
             raise OSError(errno.EIO, f"fault on purpose in the loader on rank {self._rank}")

@@ -26,7 +26,7 @@ CLASSES = {
     "compile": "the step is compiled, and run for the first time",
     "checkpoint": "waits for checkpoints",
     "data": "waits for batches",
-    "evaluation": "held-out loss, comparisons of replicas, profiles",
+    "evaluation": "held-out loss, comparisons of replicas, profiles, pauses of other hooks",
     "hang": "no progress, or waiting to be ended",
     "down": "between the end of one try and the start of the next",
 }
@@ -43,6 +43,7 @@ OF_SECTION = {
     "evaluate": "evaluation",
     "compare": "evaluation",
     "profile": "evaluation",
+    "hook": "evaluation",
 }
 
 STEPS = ("productive", "again")

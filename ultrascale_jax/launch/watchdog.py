@@ -58,6 +58,7 @@ FIRST_S = {
     "save": 3600.0,
     "compare": 1800.0,
     "profile": 3600.0,
+    "hook": 1800.0,
     "end": 1800.0,
 }
 """Bound of each section that has not been seen yet, in seconds; `end` is what comes after the watch."""

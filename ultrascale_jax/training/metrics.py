@@ -25,7 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.health.skipped_steps import FAULTS, reason
+from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.launch.events import say, to_json
+from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.launch.run_files import (
     METRICS,
     folder_of,
@@ -33,15 +35,18 @@ from ultrascale_jax.launch.run_files import (
     read_regular,
     write_atomic,
 )
+from ultrascale_jax.train_step.state import TrainState
+
+COLUMNS = (
+    *("step", "loss", "grad_norm", "lr", "tokens"),
+    *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gb"),
+    *("moe_dropped", "moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
+    *("data_wait_s", "batch_hash", "save_failures"),
+)
+"""The order of a row's columns; others, as of a user's hook, come after them, and `time` is the last."""
 
 NO_SERIES = ("step", "time")
 """Numbers of a row that TensorBoard knows already."""
-
-
-def peak_memory_gb() -> float:
-    """Largest memory in use so far on this process's first device, in 1e9 bytes; 0 where JAX does not tell (CPU)."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", 0) / 1e9
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -88,8 +93,8 @@ def _missing(rows: list[dict], step: int) -> list[str]:
     return [f"{first} to {last}" if first < last else f"{first}" for first, last in holes]
 
 
-class RunLog:
-    """Writer of one run's metrics; use it as a context manager. On other processes than 0 it does nothing."""
+class RunLog(Hook):
+    """Writer of one run's metrics; use it as a context manager. On other processes than 0 it writes nothing."""
 
     def __init__(
         self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None
@@ -141,6 +146,27 @@ class RunLog:
         self._release()
         self._stack.close()
 
+    def on_start(self, run: Run, state: TrainState) -> None:
+        run.summary["loss"] = None
+
+    def on_metrics(self, run: Run, row: Row) -> None:
+        if not row["skipped"]:
+            run.summary["loss"] = row["loss"]
+        self.step(
+            {name: row[name] for name in COLUMNS if name in row} | row | {"time": time.time()}
+        )
+
+    def on_evaluation(self, run: Run, row: Row) -> None:
+        self.evaluation(row)
+
+    def on_end(self, run: Run, state: TrainState) -> None:
+        if run.stopped:
+            begun = run.step > run.first_step
+            where = f"after step {run.step}" if begun else f"before step {run.step + 1}"
+            self.note(f"stopped by SIGTERM {where}; the same command continues")
+        if self._active:
+            self.note(read_ledger(Path(run.cfg.log.run_dir)).line())
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Record one optimizer step. The console gets the first, the last, and about one line a second between."""
         if not self._active:
@@ -157,14 +183,13 @@ class RunLog:
         self._last_line, self._held_back = now, line
         self._release()
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Record the mean loss in nats over `tokens` held-out tokens after `step` optimizer steps."""
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        """Record `eval_loss`, in nats over `eval_tokens` held-out tokens, after `step` optimizer steps."""
         if not self._active:
             return
-        self._record({"step": step, "eval_loss": loss, "eval_tokens": tokens})
-        self.note(
-            f"step {step}/{self._num_steps}  eval loss {loss:.4f} over {tokens:,} held-out tokens"
-        )
+        self._record(row)
+        held_out = f"eval loss {row['eval_loss']:.4f} over {row['eval_tokens']:,} held-out tokens"
+        self.note(f"step {row['step']}/{self._num_steps}  {held_out}")
 
     def note(self, text: str) -> None:
         """Print one line, after that of the newest step."""

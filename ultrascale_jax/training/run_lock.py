@@ -14,7 +14,7 @@ from ultrascale_jax.launch.run_lock import NotNow, RunLock
 
 
 @contextlib.contextmanager
-def alone(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
+def hold_run_lock(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
     """Hold the lock of `run_dir` inside the block, which gets a function that raises once it is lost.
 
     Raises `UserError`, on all processes, where another job holds it: `NotNow` if it may end soon.
@@ -42,10 +42,10 @@ def alone(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
             return None if lock is None or lock.held else f"{lock.path} is another job's now"
 
         # Where the disk does not answer nobody can have taken it.
-        question = TimedProbe(ask, unanswered=None)
+        probe = TimedProbe(ask, unanswered=None)
 
         def check() -> None:
-            lost = agree(question())
+            lost = agree(probe())
             if lost is not None:
                 raise UserError(f"{lost}: this one did not beat for a while, and ends")
 

@@ -1,15 +1,18 @@
-"""How fast a run is: time, tokens and FLOPs of its steps."""
+"""How fast a run is and what memory it takes: time, tokens and FLOPs of its steps, and their peak in bytes."""
 
 import math
 import time
 
+import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.hooks import Hook, Row, Run
+from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.training.flops import flops_per_token, mfu
 
 
-class Rate:
+class Throughput(Hook):
     """Time, throughput and utilisation of steps; time spent between steps (evaluating, saving) does not count.
 
     Throughput is in tokens that pass through the model, counted in the loss or not: the FLOPs are the same.
@@ -22,25 +25,29 @@ class Rate:
         # Of a step of one second.
         self._mfu = mfu(self._flops, kind, cfg.train.precision)
         self._times: list[float] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """The next step begins now."""
         self._begun = time.monotonic()
 
-    def step(self) -> dict[str, float | None]:
-        """The step that ends now, and the next one's beginning."""
-        begun = self._begun
-        self.restart()
-        self._times.append(self._begun - begun)
-        return self._of(self._times[-1])
+    def on_start(self, run: Run, state: TrainState) -> None:
+        run.summary |= {"compile_s": None, "first_step_s": None}
 
-    def mean(self) -> dict[str, float | None]:
-        """All steps but the first, which warms up."""
+    def on_resume(self, run: Run) -> None:
+        self._begun = time.monotonic()
+
+    def on_metrics(self, run: Run, row: Row) -> None:
+        begun, self._begun = self._begun, time.monotonic()
+        self._times.append(self._begun - begun)
+        row |= self._of(self._times[-1]) | {"hbm_gb": peak_memory_gb()}
+        if len(self._times) == 1:
+            run.summary["first_step_s"] = self._begun - run.started
+
+    def on_end(self, run: Run, state: TrainState) -> None:
+        # But for the first step, which warms up.
         times = self._times[1:]
-        return self._of(math.fsum(times) / len(times) if times else None)
+        run.summary |= self._of(math.fsum(times) / len(times) if times else None)
+        run.summary["hbm_gb"] = peak_memory_gb() or None
 
     def _of(self, step_s: float | None) -> dict[str, float | None]:
+        """Throughput of steps of `step_s` seconds."""
         if step_s is None:
             return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
         return {
@@ -49,3 +56,9 @@ class Rate:
             "tflops_per_device": self._flops / step_s / 1e12,
             "mfu": None if self._mfu is None else self._mfu / step_s,
         }
+
+
+def peak_memory_gb() -> float:
+    """Largest memory in use so far on this process's first device, in 1e9 bytes; 0 where JAX does not tell (CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", 0) / 1e9

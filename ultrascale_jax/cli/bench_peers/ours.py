@@ -23,7 +23,7 @@ def make(spec: dict) -> Contestant:
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.train_step.state import init_state
     from ultrascale_jax.train_step.step import make_train_step
-    from ultrascale_jax.training.loop import make_loader
+    from ultrascale_jax.training.setup import make_loader
 
     distributed.set_environment(os.environ)
     if spec["needs_gpu"] and jax.default_backend() != "gpu":

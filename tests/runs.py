@@ -1,0 +1,59 @@
+"""Runs of the trainer for tests: change a configuration, train it in a folder, and read what it left there."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.config import Config
+from ultrascale_jax.launch.faults import Fault, FaultPlan
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import TrainState, abstract_state
+from ultrascale_jax.training.loop import train
+from ultrascale_jax.training.metrics import read_rows
+
+
+def change(cfg: Config, **sections: dict[str, Any]) -> Config:
+    """`change(cfg, train={"steps": 3})` replaces fields of a section."""
+    parts = {
+        name: dataclasses.replace(getattr(cfg, name), **fields) for name, fields in sections.items()
+    }
+    return dataclasses.replace(cfg, **parts)
+
+
+def in_folder(cfg: Config, folder: Path) -> Config:
+    return change(cfg, log={"run_dir": str(folder)})
+
+
+def mesh_of(cfg: Config) -> Mesh:
+    return make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+
+
+def run(cfg: Config, folder: Path, *faults: tuple[str, int], **options: Any) -> dict:
+    """Train `cfg` in `folder`, with the `(kind, step)` of `faults` on all processes."""
+    plan = FaultPlan(tuple(Fault(kind, step, -1) for kind, step in faults), 0, folder)
+    return train(in_folder(cfg, folder), mesh_of(cfg), faults=plan, **options)
+
+
+def step_rows(folder: Path) -> list[dict]:
+    return [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" not in row]
+
+
+def eval_rows(folder: Path) -> list[dict]:
+    return [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
+
+
+def saved_state(cfg: Config, folder: Path, step: int) -> TrainState:
+    cfg = in_folder(cfg, folder)
+    with Checkpoints(cfg) as checkpoints:
+        return checkpoints.restore(step, abstract_state(cfg, mesh_of(cfg)))
+
+
+def bits(tree: Any) -> list[bytes]:
+    """The bytes of each array of `tree`."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]

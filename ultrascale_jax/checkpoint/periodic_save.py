@@ -1,0 +1,39 @@
+"""A checkpoint every `checkpoint.every` steps, and of the last step of a process."""
+
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.hooks import Hook, Row, Run
+from ultrascale_jax.train_step.state import TrainState
+
+
+class PeriodicSave(Hook):
+    """Saves in the background, and waits only for the last save.
+
+    A skipped step has left the state as it was, so a save that is due waits for the next good step. The last one of the
+    process is written all the same, but deletes no older one: good checkpoints outlive a run of bad steps.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, fingerprint: str):
+        """`fingerprint`: of the training data."""
+        self._checkpoints, self._fingerprint = checkpoints, fingerprint
+        self._late = self._skipped = False
+
+    def on_metrics(self, run: Run, row: Row) -> None:
+        self._skipped = row["skipped"]
+        row["save_failures"] = self._checkpoints.failures or None
+
+    def after_step(self, run: Run, state: TrainState) -> None:
+        if not (self._late or run.every(run.cfg.checkpoint.every) or run.is_last):
+            return
+        # Everything up to this step is on record before the checkpoint is.
+        run.read_metrics()
+        self._late = self._skipped and not run.is_last
+        if self._late:
+            return
+        for hook in run.hooks:
+            hook.before_save(run, state)
+        with run.pause("save"):
+            meta = describe(run.cfg, run.step, self._fingerprint)
+            self._checkpoints.save(state, meta, wait=run.is_last, rotate=not self._skipped)
+        for hook in run.hooks:
+            hook.on_save(run, state)

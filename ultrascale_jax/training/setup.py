@@ -1,0 +1,131 @@
+"""What surrounds the steps of a run: its data, its run directory, its state, and the built-in hooks."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
+from ultrascale_jax.checkpoint.run_metadata import check_same_run
+from ultrascale_jax.config import Config
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health.array_faults import FaultInjection
+from ultrascale_jax.health.heartbeat import Heartbeat
+from ultrascale_jax.health.replicas import ReplicaCheck
+from ultrascale_jax.health.rerun import Rerun
+from ultrascale_jax.health.skipped_steps import SkippedSteps
+from ultrascale_jax.health.stragglers import StragglerCheck
+from ultrascale_jax.hooks import Hook, Run
+from ultrascale_jax.launch.distributed import StopRequest, guarded
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.faults import FaultPlan
+from ultrascale_jax.launch.run_files import write_atomic
+from ultrascale_jax.launch.watchdog import Watch
+from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.train_step.precision import check_kernels
+from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
+from ultrascale_jax.training.describe import parallelism
+from ultrascale_jax.training.evaluation import Evaluation
+from ultrascale_jax.training.metrics import RunLog
+from ultrascale_jax.training.profiler import Profiler
+from ultrascale_jax.training.run_lock import hold_run_lock
+from ultrascale_jax.training.throughput import Throughput
+
+
+@contextlib.contextmanager
+def open_run(
+    cfg: Config,
+    mesh: Mesh,
+    *,
+    hooks: Sequence[Hook],
+    profile: tuple[int, int] | None,
+    faults: FaultPlan | None,
+) -> Iterator[tuple[Run, TrainState]]:
+    """Take the run directory, and yield the run with its state: the newest checkpoint's, or a new one.
+
+    Inside the block `mesh` is set. See `train` for the arguments and for what it raises.
+    """
+    started, run_dir, faults = time.monotonic(), Path(cfg.log.run_dir), faults or FaultPlan.none()
+    check_kernels(cfg, mesh.devices.flat[0])
+    notes = parallelism(cfg)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        loader = make_loader(cfg)
+        events = Events(run_dir, jax.process_index())
+        events.check()
+        check_lock = stack.enter_context(hold_run_lock(run_dir, events))
+        fresh = cfg.checkpoint.resume == "never"
+        watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
+        with watch.section("restore"):
+            checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, check_lock))
+            state, step, changes = _state(cfg, mesh, loader, checkpoints)
+        log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
+        if jax.process_index() == 0:
+            text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+            write_atomic(run_dir / "config.json", text.encode())
+        for note in notes + changes:
+            log.note(note)
+        profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
+        stop = stack.enter_context(StopRequest())
+        # Innermost: to close a checkpoint may take processes that wait for this one.
+        stack.enter_context(guarded(events.record, refusals=False))
+        all_hooks = (
+            Heartbeat(),
+            FaultInjection(faults),
+            *((Rerun(),) if cfg.watch.rerun else ()),
+            profiler,
+            StragglerCheck(cfg.watch.straggler_every),
+            Throughput(cfg, mesh),
+            # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
+            ReplicaCheck(cfg.watch.replicas_every),
+            Evaluation(cfg, loader),
+            *hooks,
+            PeriodicSave(checkpoints, loader.fingerprint),
+            # These see rows that are complete; the last one may end the run.
+            log,
+            SkippedSteps(loader, newest=lambda: checkpoints.latest),
+        )
+        yield (
+            Run(
+                cfg,
+                mesh,
+                step=step,
+                batches=loader.device_batches(mesh, step, faults.inject_in_loader),
+                events=events,
+                watch=watch,
+                note=log.note,
+                stop=stop,
+                hooks=all_hooks,
+                started=started,
+            ),
+            state,
+        )
+
+
+def make_loader(cfg: Config) -> Loader:
+    """Return the training batches of `cfg`, in the order of tokens that its context parallelism wants."""
+    return Loader(
+        cfg.data,
+        vocab_size=cfg.model.vocab_size,
+        global_batch=cfg.train.global_batch,
+        seed=cfg.train.seed,
+        together=True,
+        order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
+    )
+
+
+def _state(
+    cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
+) -> tuple[TrainState, int, list[str]]:
+    """The state to go on from, the step it stands at, and what to tell about it."""
+
+    def accept(meta: dict, place: Path) -> list[str]:
+        return check_same_run(meta, cfg, loader.fingerprint, place)
+
+    return checkpoints.resume(abstract_state(cfg, mesh), accept) or (init_state(cfg, mesh), 0, [])
