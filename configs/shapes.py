@@ -153,3 +153,25 @@ DEEPSEEK_V3 = ModelConfig(
     ),
     latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, v_dim=128),
 )
+
+
+def _playbook(num_layers: int, d_model: int, num_heads: int, d_ff: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=131072,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=d_model // num_heads,
+        tied_embeddings=tied,
+    )
+
+
+PLAYBOOK = {
+    "1B": _playbook(16, 2048, 32, 8192, tied=True),
+    "3B": _playbook(28, 3072, 32, 8192, tied=True),
+    "8B": _playbook(32, 4096, 32, 14336, tied=False),
+    "80B": _playbook(80, 8192, 64, 28672, tied=False),
+}
+"""The models of the playbook's benchmark (nanotron's `scripts/scaling_benchmarks.py`): no GQA, gated feed-forward."""

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
-    from ultrascale_jax.plan.workload import Run, Shape
+    from ultrascale_jax.plan.model_shape import ModelShape as Shape
+    from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
     from ultrascale_jax.sharding.rules import act, vary
@@ -106,7 +107,7 @@ _HOME = {
     "MoEConfig": "config",
     "ModelConfig": "config",
     "Run": "plan.workload",
-    "Shape": "plan.workload",
+    "Shape": "plan.model_shape:ModelShape",
     "Stages": "parallel.pipeline.executor",
     "Transformer": "models.transformer",
     "abstract_mesh": "sharding.mesh",

@@ -9,9 +9,8 @@ loses nothing but the row at work.
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.validation import memory_table, pipelines_table
+from scripts.validation import memory_table, pipelines_table, published
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.validation import published
 from ultrascale_jax.plan.workload import GIB, Run
 
 # held model mesh strategy ulysses seq_len sequences microbatches zero remat document_mask, as in memory_table.py.

@@ -20,12 +20,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from scripts.validation import validate_published
+from scripts.validation import benchmark, published, validate_published
+from scripts.validation.benchmark import Cell, Prediction
+from scripts.validation.nanotron_time import NANOTRON, NanotronProfile
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
-from ultrascale_jax.plan.formulas.framework import NANOTRON, FrameworkProfile
-from ultrascale_jax.plan.validation import published, validate
-from ultrascale_jax.plan.validation.validate import Cell, Prediction
 
 GOALS = (
     ("spearman_least", "rank correlation of throughput, worst cell", 0.9, True),
@@ -62,24 +61,24 @@ def main(argv: list[str]) -> None:
             require(options.half != "train", "half", options.half, fix)
             validate_published.show(published.read(options.runs), options.json)
             return
-        rows, contradictory = validate.read(options.runs)
-        software = NANOTRON
+        rows, contradictory = benchmark.read(options.runs)
+        profile = NANOTRON
         if options.calibrate:
             with Console(stderr=True).status("fitting"):
-                software = validate.calibrate(row for row in rows if row.calibration)
+                profile = benchmark.calibrate(row for row in rows if row.calibration)
     chosen = [
         r for r in rows if options.half == "all" or r.calibration == (options.half == "train")
     ]
-    predictions = [validate.predict(row, software) for row in chosen]
+    predictions = [benchmark.predict(row, profile) for row in chosen]
     found = summarize(predictions)
     found |= {"verb": "validate", "half": options.half, "left_out": contradictory}
-    found["constants"] = {name: getattr(software, name) for name in validate.FITTED}
+    found["constants"] = {name: getattr(profile, name) for name in benchmark.FITTED}
     if options.json:
         print(json.dumps(found | {"predictions": [_prediction(p) for p in predictions]}))
         return
     console = Console()
     if options.calibrate:
-        console.print(_constants(software))
+        console.print(_constants(profile))
     console.print(_cells([Cell(**cell) for cell in found["cells"]]), _goals(found))
     left = (
         f"; {contradictory} rows left out whose dp * mbs * gas is not gbs" if contradictory else ""
@@ -91,7 +90,7 @@ def main(argv: list[str]) -> None:
 
 def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Cells and what they come to."""
-    found = validate.cells(predictions)
+    found = benchmark.cells(predictions)
     correlations = [cell.spearman for cell in found if cell.spearman is not None]
     either = [cell.spearman_either for cell in found if cell.spearman_either is not None]
     choices = [cell.first_choice for cell in found if cell.first_choice is not None]
@@ -157,10 +156,10 @@ def _goals(found: dict[str, Any]) -> Table:
     return table
 
 
-def _constants(software: FrameworkProfile) -> Table:
+def _constants(profile: NanotronProfile) -> Table:
     table = Table("constant", "fitted", "in use")
-    for name in validate.FITTED:
-        table.add_row(name, f"{getattr(software, name):.3g}", f"{getattr(NANOTRON, name):.3g}")
+    for name in benchmark.FITTED:
+        table.add_row(name, f"{getattr(profile, name):.3g}", f"{getattr(NANOTRON, name):.3g}")
     return table
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ultrascale_jax.plan.validation import published
-from ultrascale_jax.plan.validation.published import Prediction, Row, Summary
+from scripts.validation import published
+from scripts.validation.published import Prediction, Row, Summary
 
 COMPARED = (
     "Compared is the estimate for this project's trainer (software ULTRASCALE), not for theirs."

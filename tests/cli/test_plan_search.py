@@ -1,5 +1,6 @@
 """`python -m scripts.plan search`: the ranking, its JSON, and a command that trains the winner."""
 
+import dataclasses
 import json
 import shlex
 import signal
@@ -11,7 +12,7 @@ from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.cli.plan_commands import search
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.search.ranking import Compiled, Search
+from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import parse_choices
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
@@ -110,8 +111,8 @@ def test_a_narrow_terminal_gets_whole_words(capsys):
         lines = capsys.readouterr().out.splitlines()
         row = next(line for line in lines if " best " in line)
         best = found.rows(1)["the best of each mesh"][0][0]
-        speed = best.estimate.tokens_per_s_gpu
-        assert f"{speed:,.0f}" in row and f"{best.peak_bytes / 2**30:.1f}" in row
+        speed = best.formula.tokens_per_s_gpu
+        assert f"{speed:,.0f}" in row and f"{best.best.peak_bytes / 2**30:.1f}" in row
         assert len(row) <= width and "…" not in "".join(lines)
 
 
@@ -125,7 +126,8 @@ def test_an_interrupt_shows_the_ranking_so_far():
         if seen:
             raise KeyboardInterrupt
         seen.append(cfg)
-        return Compiled(peak_bytes=2**30, step_s=3.0, parts={})
+        formula = found.winner.formula
+        return dataclasses.replace(formula, source="compiled", peak_bytes=2**30, step_s=3.0)
 
     assert search.run(found, evaluate, 3)
     assert found.step_s(found.winner) == 3.0

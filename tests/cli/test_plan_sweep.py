@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from scripts.validation import validate
 from ultrascale_jax.cli import plan
 
 
@@ -59,7 +60,7 @@ def test_the_benchmarks_models_have_its_names_and_can_be_validated(tmp_path, cap
     plan.main(["sweep", "llama32_1b", "--out", str(path), *grid, *model, *batch])
     assert {row["model"] for row in rows(path)} == {"1B"}
     capsys.readouterr()
-    plan.main(["validate", str(path), "--half", "all", "--json"])
+    validate.main([str(path), "--half", "all", "--json"])
     assert json.loads(capsys.readouterr().out)["rows"] == 2
 
 

@@ -28,7 +28,7 @@ from ultrascale_jax.plan.search.search_space import (
     parse_choices,
     with_changes,
 )
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 SPLIT = ("pp", "dp", "fsdp", "sp", "tp")
 SIZES = (1, 2, 4, 8)
@@ -130,7 +130,7 @@ def test_a_pipeline_offloads_nothing():
 
 
 def test_models_that_the_trainer_does_not_have_are_refused():
-    plain = Shape.of(debug.model, gated=False)
+    plain = ModelShape.of(debug.model, gated=False)
     space = enumerate_runs(debug, cluster(), {}, ("fsdp",), plain)
     assert space.refusal == "this release trains no such model"
     assert enumerate_runs(debug, cluster(), {}, ("fsdp",), precision="fp8").refusal

@@ -11,9 +11,9 @@ from ultrascale_jax.plan.formulas.activations import document_mask, kept, layer_
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import Group, Run, Shape
+from ultrascale_jax.plan.workload import Group, ModelShape, Run
 
-LLAMA3_8B = Shape(
+LLAMA3_8B = ModelShape(
     vocab_size=128256,
     d_model=4096,
     d_ff=14336,
@@ -125,7 +125,7 @@ def test_heads_stay_in_the_node_where_a_ring_would_leave_it():
     assert both < parts(split(64, strategy="ulysses", shape=HEADS, **short))["exposed cp"]
 
 
-HEADS = Shape.of(LLAMA3_8B, num_heads=64, num_kv_heads=64, head_dim=64)
+HEADS = ModelShape.of(LLAMA3_8B, num_heads=64, num_kv_heads=64, head_dim=64)
 
 
 def test_a_split_sequence_keeps_no_scores():

@@ -97,3 +97,9 @@ def test_a_small_all_reduce_goes_along_a_tree():
 def test_a_group_of_one_sends_nothing():
     alone = Group(ranks=1, per_node=1)
     assert costs.collective_seconds(PLAYBOOK, "all-reduce", 1e9, alone) == 0
+
+
+def test_ring_sends_twice_the_size_for_an_all_reduce():
+    assert costs.ring_bytes("all-reduce", 800, 8) == 1400
+    assert costs.ring_bytes("all-gather", 800, 8) == 700
+    assert costs.ring_bytes("reduce-scatter", 800, 1) == 0

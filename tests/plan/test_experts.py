@@ -7,7 +7,7 @@ from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import costs, experts
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import Group, Run, Shape
+from ultrascale_jax.plan.workload import Group, ModelShape, Run
 
 WAY = ("dispatch", "nodes", "overlap", "implementation")
 
@@ -20,7 +20,7 @@ def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
     moe = MoEConfig(
         **({"bound": 1.5} | {key: fields.pop(key) for key in list(fields) if key in WAY})
     )
-    shape = Shape.of(getattr(shapes, name))
+    shape = ModelShape.of(getattr(shapes, name))
     return Run(shape=shape, mesh=mesh, seq_len=4096, sequences=sequences, moe=moe, **fields)
 
 

@@ -16,7 +16,7 @@ from ultrascale_jax.plan.formulas.activations import kept, layer_of, loss_chunks
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
 from ultrascale_jax.plan.formulas.parameters import rest, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"
 ROWS = memory_table.read(TABLE)
@@ -26,7 +26,11 @@ GIB = 2**30
 def run_8b(mesh: dict[str, int] | None = None, **changes) -> Run:
     """Llama 3 8B on eight GPUs, fully sharded, one sequence of 8192 tokens a GPU."""
     sizes = MeshConfig(**({"fsdp": 8} if mesh is None else {"fsdp": 1} | mesh))
-    fields: dict[str, Any] = {"seq_len": 8192, "sequences": 1, "shape": Shape.of(shapes.LLAMA3_8B)}
+    fields: dict[str, Any] = {
+        "seq_len": 8192,
+        "sequences": 1,
+        "shape": ModelShape.of(shapes.LLAMA3_8B),
+    }
     return Run(**(fields | {"mesh": sizes} | changes))
 
 
@@ -212,7 +216,11 @@ def test_a_stash_of_inputs_is_smaller_and_zero_bubble_larger():
 
 def test_padding_takes_memory_like_layers():
     uneven, even = (
-        run_8b({"pp": 4, "fsdp": 2}, microbatches=8, shape=Shape.of(shapes.LLAMA3_8B, num_layers=n))
+        run_8b(
+            {"pp": 4, "fsdp": 2},
+            microbatches=8,
+            shape=ModelShape.of(shapes.LLAMA3_8B, num_layers=n),
+        )
         for n in (30, 32)
     )
     assert breakdown(uneven).parts == breakdown(even).parts
@@ -220,7 +228,7 @@ def test_padding_takes_memory_like_layers():
 
 def test_experts_are_split_over_ep_and_other_weights_are_not():
     # Mixtral 8x7B: 8 experts of 3 x 4,096 x 14,336, of which a token visits two.
-    shape = Shape.of(shapes.LLAMA3_8B, experts=Experts(num=8, per_token=2))
+    shape = ModelShape.of(shapes.LLAMA3_8B, experts=Experts(num=8, per_token=2))
     one, four = (
         run_8b(mesh, shape=shape, remat="selective")
         for mesh in ({"fsdp": 4, "ep": 1}, {"fsdp": 4, "ep": 4})
@@ -233,7 +241,7 @@ def test_experts_are_split_over_ep_and_other_weights_are_not():
 
 def test_what_a_layer_of_experts_keeps_by_hand():
     # One token's two choices of Mixtral: rows as they come, and by expert a quarter more, with gate and up.
-    shape = Shape.of(shapes.MIXTRAL_8X7B)
+    shape = ModelShape.of(shapes.MIXTRAL_8X7B)
 
     def parts(remat: str) -> dict[str, float]:
         run = run_8b({"ep": 8}, shape=shape, remat=remat)
@@ -251,7 +259,7 @@ def test_what_a_layer_of_experts_keeps_by_hand():
 
 
 def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position():
-    shape = Shape.of(shapes.DEEPSEEK_V3)
+    shape = ModelShape.of(shapes.DEEPSEEK_V3)
     flat, piped = (
         weights_of(run_8b(mesh, shape=shape, microbatches=8))
         for mesh in ({"ep": 8}, {"pp": 8, "ep": 8})
@@ -266,7 +274,7 @@ def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position():
 
 def test_the_tensor_group_splits_no_router_and_no_latents():
     one, two = (
-        weights_of(run_8b({"fsdp": 4, "sp": sp}, shape=Shape.of(shapes.DEEPSEEK_V3)))
+        weights_of(run_8b({"fsdp": 4, "sp": sp}, shape=ModelShape.of(shapes.DEEPSEEK_V3)))
         for sp in (1, 2)
     )
     whole = 61 * 7168 * (1536 + 512 + 64) + 58 * 7168 * 256
@@ -275,7 +283,7 @@ def test_the_tensor_group_splits_no_router_and_no_latents():
 
 
 def test_fp8_and_plain_layers_take_less_and_float32_more():
-    shape = Shape.of(shapes.LLAMA3_8B, gated=False)
+    shape = ModelShape.of(shapes.LLAMA3_8B, gated=False)
     assert peak(precision="fp8") < peak() < peak(precision="fp32")
     assert peak(shape=shape) < peak()
     assert peak(moment_bytes=6) < peak()

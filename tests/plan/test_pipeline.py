@@ -10,7 +10,7 @@ from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.pipeline import Key
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (0, 3)] + [("interleaved", 4)]
 CASES = [case for case in CASES if not case[1] or case[0] in ("interleaved", "zb_uniform")]
@@ -19,7 +19,7 @@ CASES = [case for case in CASES if not case[1] or case[0] in ("interleaved", "zb
 def run(schedule="1f1b", p=4, m=8, virtual=0, **fields) -> Run:
     own = virtual or build(schedule, p, m).virtual
     return Run(
-        shape=Shape(num_layers=24),
+        shape=ModelShape(num_layers=24),
         mesh=MeshConfig(pp=p, fsdp=2),
         seq_len=4096,
         sequences=1,

@@ -29,7 +29,7 @@ from ultrascale_jax.plan.report.figures import (
     number,
 )
 from ultrascale_jax.plan.report.study import Scenario
-from ultrascale_jax.plan.workload import GIB, Shape
+from ultrascale_jax.plan.workload import GIB, ModelShape
 
 RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
 HEAD = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb\n"
@@ -62,7 +62,7 @@ def study() -> Scenario:
         name="llama3_8b",
         cfg=cfg,
         cluster=find_cluster(None, "h100", 64),
-        shape=Shape.of(cfg.model),
+        shape=ModelShape.of(cfg.model),
     )
 
 
@@ -99,7 +99,7 @@ def test_an_axis_has_only_the_sizes_that_divide_the_model(study):
     panels = formulas.by_split(study).panels
     assert [bar.label for bar in panels["tensor (tp)"]] == ["1", "2", "4", "8", "16"]
     few = dataclasses.replace(study.cfg, model=dataclasses.replace(study.cfg.model, num_layers=3))
-    few = dataclasses.replace(study, cfg=few, shape=Shape.of(few.model))
+    few = dataclasses.replace(study, cfg=few, shape=ModelShape.of(few.model))
     assert [bar.label for bar in formulas.by_split(few).panels["pipeline (pp)"]] == ["1", "2"]
 
 
@@ -288,7 +288,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch)
         ("a.json", '{"verb": "memory", "label": "x"}', "lacks the field 'parts'"),
         ("a.json", '{"verb": "compile", "label": "x"}', "lacks the field"),
         ("a.json", '{"verb": "search", "rows": 3}', "not what `search` writes"),
-        ("a.json", '{"verb": "validate", "cells": []}', "lacks the field 'rows'"),
+        ("a.json", '{"verb": "validate", "cells": []}', "verb='validate' has no figures"),
         ("a.json", NEGATIVE, "not what `memory` writes: -1.0 is no size"),
         ("a.json", '{"verb": "sweep", "rows": 3}', "has no rows"),
         ("a.json", '{"verb": "sweep", "rows": [{"model": "x"}]}', r"lacks the column\(s\) nodes"),

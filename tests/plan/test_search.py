@@ -10,11 +10,11 @@ from ultrascale_jax.configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import (
     MARGIN,
     PROMISING,
-    Compiled,
     NotCompiled,
     Search,
     kind,
@@ -46,7 +46,14 @@ def predicted():
 
 
 def ran(size=GIB, step_s=5.0, **parts):
-    return Compiled(peak_bytes=size, step_s=step_s, parts=parts or {"work": step_s})
+    return StepPrediction(
+        run=Run.of(llama3_8b, 8),  # any: the search knows which one it asked for
+        gpu=find_gpu("h100"),
+        source="compiled",
+        step_s=step_s,
+        parts=parts or {"work": step_s},
+        peak_bytes=size,
+    )
 
 
 def compiled(search, evaluate, most):
@@ -62,8 +69,8 @@ def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted
     fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
     times = [estimate(run, cluster).step_s for run in fitting if not drawback(run)]
     # What recomputes without need is slower than what does not, so leaving it out changes nothing.
-    assert search.winner.estimate.step_s == pytest.approx(min(times))
-    assert search.winner.peak_bytes <= cluster.gpu.usable_bytes
+    assert search.winner.formula.step_s == pytest.approx(min(times))
+    assert search.winner.best.peak_bytes <= cluster.gpu.usable_bytes
     counts = search.counts
     assert counts["candidates"] == len(runs)
     assert counts["fits"] + counts["recomputes without need"] >= len(fitting)
@@ -85,7 +92,7 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
     for same in by_work.values():
         most = max(REMAT.index(c.run.remat) for c in same)
         less = [c for c in same if REMAT.index(c.run.remat) < most]
-        assert all(c.peak_bytes > MARGIN * tight.usable_bytes for c in less)
+        assert all(c.best.peak_bytes > MARGIN * tight.usable_bytes for c in less)
 
 
 def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
@@ -110,11 +117,11 @@ def test_every_verdict_has_its_reason(predicted):
     best = search.winner
     assert {c.run.mesh for c, _ in sections["one change to the best"]} == {best.run.mesh}
     for candidate, verdict in (row for section in sections.values() for row in section):
-        if not search.fits(candidate):
-            need = f"{candidate.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
+        if not candidate.best.fits:
+            need = f"{candidate.best.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
             assert verdict == f"does not fit: it needs {need}"
         elif candidate is not best:
-            share = candidate.estimate.step_s / best.estimate.step_s - 1
+            share = candidate.formula.step_s / best.formula.step_s - 1
             words = f"{abs(share):.1%} slower: " if share > 0 else f"{abs(share):.1%} faster: "
             assert (words if abs(share) >= 0.001 else "as fast") in verdict
 
@@ -124,14 +131,14 @@ def test_the_reason_is_the_part_that_costs_the_most(predicted):
     search = predicted
     best = search.winner
     for candidate, verdict in search.rows(5)["one change to the best"]:
-        if not search.fits(candidate) or "slower: " not in verdict:
+        if not candidate.best.fits or "slower: " not in verdict:
             continue
         costs = {
-            name: cost - best.estimate.parts.get(name, 0.0)
-            for name, cost in candidate.estimate.parts.items()
+            name: cost - best.formula.parts.get(name, 0.0)
+            for name, cost in candidate.formula.parts.items()
         }
         name = max(costs, key=costs.__getitem__)
-        assert verdict.endswith(f"slower: {name} {costs[name] / best.estimate.step_s:+.1%}")
+        assert verdict.endswith(f"slower: {name} {costs[name] / best.formula.step_s:+.1%}")
 
 
 @pytest.mark.slow
@@ -157,7 +164,7 @@ def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
     search = searched(llama3_70b, 64, "dp=1,tp=1,sp=8")
     ours = [c for c in search.ranking if not c.refusal]
     kinds = list(dict.fromkeys(kind(c.run) for c in ours))
-    near = {kind(c.run) for c in ours if c.estimate.step_s <= PROMISING * ours[0].estimate.step_s}
+    near = {kind(c.run) for c in ours if c.formula.step_s <= PROMISING * ours[0].formula.step_s}
     assert len(near) > 1
 
     def evaluate(cfg):

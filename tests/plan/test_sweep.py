@@ -13,7 +13,7 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search import sweep
 from ultrascale_jax.plan.search.search_space import parse_choices
 from ultrascale_jax.plan.search.sweep import Outcome, Table
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 CLUSTER = find_cluster(None, "h100", 8)
 SAID = {"model": "debug", "device": "cpu", "source": "measured", "command": "train debug"}
@@ -23,7 +23,7 @@ BENCHMARK = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_g
 
 def run(shape=None):
     return Run(
-        shape=shape or Shape.of(debug.model),
+        shape=shape or ModelShape.of(debug.model),
         mesh=MeshConfig(dp=2, fsdp=2, sp=2),
         seq_len=256,
         sequences=2,
@@ -82,7 +82,7 @@ def test_a_run_that_failed_is_nan_with_its_status():
 
 def test_formulas_predict_what_fits_and_what_does_not():
     assert sweep.predict(run(), CLUSTER).step_s > 0
-    outcome = sweep.predict(run(Shape.of(llama3_70b.model)), CLUSTER)
+    outcome = sweep.predict(run(ModelShape.of(llama3_70b.model)), CLUSTER)
     assert outcome.status == "out of memory" and math.isnan(outcome.step_s)
 
 

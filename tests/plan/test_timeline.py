@@ -479,11 +479,17 @@ def test_speed_is_that_of_the_run():
     cfg, _ = command_line.parse(["llama3_8b", "--mesh", "fsdp=8"], prog="test")
     planned = Run.of(cfg, 8)
     timeline = run(program(PRODUCT))
-    assert timeline.tokens_per_s_gpu(planned) == planned.step_tokens / 8 / timeline.step_s
+    step = compile.CompiledStep(
+        run=planned, text="", axes={"fsdp": 8},
+        argument_bytes=1, temporary_bytes=2, host_bytes=0, peak_bytes=3, compile_s=0.0,
+    )  # fmt: skip
+    found = compile.predict_step(step, timeline, GPU)
+    assert found.tokens_per_s_gpu == planned.step_tokens / 8 / timeline.step_s
     peak = 989.4e12
-    assert timeline.mfu(planned, GPU) == pytest.approx(
-        planned.step_flops / 8 / timeline.step_s / peak
-    )
+    assert found.mfu == pytest.approx(planned.step_flops / 8 / timeline.step_s / peak)
+    assert found.parts["matrix products"] == timeline.busy_s["gemm"]
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert found.peak_bytes == 3 and found.fits
 
 
 @pytest.mark.wide

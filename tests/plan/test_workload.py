@@ -15,21 +15,21 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.plan.workload import Group, Run, Shape, group
+from ultrascale_jax.plan.workload import Group, ModelShape, Run, group
 from ultrascale_jax.training.flops import flops_per_token, total_params
 
-MIXTRAL = Shape.of(shapes.MIXTRAL_8X7B)
+MIXTRAL = ModelShape.of(shapes.MIXTRAL_8X7B)
 
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
     [
-        (Shape.of(shapes.LLAMA32_1B), 1.235814400),
-        (Shape.of(shapes.LLAMA3_8B), 8.030261248),
-        (Shape.of(shapes.LLAMA3_70B), 70.553706496),
+        (ModelShape.of(shapes.LLAMA32_1B), 1.235814400),
+        (ModelShape.of(shapes.LLAMA3_8B), 8.030261248),
+        (ModelShape.of(shapes.LLAMA3_70B), 70.553706496),
         (MIXTRAL, 46.702792704),
-        (Shape.of(shapes.QWEN3_30B_A3B), 30.532122624),
-        (Shape.of(shapes.DEEPSEEK_V3), 671.026419200),
+        (ModelShape.of(shapes.QWEN3_30B_A3B), 30.532122624),
+        (ModelShape.of(shapes.DEEPSEEK_V3), 671.026419200),
     ],
     ids=["1b", "8b", "70b", "mixtral", "qwen3", "deepseek"],
 )
@@ -47,20 +47,20 @@ def test_a_token_of_mixtral_visits_two_experts():
 @pytest.mark.parametrize("name", ["LLAMA3_8B", "MIXTRAL_8X7B", "QWEN3_30B_A3B", "DEEPSEEK_V3"])
 def test_a_shape_counts_the_parameters_and_flops_of_the_trainer(name):
     model = getattr(shapes, name)
-    assert Shape.of(model).num_params == total_params(model)
-    assert Shape.of(model).flops_per_token(8192) == flops_per_token(model, 8192)
+    assert ModelShape.of(model).num_params == total_params(model)
+    assert ModelShape.of(model).flops_per_token(8192) == flops_per_token(model, 8192)
 
 
 def test_latent_attention_has_two_matrices_that_no_head_splits():
-    shape = Shape.of(shapes.DEEPSEEK_V3)
+    shape = ModelShape.of(shapes.DEEPSEEK_V3)
     heads, kv_heads, whole = shape.attention_matrices
     assert whole == 7168 * (1536 + 512 + 64) and kv_heads == 0
     assert heads == 128 * (1536 * 192 + 512 * (128 + 128) + 128 * 7168)
-    assert Shape.of(shapes.LLAMA3_8B).attention_matrices == (2 * 4096**2, 2 * 4096 * 1024, 0)
+    assert ModelShape.of(shapes.LLAMA3_8B).attention_matrices == (2 * 4096**2, 2 * 4096 * 1024, 0)
 
 
 def test_a_plain_feed_forward_layer_has_two_matrices():
-    gated, plain = Shape.of(shapes.LLAMA3_8B), Shape.of(shapes.LLAMA3_8B, gated=False)
+    gated, plain = ModelShape.of(shapes.LLAMA3_8B), ModelShape.of(shapes.LLAMA3_8B, gated=False)
     assert gated.num_params - plain.num_params == 32 * 4096 * 14336
 
 

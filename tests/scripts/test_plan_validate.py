@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts.plan import VERBS
+from scripts.validation import figures
+from scripts.validation.benchmark import FITTED
 from ultrascale_jax.cli import plan
 from ultrascale_jax.plan.report import files
-from ultrascale_jax.plan.validation.validate import FITTED
 
 RUNS = Path(__file__).parents[1] / "data" / "plan" / "playbook_runs.csv"
 PUBLISHED = Path(__file__).parents[2] / "docs" / "planning" / "published_runs.csv"
@@ -27,7 +29,7 @@ def few(tmp_path) -> str:
 
 
 def test_json_has_cells_and_totals(capsys):
-    plan.main(["validate", str(RUNS), "--json"])
+    plan.main(["validate", str(RUNS), "--json"], VERBS)
     found = json.loads(capsys.readouterr().out)
     assert (found["verb"], found["half"], found["left_out"]) == ("validate", "test", 20)
     assert [(c["model"], c["nodes"]) for c in found["cells"]] == [
@@ -45,17 +47,17 @@ def test_json_has_cells_and_totals(capsys):
 def test_the_halves_are_all(capsys):
     counts = {}
     for half in ("test", "train", "all"):
-        plan.main(["validate", str(RUNS), "--half", half, "--json"])
+        plan.main(["validate", str(RUNS), "--half", half, "--json"], VERBS)
         counts[half] = json.loads(capsys.readouterr().out)["rows"]
     assert counts["test"] + counts["train"] == counts["all"] == 1611
 
 
 def test_other_models_and_cells_of_few_rows_are_shown(few, capsys):
-    plan.main(["validate", few, "--half", "all"])
+    plan.main(["validate", few, "--half", "all"], VERBS)
     text = capsys.readouterr().out
     assert "3B" in text and "80B" in text
     assert "3 configurations (all), 2 of them ran" in text
-    plan.main(["validate", few, "--half", "all", "--json"])
+    plan.main(["validate", few, "--half", "all", "--json"], VERBS)
     found = json.loads(capsys.readouterr().out)
     by_model = {cell["model"]: cell for cell in found["cells"]}
     assert by_model["3B"]["spearman"] is None and by_model["3B"]["first_choice"] == 1
@@ -64,7 +66,7 @@ def test_other_models_and_cells_of_few_rows_are_shown(few, capsys):
 
 @pytest.mark.slow
 def test_calibrate_prints_its_constants(capsys):
-    plan.main(["validate", str(RUNS), "--calibrate"])
+    plan.main(["validate", str(RUNS), "--calibrate"], VERBS)
     text = capsys.readouterr().out
     assert "host_s" in text and "fitted" in text and "rank" in text
 
@@ -81,7 +83,7 @@ def test_calibrate_prints_its_constants(capsys):
 )
 def test_nonsense_is_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        plan.main(["validate", *arguments])
+        plan.main(["validate", *arguments], VERBS)
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
@@ -90,7 +92,7 @@ def test_nonsense_is_one_line(arguments, message, capsys):
 def test_an_unknown_model_is_one_line_that_lists_the_known(few, capsys):
     Path(few).write_text("\n".join((HEADER, LINES[0].replace("3B", "13B"))) + "\n")
     with pytest.raises(SystemExit) as stop:
-        plan.main(["validate", few])
+        plan.main(["validate", few], VERBS)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert "line 2, model='13B': the models are 1B, 3B, 8B, 80B" in error
@@ -99,13 +101,13 @@ def test_an_unknown_model_is_one_line_that_lists_the_known(few, capsys):
 def test_nothing_to_calibrate_on_is_one_line(few, capsys):
     Path(few).write_text("\n".join((HEADER, LINES[2])) + "\n")
     with pytest.raises(SystemExit) as stop:
-        plan.main(["validate", few, "--calibrate"])
+        plan.main(["validate", few, "--calibrate"], VERBS)
     assert stop.value.code == 2
     assert "no row was measured" in capsys.readouterr().err
 
 
 def test_published_runs_are_one_line_for_each_model_and_precision(capsys):
-    plan.main(["validate", str(PUBLISHED)])
+    plan.main(["validate", str(PUBLISHED)], VERBS)
     text = capsys.readouterr().out
     lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     (line,) = (line for line in lines if "llama3-70b bf16 128-2048" in line)
@@ -116,7 +118,7 @@ def test_published_runs_are_one_line_for_each_model_and_precision(capsys):
 
 
 def test_published_runs_as_json(capsys):
-    plan.main(["validate", str(PUBLISHED), "--json"])
+    plan.main(["validate", str(PUBLISHED), "--json"], VERBS)
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["verb", "kind", "rows", "summary"]
     assert (found["verb"], found["kind"], len(found["rows"])) == ("validate", "published", 93)
@@ -129,10 +131,10 @@ def test_published_runs_as_json(capsys):
 
 
 def test_a_report_draws_published_runs(tmp_path, capsys):
-    plan.main(["validate", str(PUBLISHED), "--json"])
+    plan.main(["validate", str(PUBLISHED), "--json"], VERBS)
     path = tmp_path / "published.json"
     path.write_text(capsys.readouterr().out)
-    (figure,) = files.figures([files.read(str(path))])
+    (figure,) = figures.figures([files.read(str(path), {"validate": figures.figures})])
     points = [row for row in figure.table().rows if row[0] == "throughput"]
     assert len(points) == 93 and {row[1] for row in points} >= {"MaxText", "NeMo Megatron"}
 
@@ -141,7 +143,7 @@ def test_a_published_run_that_makes_no_sense_is_one_line(tmp_path, capsys):
     path = tmp_path / "runs.csv"
     path.write_text(PUBLISHED.read_text().replace("grand-teton,8,", "grand-teton,9,", 1))
     with pytest.raises(SystemExit) as stop:
-        plan.main(["validate", str(path)])
+        plan.main(["validate", str(path)], VERBS)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert "line 2, mesh='fsdp=8': the sizes multiply to 8" in error

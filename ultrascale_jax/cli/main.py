@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import ultrascale_jax
 from ultrascale_jax.cli.command_line import user_errors
@@ -54,17 +55,18 @@ def main() -> None:
     run(arguments[0], arguments[1:])
 
 
-def run(command: str, arguments: Sequence[str] | None = None) -> None:
+def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
     """Run one command as a whole process: what ends it becomes an exit code.
 
     Args:
       command: one of `COMMANDS`.
       arguments: words after it; by default those of this process.
+      options: for the command's main function.
     """
     try:
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         try:
-            module.main(arguments)
+            module.main(arguments, **options)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:

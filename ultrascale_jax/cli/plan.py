@@ -10,7 +10,7 @@ report    figures of any of these, as PNG and one HTML file        FILE... or RE
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
@@ -18,12 +18,18 @@ from ultrascale_jax.config import require
 VERBS = ("memory", "compile", "search", "schedule", "sweep", "report")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(
+    argv: Sequence[str] | None = None, more: Mapping[str, Callable[[list[str]], None]] | None = None
+) -> None:
+    """Run the verb that the first word names; `more` has main functions of other verbs, or instead of ours."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
     verb = arguments.pop(0) if arguments else ""
+    if more is not None and verb in more:
+        more[verb](arguments)
+        return
     with command_line.user_errors():
         fix = "is no part of the product; in a checkout: python -m scripts.plan validate RUNS.csv"
         require(verb != "validate", "verb", verb, fix)

@@ -9,14 +9,14 @@ from ultrascale_jax.training.flops import attention_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(ModelConfig):
+class ModelShape(ModelConfig):
     """A model's sizes; beyond those of `ModelConfig`, what only the planner knows so far."""
 
     gated: bool = True
     """Three matrices of the feed-forward layer (SwiGLU), or two (GELU, ReLU)."""
 
     @classmethod
-    def of(cls, model: ModelConfig, **changes) -> "Shape":
+    def of(cls, model: ModelConfig, **changes) -> "ModelShape":
         """The same sizes as `model`, with `changes`."""
         fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return cls(**(fields | changes))

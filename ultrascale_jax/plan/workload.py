@@ -22,7 +22,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.model_shape import Shape as Shape
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.training.flops import mean_keys, mfu
 
 GIB = 2**30
@@ -35,7 +35,7 @@ PIPELINE = ("schedule", "group", "stash", "divergent")
 class Run:
     """One way to train one model: what fits, and how fast, follows from this."""
 
-    shape: Shape
+    shape: ModelShape
     mesh: MeshConfig
     """Sizes of all axes, none -1. `sp` is tensor with sequence parallelism, `dp` replicates (ZeRO-0)."""
     seq_len: int
@@ -76,7 +76,7 @@ class Run:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
     @classmethod
-    def of(cls, cfg: Config, num_gpus: int, shape: Shape | None = None, **changes) -> "Run":
+    def of(cls, cfg: Config, num_gpus: int, shape: ModelShape | None = None, **changes) -> "Run":
         """The run that `cfg` describes on `num_gpus` GPUs, checked as the trainer checks it.
 
         Raises:
@@ -85,7 +85,7 @@ class Run:
         cfg = cfg.check(num_gpus)
         mesh, train = cfg.mesh, cfg.train
         fields: dict[str, Any] = {
-            "shape": shape or Shape.of(cfg.model),
+            "shape": shape or ModelShape.of(cfg.model),
             "mesh": mesh,
             "seq_len": cfg.data.seq_len,
             "sequences": train.global_batch // (mesh.batch * train.microbatches),

@@ -12,7 +12,7 @@ import tyro
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, Run, Shape
+from ultrascale_jax.plan.workload import GIB, ModelShape, Run
 
 MIB = 2**20
 
@@ -97,7 +97,7 @@ def parse[O: Options](
 
 def planned(cfg: Config, options: Assumptions) -> Run:
     """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
-    shape = Shape.of(cfg.model, gated=not options.plain_mlp)
+    shape = ModelShape.of(cfg.model, gated=not options.plain_mlp)
     return Run.of(cfg, options.gpus, shape)
 
 

@@ -96,7 +96,8 @@ def interruptible[T](work: Callable[[], T]) -> T:
 
 def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
     """A `CompiledStep` and its `Timeline` as numbers: bytes of one GPU, seconds and collectives of one step."""
-    run = step.run
+    from ultrascale_jax.plan.compiled.compile import predict_step
+
     found = [c for c in step.collectives if c.times]  # the others wait for experts out of balance
     rows: dict[tuple[str, str], dict[str, float]] = defaultdict(
         lambda: {"times": 0, "bytes": 0, "synchronous": 0}
@@ -112,11 +113,8 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
     waiting = [c for c in found if not c.asynchronous]
     return {
         "verb": "compile",
-        "label": run.label,
-        "gpus": cluster.num_gpus,
-        "gpu": cluster.gpu.name,
+        **predict_step(step, timeline, cluster.gpu).summary(),
         **{name: getattr(step, name) for name in MEMORY},
-        "usable_bytes": cluster.gpu.usable_bytes,
         "synchronous": len(waiting),
         "synchronous_in_loops": sum(bool(c.loops) for c in waiting),
         "asynchronous": len(found) - len(waiting),
@@ -124,9 +122,6 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
         "collectives": [
             {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
         ],
-        "step_s": timeline.step_s,
-        "tokens_per_s_gpu": timeline.tokens_per_s_gpu(run),
-        "mfu": timeline.mfu(run, cluster.gpu),
         "busy_s": timeline.busy_s,
         "exposed_s": timeline.exposed_s,
         "idle_s": timeline.idle_s,

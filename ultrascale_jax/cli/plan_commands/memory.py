@@ -1,15 +1,15 @@
 """What one GPU holds, part by part, from formulas, and through a step: `ultrascale plan memory`.
 
-No JAX, no GPU: the answer is there at once. --software nanotron is the playbook's trainer instead of this one.
+No JAX, no GPU: the answer is there at once.
 """
 
 import dataclasses
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -17,11 +17,11 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.search.search_space import with_changes
-from ultrascale_jax.plan.validation import nanotron
 from ultrascale_jax.plan.workload import Run
 
 LIGHTER = {"none": ("selective", "full"), "dots": ("selective", "full"), "selective": ("full",)}
@@ -39,16 +39,45 @@ SPREAD = (*(("sp", n) for n in (1, 2, 4, 8)), *(("cp", n) for n in (2, 4, 8, 16,
 class Options(common.Assumptions):
     """What to count."""
 
-    software: Annotated[Literal["ultrascale", "nanotron"], tyro.conf.arg(metavar="NAME")] = (
-        "ultrascale"
+    software: Annotated[str, tyro.conf.arg(metavar="NAME")] = "ultrascale"
+    """Whose trainer: ultrascale; in a checkout, by `python -m scripts.plan memory`, also nanotron."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """How one framework uses a GPU's memory."""
+
+    breakdown: Callable[[Run], memory.Breakdown]
+    timeline: Callable[[Run], list[tuple[str, int]]]
+    usable_bytes: Callable[[Gpu], int]
+    in_flight: Callable[[Run], float]
+    """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
+
+
+def _in_flight(run: Run) -> float:
+    if run.mesh.pp == 1:
+        return 1
+    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
+
+
+MODELS = {
+    "ultrascale": MemoryModel(
+        breakdown=memory.breakdown,
+        timeline=memory.timeline,
+        usable_bytes=lambda gpu: gpu.usable_bytes,
+        in_flight=_in_flight,
     )
-    """This project's trainer, or the playbook's: ultrascale, nanotron."""
+}
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
     cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
     with command_line.user_errors():
-        summary = summarize(cfg, options, cluster.gpu)
+        fix = f"choose one of {', '.join(models)}"
+        if "nanotron" not in models:
+            fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
+        require(options.software in models, "software", options.software, fix)
+        summary = summarize(cfg, options, cluster.gpu, models[options.software])
     if options.json:
         print(json.dumps(summary))
         return
@@ -61,28 +90,26 @@ def main(argv: list[str]) -> None:
     console.print(_verdict(summary), soft_wrap=True)
 
 
-def summarize(cfg: Config, options: Options, gpu: Gpu) -> dict[str, Any]:
+def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> dict[str, Any]:
     """Bytes on one GPU by part and by moment, whether they fit, and what to change.
 
     Raises:
       UserError: the configuration cannot run.
     """
     run = common.planned(cfg, options)
-    theirs = options.software == "nanotron"
-    usable = nanotron.usable_bytes(gpu) if theirs else gpu.usable_bytes
-    held = _breakdown(run, options)
-    moments = nanotron.nanotron_timeline(run) if theirs else memory.timeline(run)
+    usable, held = model.usable_bytes(gpu), model.breakdown(run)
     fits = held.peak_bytes <= usable
-    hint, hint_bytes = _hint(cfg, options, usable, fits=fits)
+    hint, hint_bytes = _hint(cfg, options, model, usable, fits=fits)
     return {
         "verb": "memory",
+        "schema": SCHEMA,
         "label": run.label,
         "software": options.software,
         "gpus": options.gpus,
         "gpu": gpu.name,
         "parts": held.parts,
-        "timeline": moments,
-        "in_flight": _in_flight(run, theirs=theirs),
+        "timeline": model.timeline(run),
+        "in_flight": model.in_flight(run),
         "peak_bytes": held.peak_bytes,
         "usable_bytes": usable,
         "fits": fits,
@@ -91,22 +118,9 @@ def summarize(cfg: Config, options: Options, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _in_flight(run: Run, *, theirs: bool) -> float:
-    """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
-    if theirs or run.mesh.pp == 1:
-        return min(run.microbatches, run.mesh.pp)
-    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
-
-
-def _breakdown(run: Run, options: Options) -> memory.Breakdown:
-    return (
-        nanotron.nanotron_breakdown(run)
-        if options.software == "nanotron"
-        else memory.breakdown(run)
-    )
-
-
-def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[str, int]:
+def _hint(
+    cfg: Config, options: Options, model: MemoryModel, usable: int, *, fits: bool
+) -> tuple[str, int]:
     """Options, gentlest first, with which the run fits; for one that fits, faster ones that do too.
 
     With the bytes that the run then needs; ("", 0) where there are none.
@@ -115,7 +129,7 @@ def _hint(cfg: Config, options: Options, usable: int, *, fits: bool) -> tuple[st
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                peak = _breakdown(common.planned(changed, options), options).peak_bytes
+                peak = model.breakdown(common.planned(changed, options)).peak_bytes
             except UserError:
                 continue
         if peak <= usable:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import platform
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -61,9 +61,9 @@ class RecipeOptions(common.Assumptions):
         require(self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be at least 1")
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -> None:
     if any(_is_file(word) for word in _positional(argv)):
-        _of_files(argv)
+        _of_files(argv, readers)
     else:
         _of_recipe(argv)
 
@@ -85,11 +85,11 @@ def _is_file(word: str) -> bool:
     return path.is_file() or "/" in word or path.suffix in (".json", ".csv", ".txt", ".html")
 
 
-def _of_files(argv: list[str]) -> None:
+def _of_files(argv: list[str], readers: Mapping[str, files.Reader]) -> None:
     with command_line.user_errors():
         options = command_line.read(FileOptions, argv, prog=PROG, description=__doc__ or "")
-        sources = [files.read(path) for path in options.files]
-        found = files.figures(sources)
+        sources = [files.read(path, readers) for path in options.files]
+        found = files.figures(sources, readers)
         around = page.Page(
             title="Report of runs and plans",
             subtitle=", ".join(f"{source.verb}: {Path(source.path).name}" for source in sources),

@@ -21,12 +21,11 @@ from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
-from ultrascale_jax.plan.search.ranking import Candidate, Compiled, Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.plan.prediction import SCHEMA, StepPrediction
+from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
 from ultrascale_jax.plan.search.search_space import configured, parse_choices, with_changes
-from ultrascale_jax.plan.workload import Shape
-
-BUSY = {"gemm": "matrix products", "other": "other work"}
-"""What the compiled program's kinds of work are called here."""
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 WIDE = 140
 """Columns of a terminal from which on the table is shown with all of its own."""
@@ -85,7 +84,7 @@ def _require_free(cfg: Config, recipe: Config) -> None:
         require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
 
 
-def model(cfg: Config, options: common.Assumptions) -> tuple[Shape, str]:
+def model(cfg: Config, options: common.Assumptions) -> tuple[ModelShape, str]:
     """The model and the type of compute, as the assumptions have them."""
     alone = with_changes(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
     run = common.planned(alone, dataclasses.replace(options, gpus=1))
@@ -120,7 +119,7 @@ def compiler(recipe: str, options: Options) -> Evaluate:
     machine += ["--gpu", options.gpu] if options.gpu else []
     machine += ["--cluster", options.cluster] if options.cluster else []
 
-    def evaluate(cfg: Config) -> Compiled:
+    def evaluate(cfg: Config) -> StepPrediction:
         command = [
             sys.executable,
             "-m",
@@ -142,10 +141,14 @@ def compiler(recipe: str, options: Options) -> Evaluate:
             lines = errors.strip().splitlines() or [f"it ended with code {process.returncode}"]
             raise NotCompiled(lines[-1].removeprefix("error: "))
         result = json.loads(output)
-        parts = {BUSY.get(name, name): seconds for name, seconds in result["busy_s"].items()}
-        parts |= {f"exposed {axes}": seconds for axes, seconds in result["exposed_s"].items()}
-        parts["other waiting"] = result["step_s"] - sum(parts.values())
-        return Compiled(peak_bytes=result["peak_bytes"], step_s=result["step_s"], parts=parts)
+        return StepPrediction(
+            run=Run.of(cfg, options.gpus),
+            gpu=find_gpu(result["gpu"]),
+            source="compiled",
+            step_s=result["step_s"],
+            parts=result["time_s"],
+            peak_bytes=result["peak_bytes"],
+        )
 
     return evaluate
 
@@ -165,6 +168,7 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
     winner = search.winner
     return {
         "verb": "search",
+        "schema": SCHEMA,
         "label": f"{recipe} on {options.gpus} {search.cluster.gpu.name}",
         "gpus": options.gpus,
         "gpu": search.cluster.gpu.name,
@@ -182,9 +186,8 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
 
 def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
     """One candidate as numbers."""
-    run, estimate = candidate.run, candidate.estimate
-    step_s = search.step_s(candidate)
-    faster = estimate.step_s / step_s
+    run, step_s = candidate.run, search.step_s(candidate)
+    found = dataclasses.replace(candidate.best, step_s=step_s)
     return {
         "label": run.label,
         "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
@@ -193,11 +196,11 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
         "zero": run.zero,
         "remat": run.remat,
         "schedule": " ".join(run.pipeline),
-        "peak_gib": candidate.peak_bytes / GIB,
+        "peak_gib": found.peak_bytes / GIB,
         "step_s": step_s,
-        "tokens_per_s_gpu": estimate.tokens_per_s_gpu * faster,
-        "mfu": estimate.mfu * faster,
-        "source": "compiled" if candidate.compiled else "formula",
+        "tokens_per_s_gpu": found.tokens_per_s_gpu,
+        "mfu": found.mfu,
+        "source": found.source,
         "correction": 1.0 if candidate.compiled else search.correction(run),
         "command": train(recipe, configured(search.cfg, run)),
     }

@@ -28,7 +28,8 @@ from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.search import model
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, ModelConfig, require
+from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.search import sweep
 from ultrascale_jax.plan.search.search_space import configured, parse_choices
@@ -120,7 +121,7 @@ def one(
     arguments = words(recipe, told)
     fake = ["--devices", str(options.devices)] if options.devices and not options.predict else []
     said = {
-        "model": sweep.model_name(cfg.model, recipe),
+        "model": model_name(cfg.model, recipe),
         "device": machine.device,
         "schedule": sweep.schedule(run),
         "source": ", ".join(["formula", *assumed(options)]) if options.predict else "measured",
@@ -137,6 +138,20 @@ def one(
     row = sweep.row(run, machine.cluster, outcome, **said)
     table.add(row)
     return row
+
+
+def model_name(model: ModelConfig, recipe: str) -> str:
+    """The benchmark's name of a model that has the sizes of one of its, or else the recipe's."""
+    sizes = (
+        *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
+        *("head_dim", "tied_embeddings"),
+    )
+    same = (
+        name
+        for name, known in PLAYBOOK.items()
+        if all(getattr(known, size) == getattr(model, size) for size in sizes)
+    )
+    return next(same, recipe)
 
 
 def assumed(options: Options) -> list[str]:

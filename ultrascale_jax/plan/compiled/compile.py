@@ -27,6 +27,7 @@ from ultrascale_jax.plan.compiled.collectives import Collective, find_collective
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
@@ -45,6 +46,9 @@ DEVICELESS_OPTIONS = {
 # XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
 ESTIMATES = {"xla_gpu_collect_cost_model_stats": "true"}
 ESTIMATED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA B200")
+
+WORK = {"gemm": "matrix products", "other": "other work"}
+"""Kinds of work of a timeline, as the formulas call them."""
 
 # As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
 BOOLEANS = {"true": True, "false": False}
@@ -174,6 +178,21 @@ def simulate_step(step: CompiledStep, cluster: Cluster) -> Timeline:
     """
     share = pipeline.shares(step.run, step.module)
     return simulate(step.module, step.axes, cluster, share=share)
+
+
+def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPrediction:
+    """Join what XLA says of the memory of `step` and what `simulate_step` says of its time on `gpu`."""
+    parts = {WORK.get(kind, kind): seconds for kind, seconds in timeline.busy_s.items()}
+    parts |= {f"exposed {axes}": seconds for axes, seconds in timeline.exposed_s.items()}
+    parts["other waiting"] = timeline.step_s - sum(parts.values())
+    return StepPrediction(
+        run=step.run,
+        gpu=gpu,
+        source="compiled",
+        step_s=timeline.step_s,
+        parts=parts,
+        peak_bytes=step.peak_bytes,
+    )
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -28,8 +28,8 @@ from ultrascale_jax.hlo import Instruction, Module
 from ultrascale_jax.plan.compiled import collectives
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.hardware import Cluster, Gpu
-from ultrascale_jax.plan.workload import Group, Run
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.workload import Group
 
 NCCL_CORES = 16
 """Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
@@ -84,14 +84,6 @@ class Timeline:
     def idle_s(self) -> float:
         """The compute stream does nothing: it waits for communication or for copies."""
         return self.step_s - sum(self.busy_s.values())
-
-    def tokens_per_s_gpu(self, run: Run) -> float:
-        """Tokens per second and GPU if the step is one of `run`."""
-        return run.step_tokens / (self.step_s * run.num_gpus)
-
-    def mfu(self, run: Run, gpu: Gpu) -> float:
-        """Model FLOPs utilisation, as `training/flops.py` counts it."""
-        return run.mfu(self.step_s, gpu)
 
 
 def simulate(

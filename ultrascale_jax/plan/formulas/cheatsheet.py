@@ -1,6 +1,6 @@
 """The playbook's cheat-sheet for one model on one cluster: what each axis splits, sends, and whether that can hide.
 
-The formulas are those of `playbook.py`, with the model's real sizes instead of 16 h^2 and the GPU's dense peak and the
+The formulas are the playbook's, with the model's real sizes instead of 16 h^2 and the GPU's dense peak and the
 links' bandwidths as the data sheets have them: a lower bound for both sides, without latencies. In texts, N parameters
 and L layers of one GPU before ZeRO, n the axis, B the bytes a second of its link, F the GPU's FLOP/s, T the tokens of a
 micro-batch on one GPU.
@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from ultrascale_jax.config import Experts
+from ultrascale_jax.plan.formulas.costs import ring_bytes
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.validation.playbook import ring_bytes
 from ultrascale_jax.plan.workload import Run, group
 
 

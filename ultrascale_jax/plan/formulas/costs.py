@@ -117,9 +117,17 @@ def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -
     else:
         if within and kind == "all-reduce" and cluster.gpu.capability >= (9, 0):
             link *= SWITCH_SHARE / LINK_SHARE
-        moved = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+        moved = ring_bytes(kind, size, ranks)
         moving = moved / (link if within else min(link, network * group.per_node))
     return START_S + _latency(cluster, kind, size, group) + moving
+
+
+def ring_bytes(kind: str, size: float, ranks: int) -> float:
+    """Bytes that each GPU of a ring sends for a collective whose larger side is `size` bytes (playbook, appendix A0).
+
+    An all-reduce is a reduce-scatter and an all-gather, each (N - 1) / N of the size; an all-to-all keeps 1/N at home.
+    """
+    return size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
 
 
 def _latency(cluster: Cluster, kind: str, size: float, group: Group) -> float:

@@ -1,13 +1,10 @@
-"""What the trainer's software adds to what the machine does: this project's, and the playbook's benchmark."""
+"""What a training framework adds to what the machine does: a profile of constants, and this project's."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import REMAT_NAMES
-from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.validation import nanotron
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.model_shape import ModelShape
 
 RESULTS = {
     "qkv": ("q", "k", "v"),
@@ -60,14 +57,9 @@ class FrameworkProfile:
     """Handing over to the next stage of a pipeline, beside the bytes."""
     step_s: float
     """Once a step: optimizer launches, data, logging."""
-    by_cost: bool = False
-    """Stages of a pipeline are cut by cost (`nanotron.stages`); else equal, embedding and head split over all."""
-    stall_s: float = 0.0
-    """Of a micro-batch for each neighbour in the pipeline, when a step stalls."""
-    network_stall_s: float = 0.0
-    """Of a micro-batch without a pipeline, when a step stalls."""
-    stall_risk: Callable[[Run, Cluster], float] | None = None
-    """How likely a step of the run stalls; none is never."""
+    cut: Callable[[ModelShape, int], list[tuple[float, float, float]]] | None = None
+    """Cuts a model into so many pipeline stages, each a program of its own: layers, share of the head, of the loss.
+    None: equal stages of one program, embedding and head split over all."""
 
 
 ULTRASCALE = FrameworkProfile(
@@ -86,51 +78,3 @@ makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.
 microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. Of
 the way of tokens to their experts XLA's schedules hide a seventh, or a third (docs/planning/experts.csv). What else
 hides and what a step adds (`hide`, `step_s`) are estimates."""
-
-
-def benchmark_stalls(run: Run, cluster: Cluster) -> float:
-    """How likely a step of the playbook's benchmark stalled.
-
-    A stalled run takes some 0.5 s more for each micro-batch and neighbour in the pipeline, whatever its model,
-    micro-batch or tensor group; on 64 nodes 1 s for each micro-batch without a pipeline. Of the calibration half, where
-    a row is nearer to a stalled step than to one that ran: 10 of 191 pipelines on up to 16 nodes, 33 of 63 on 32, 41 of
-    41 on 64; 9 of 20 rows without a pipeline on 64. Apart from these: all 9 with ZeRO-0 and 16 or more micro-batches
-    on 8 nodes or more, none of 5 on fewer; all 45 with a tensor group of 32; all 4 with less than a tenth of the memory
-    to spare, where PyTorch frees and allocates for every micro-batch. Why the others stalled is not known.
-    """
-    mesh, nodes = run.mesh, cluster.nodes
-    risk = min(1.0, max(0.0, math.log2(nodes / 16) / 2))
-    if mesh.pp == 1:
-        return max(0.0, risk - 0.5)
-    replicated = run.zero == 0 and mesh.dp > 1 and run.microbatches >= 16
-    if (replicated and nodes >= 8) or (mesh.tensor > 16 and nodes > 1):
-        return 1.0
-    usable = nanotron.usable_bytes(cluster.gpu)
-    full = nanotron.nanotron_breakdown(run).peak_bytes / usable
-    return max(risk, 1 / (1 + math.exp(min(50.0, (0.885 - full) / 0.01))))
-
-
-NANOTRON = FrameworkProfile(
-    attention=0.66,
-    passes=35,
-    logit_bytes=61,
-    host_s=4.06e-3,
-    host_rank_s=2.26e-3,
-    tensor=0.89,
-    tensor_passes=10,
-    hide=0.18,
-    reduce=0.435,
-    gather=0.152,
-    reduce_in_backward=True,
-    send_s=0.08e-3,
-    step_s=0.029,
-    by_cost=True,
-    stall_s=0.46,
-    network_stall_s=0.965,
-    stall_risk=benchmark_stalls,
-)
-"""nanotron v0.5 as the playbook ran it. Flash attention 2 has 0.53 of cuDNN's speed forward (FlashAttention-3's paper)
-and 0.7 of Mosaic's backward. Eager PyTorch makes 50 passes of d_model and 14 of d_ff (norms 14, residual sums 12,
-rotary embeddings 8, splitting and joining queries, keys and values 12, of gathered inputs 4; silu and product apart)
-and gathers the inputs of products again for the backward pass. The other constants are `validate.calibrate` of the
-benchmark's calibration half, rounded."""

@@ -38,10 +38,10 @@ class Passes:
 
 
 class Arithmetic:
-    """The arithmetic of `run` on one GPU of `cluster` by `software`."""
+    """The arithmetic of `run` on one GPU of `cluster` by `profile`."""
 
-    def __init__(self, run: Run, cluster: Cluster, software: FrameworkProfile):
-        self.run, self.cluster, self.software = run, cluster, software
+    def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):
+        self.run, self.cluster, self.profile = run, cluster, profile
         self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
         self.tensor = group(run.mesh, ("sp", "tp"), cluster.gpus_per_node)
 
@@ -115,13 +115,13 @@ class Arithmetic:
         for m, n, k, count in shapes:
             orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
             seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
-        return seconds / self.software.matmul
+        return seconds / self.profile.matmul
 
     def attention(self) -> tuple[float, float]:
         """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
         query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks
-        flops = 12 * query * self.keys() / self.software.attention
+        flops = 12 * query * self.keys() / self.profile.attention
         flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
         joining = context.joining(run, self.gpu)
@@ -146,6 +146,6 @@ class Arithmetic:
         shape, moe = self.shape, self.shape.expert_share
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
         width = (shape.d_model + d_ff / 2) / self.tensor.ranks
-        passes = self.software.passes * (1 if self.run.precision == "bf16" else 2)
+        passes = self.profile.passes * (1 if self.run.precision == "bf16" else 2)
         size = 2 * passes * self.run.tokens * width + moe * experts_of.moved(self.run)
         return costs.memory_seconds(self.gpu, size)

@@ -4,55 +4,44 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
-from dataclasses import dataclass
-
 from ultrascale_jax.config import TrainConfig
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import kept, layer_of
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
 from ultrascale_jax.plan.formulas.layer_time import Arithmetic, Product
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.validation import nanotron
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run, group
 
 SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 """Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One optimizer step."""
-
-    step_s: float
-    """Seconds."""
-    tokens_per_s_gpu: float
-    """Tokens that one GPU trains on in a second."""
-    mfu: float
-    """Model FLOPs utilisation as `training/flops.py` counts it: causal attention halved, recomputation not counted,
-    over the peak of `run.precision`."""
-    parts: dict[str, float]
-    """What takes how many seconds; together `step_s`."""
-
-
-def estimate(run: Run, cluster: Cluster, software: FrameworkProfile = ULTRASCALE) -> Estimate:
-    """One step of `run` on `cluster` by `software`."""
-    step = Step(run, cluster, software)
-    parts = step.parts()
-    seconds = sum(parts.values())
-    if software.stall_risk is not None and (risk := software.stall_risk(run, cluster)):
-        # Between a step that ran and one that stalled, nearer to the likelier.
-        parts["stalls"] = seconds * ((1 + step.stall() / seconds) ** risk - 1)
-        seconds += parts["stalls"]
-    speed = run.step_tokens / seconds / run.num_gpus
-    mfu = run.mfu(seconds, cluster.gpu)
-    return Estimate(seconds, speed, mfu, {name: s for name, s in parts.items() if s > 0})
+def estimate(
+    run: Run,
+    cluster: Cluster,
+    profile: FrameworkProfile = ULTRASCALE,
+    *,
+    peak_bytes: int | None = None,
+) -> StepPrediction:
+    """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer."""
+    parts = Step(run, cluster, profile).parts()
+    return StepPrediction(
+        run=run,
+        gpu=cluster.gpu,
+        source="formula",
+        step_s=sum(parts.values()),
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+        peak_bytes=breakdown(run).peak_bytes if peak_bytes is None else peak_bytes,
+    )
 
 
 class Step(Arithmetic):
     """The terms of one step on one GPU, in seconds."""
 
-    def __init__(self, run: Run, cluster: Cluster, software: FrameworkProfile):
-        super().__init__(run, cluster, software)
+    def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):
+        super().__init__(run, cluster, profile)
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
@@ -72,27 +61,20 @@ class Step(Arithmetic):
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + m * heads * seconds
         parts["loss"] = m * losses * loss
-        if pp > 1 and self.software.by_cost:  # 1F1B of separate programs, as nanotron runs it
+        if pp > 1 and self.profile.cut:  # 1F1B of separate programs
             parts["bubble"] = sum(times) - busiest
             parts["exposed pp"] = 2 * (m + pp - 1) * self.hand_over() + m * (slowest - busiest)
         elif pp > 1:
             parts |= self.pipeline(layer_s, heads * head_s + losses * loss)
         for name, seconds in self.once_a_step(slowest).items():
             parts[name] = parts.get(name, 0.0) + seconds
-        return parts | {"step overhead": self.software.step_s}
-
-    def stall(self) -> float:
-        """What a stalled step takes more."""
-        m, pp = self.run.microbatches, self.mesh.pp
-        if pp == 1:
-            return m * self.software.network_stall_s
-        return (m + pp - 1) * min(pp - 1, 2) * self.software.stall_s
+        return parts | {"step overhead": self.profile.step_s}
 
     def stages(self) -> list[tuple[float, float, float]]:
         """Layers, and shares of head and loss, of every stage."""
         pp = self.mesh.pp
-        if self.software.by_cost and pp > 1:
-            return [(s.layers, s.head, s.loss) for s in nanotron.stages(self.shape, pp)]
+        if self.profile.cut and pp > 1:
+            return self.profile.cut(self.shape, pp)
         return [(self.run.rank_layers, 1 / pp, 1 / pp)] * pp
 
     def copies(self) -> float:
@@ -102,7 +84,7 @@ class Step(Arithmetic):
         and the W queue is written and read.
         """
         run = self.run
-        if run.mesh.pp == 1 or self.software.by_cost or not pipeline_memory.beside(run):
+        if run.mesh.pp == 1 or self.profile.cut or not pipeline_memory.beside(run):
             return 0.0
         count = sum(n for n, _ in self.layer_params())
         params = count / (self.shards.ranks if run.zero == 3 else 1)
@@ -163,9 +145,9 @@ class Step(Arithmetic):
             + self.matrices_of_experts(),
             "exposed offload": self.offload(forward_s + backward_s),
         }
-        host = self.software.host_s
+        host = self.profile.host_s
         if self.mesh.pp > 1 and self.cluster.nodes > 1 and self.tensor.ranks > 1:
-            host += self.software.host_rank_s * self.tensor.ranks
+            host += self.profile.host_rank_s * self.tensor.ranks
         parts["host"] = max(0.0, host - sum(parts.values()))
         return parts
 
@@ -186,7 +168,7 @@ class Step(Arithmetic):
     def loss(self) -> float:
         """Cross-entropy of one micro-batch beside its matrix products."""
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
-        return costs.memory_seconds(self.gpu, logits * self.software.logit_bytes)
+        return costs.memory_seconds(self.gpu, logits * self.profile.logit_bytes)
 
     def accumulation(self, params: list[tuple[float, Group]]) -> float:
         """Adding the bfloat16 gradients of one micro-batch to those in float32, of a shard in ZeRO-2 and 3."""
@@ -215,7 +197,7 @@ class Step(Arithmetic):
             again = sum(name not in own for name in names) / len(names)
             seconds += passes.products[product] * again
         gathered = 2 if "attn_out" in kept else 3
-        return seconds + gathered / self.software.tensor_passes * self.tensor_group()
+        return seconds + gathered / self.profile.tensor_passes * self.tensor_group()
 
     def offload(self, layer: float) -> float:
         """Copying activations to the host and back, beyond the time of the layer."""
@@ -229,17 +211,17 @@ class Step(Arithmetic):
         names = TrainConfig(remat=self.run.remat).remat_names()[1]
         width = sum(widths.get(name, shape.d_model) for name in names)
         copied = 2 * 2 * self.run.tokens * width / n
-        return max(0.0, costs.host_seconds(self.gpu, copied) - self.software.hide * layer)
+        return max(0.0, costs.host_seconds(self.gpu, copied) - self.profile.hide * layer)
 
     def tensor_group(self) -> float:
         """Gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
-        passes = self.software.tensor_passes
+        passes = self.profile.tensor_passes
         if self.mesh.sp > 1:
             seconds = passes * self.collective("all-gather", size, self.tensor)
         else:
             seconds = passes / 2 * self.collective("all-reduce", size, self.tensor)
-        return seconds * (self.software.tensor if self.tensor.nodes == 1 else 1.0)
+        return seconds * (self.profile.tensor if self.tensor.nodes == 1 else 1.0)
 
     def exchanged(self) -> tuple[float, float]:
         """What attention waits for over cp, forward and backward."""
@@ -256,7 +238,7 @@ class Step(Arithmetic):
         kept = remat in ("none", "selective") or "dispatched" in remat
         ways = self.shape.expert_share * (4 if kept else 5)
         halves = experts.num_chunks(self.run) == 2
-        waited = self.software.overlapped if halves else self.software.travel
+        waited = self.profile.overlapped if halves else self.profile.travel
         return waited * ways * experts.travelling(self.run, self.cluster)
 
     def layer_params(self) -> list[tuple[float, Group]]:
@@ -275,13 +257,13 @@ class Step(Arithmetic):
         self, params: list[tuple[float, Group]], forward: float, backward: float
     ) -> float:
         """Parameters gathered twice (ZeRO-3) and gradients scattered (ZeRO-2 and 3), beyond that much arithmetic."""
-        hide = self.software.hide
+        hide = self.profile.hide
         gather, scatter = self.moved(params)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
     def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
         """Gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
-        zero, pieces, gather, scatter = self.run.zero, self.software.gathers, 0.0, 0.0
+        zero, pieces, gather, scatter = self.run.zero, self.profile.gathers, 0.0, 0.0
         for count, ranks in params if zero >= 2 else ():
             scatter += self.collective("reduce-scatter", 2 * count, ranks)
             if zero == 3:
@@ -293,7 +275,7 @@ class Step(Arithmetic):
 
         Backward these come after the experts, unless they are repeated before.
         """
-        passes, hide = self.passes, self.software.hide
+        passes, hide = self.passes, self.profile.hide
         own = sum(passes.products[name] for name in ("routed up", "routed down"))
         beside = hide * (passes.forward - passes.traffic / 3 - own)
         again = beside if self.run.remat not in ("none", "selective") else 0.0
@@ -305,12 +287,12 @@ class Step(Arithmetic):
         """Activations of one micro-batch to the next stage."""
         size = 2 * self.run.tokens * self.shape.d_model / self.mesh.sp
         pp = self.group("pp")
-        return self.software.send_s + self.collective("collective-permute", size, pp)
+        return self.profile.send_s + self.collective("collective-permute", size, pp)
 
     def once_a_step(self, slowest: float) -> dict[str, float]:
         """Gradients summed and parameters gathered outside the micro-batches, and the optimizer."""
-        run, shape, mesh, software = self.run, self.shape, self.mesh, self.software
-        layers = shape.num_layers / mesh.pp if software.by_cost else run.rank_layers
+        run, shape, mesh, profile = self.run, self.shape, self.mesh, self.profile
+        layers = shape.num_layers / mesh.pp if profile.cut else run.rank_layers
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
         reduce = scatter = gather = kept = 0.0
@@ -324,10 +306,10 @@ class Step(Arithmetic):
                 scatter += self.summed("reduce-scatter", 4 * count, shards)
             if run.zero in (1, 2):
                 seconds = self.collective("all-gather", 2 * count, shards)
-                gather += seconds * (1 + software.gather * (shards.nodes - 1))
+                gather += seconds * (1 + profile.gather * (shards.nodes - 1))
         seconds = {"exposed dp": reduce, "exposed fsdp": scatter}
-        if software.reduce_in_backward:
-            hidden = software.hide * slowest * 2 / 3
+        if profile.reduce_in_backward:
+            hidden = profile.hide * slowest * 2 / 3
             seconds = {name: max(0.0, s - hidden) for name, s in seconds.items()}
         seconds["exposed fsdp"] += gather
         # Float32 parameter, gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
@@ -337,8 +319,8 @@ class Step(Arithmetic):
     def summed(self, kind: str, size: float, ranks: Group) -> float:
         """Gradients of a step over `ranks`, one tensor at a time where the backward pass does it."""
         pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
-        pieces = pieces if self.software.reduce_in_backward else 1
-        return self.software.reduce * pieces * self.collective(kind, size / pieces, ranks)
+        pieces = pieces if self.profile.reduce_in_backward else 1
+        return self.profile.reduce * pieces * self.collective(kind, size / pieces, ranks)
 
     def group(self, *axes: str) -> Group:
         return group(self.mesh, axes, self.cluster.gpus_per_node)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ultrascale_jax.plan.report.figures import (
     Clouds,
     Event,
     Figure,
-    Lines,
     Point,
     Streams,
     Table,
@@ -28,14 +27,6 @@ from ultrascale_jax.plan.workload import GIB
 
 NEAR = 1.5
 """Candidates of a search are drawn up to so many times the memory that there is."""
-
-CELLS = (
-    ("rank correlation", "spearman", 1),
-    ("first choice / best (%)", "first_choice", 100),
-    ("throughput error (%)", "speed_error", 100),
-    ("memory error (%)", "memory_error", 100),
-)
-"""Of one model and number of nodes in `validate`: title, key, factor."""
 
 WORK = {"gemm": "matrix products", "attention": "attention", "other": "all other work"}
 """The kinds of work of the verb `compile`, in words."""
@@ -51,60 +42,6 @@ class Source:
     """The JSON object, or the rows of the CSV."""
     digest: str
     """First digits of its SHA-256."""
-
-
-def read(path: str) -> Source:
-    """The JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
-
-    Raises:
-      UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
-    """
-    file = Path(path)
-    suffix = file.suffix.lower()
-    require(suffix in (".json", ".csv"), "file", path, "give a .json or .csv file, or a recipe")
-    data = read_foreign(file, name="file", most=1 << 28)
-    digest = hashlib.sha256(data).hexdigest()[:12]
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        raise UserError(f"file={path!r}: is not text in UTF-8") from None
-    require(text.strip() != "", "file", path, "is empty")
-    if suffix == ".csv":
-        return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
-    content = parse_json(text, f"file={path!r}:")
-    fix = (
-        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(READERS)}"
-    )
-    require(isinstance(content, dict) and "verb" in content, "file", path, fix)
-    verb = content["verb"]
-    fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"
-    require(verb in READERS, "file", path, fix)
-    if verb == "sweep":
-        content = runs.of_json(path, content)
-    return Source(path=path, verb=verb, content=content, digest=digest)
-
-
-def figures(sources: Sequence[Source]) -> list[Figure]:
-    """All figures of `sources`, files of one verb together.
-
-    Raises:
-      UserError: a file lacks a field; names both.
-    """
-    found: list[Figure] = []
-    for verb, make in READERS.items():
-        if mine := [source for source in sources if source.verb == verb]:
-            try:
-                made = make(mine)
-                if not all(figure.table().rows for figure in made):
-                    raise ValueError("there is nothing to show")
-                found += made
-            except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-                if isinstance(error, UserError):
-                    raise
-                paths = ", ".join(source.path for source in mine)
-                what = f"lacks the field {error}" if isinstance(error, KeyError) else str(error)
-                raise UserError(f"file={paths!r}: not what `{verb}` writes: {what}") from None
-    return found
 
 
 def _memory(sources: Sequence[Source]) -> list[Figure]:
@@ -266,76 +203,72 @@ def _runs(sources: Sequence[Source]) -> list[Figure]:
     return runs.figures([row for source in sources for row in source.content], paths)
 
 
-def _validate(sources: Sequence[Source]) -> list[Figure]:
-    found: list[Figure] = []
-    for n, source in enumerate(sources):
-        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
-        if content.get("kind") == "published":
-            caption = "published by others, predicted as this project's trainer"
-            found.append(_predictions(content["rows"], f"published{tail}", caption, "software"))
-            continue
-        panels = {
-            title: {
-                model: [
-                    Point(x=cell["nodes"], y=scale * cell[key], note=f"{cell['rows']} runs")
-                    for cell in content["cells"]
-                    if cell["model"] == model and cell[key] is not None
-                ]
-                for model in dict.fromkeys(cell["model"] for cell in content["cells"])
-            }
-            for title, key, scale in CELLS
-        }
-        rows = f"{content['rows']:,} configurations ({content['half']}), {content['ran']:,} of them ran"
-        found.append(
-            Lines(
-                name=f"validation{tail}",
-                title="Prediction against measurement, by model and number of nodes",
-                caption=f"{rows}. Rank correlation (Spearman) of throughput; measured throughput of the first choice "
-                "over the best measured; median errors.",
-                panels=panels,
-                x="nodes",
-                y="",
-                scale="none",
-            )
-        )
-        if content.get("predictions"):
-            found.append(_predictions(content["predictions"], f"predictions{tail}", rows))
-    return found
-
-
-def _predictions(
-    rows: Sequence[dict[str, Any]], name: str, caption: str, group: str = "model"
-) -> Figure:
-    panels: dict[str, Cloud] = {}
-    for title, key, unit in (
-        ("memory", "memory_gib", "GiB"),
-        ("throughput", "tokens_per_s_gpu", "tokens/s/GPU"),
-    ):
-        groups: dict[str, list[Point]] = {}
-        for row in rows:
-            if row[f"measured_{key}"] is not None:
-                point = Point(x=row[f"measured_{key}"], y=row[key], note=row["label"])
-                groups.setdefault(row[group], []).append(point)
-        x, y = f"measured ({unit})", f"predicted ({unit})"
-        panels[title] = Cloud(x=x, y=y, groups=groups, equal=True)
-    return Clouds(
-        name=name,
-        title="Memory and throughput, predicted and measured",
-        caption=f"One point for each run: {caption}.",
-        panels=panels,
-    )
-
-
 def wrap(text: str, width: int = 16) -> str:
     """`text` broken into lines for a place under an axis."""
     return "\n".join(textwrap.wrap(text, width, break_long_words=False))
 
 
-READERS = {
+type Reader = Callable[[Sequence[Source]], list[Figure]]
+"""Figures of the files of one verb."""
+
+READERS: dict[str, Reader] = {
     "memory": _memory,
     "compile": _compile,
     "search": _search,
     "sweep": _runs,
-    "validate": _validate,
 }
-"""The figures of each verb."""
+"""Verb to reader; `scripts.plan` adds that of `validate`."""
+
+
+def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
+    """The JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
+
+    Raises:
+      UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    require(suffix in (".json", ".csv"), "file", path, "give a .json or .csv file, or a recipe")
+    data = read_foreign(file, name="file", most=1 << 28)
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise UserError(f"file={path!r}: is not text in UTF-8") from None
+    require(text.strip() != "", "file", path, "is empty")
+    if suffix == ".csv":
+        return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
+    content = parse_json(text, f"file={path!r}:")
+    fix = (
+        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(readers)}"
+    )
+    require(isinstance(content, dict) and "verb" in content, "file", path, fix)
+    verb = content["verb"]
+    fix = f"verb={verb!r} has no figures; those of {', '.join(readers)} have"
+    require(verb in readers, "file", path, fix)
+    if verb == "sweep":
+        content = runs.of_json(path, content)
+    return Source(path=path, verb=verb, content=content, digest=digest)
+
+
+def figures(sources: Sequence[Source], readers: Mapping[str, Reader] = READERS) -> list[Figure]:
+    """All figures of `sources`, files of one verb together.
+
+    Raises:
+      UserError: a file lacks a field; names both.
+    """
+    found: list[Figure] = []
+    for verb, make in readers.items():
+        if mine := [source for source in sources if source.verb == verb]:
+            try:
+                made = make(mine)
+                if not all(figure.table().rows for figure in made):
+                    raise ValueError("there is nothing to show")
+                found += made
+            except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+                if isinstance(error, UserError):
+                    raise
+                paths = ", ".join(source.path for source in mine)
+                what = f"lacks the field {error}" if isinstance(error, KeyError) else str(error)
+                raise UserError(f"file={paths!r}: not what `{verb}` writes: {what}") from None
+    return found

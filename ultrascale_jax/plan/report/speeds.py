@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet as rows_of
-from ultrascale_jax.plan.formulas.step_time import Estimate, estimate
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.figures import (
     Bar,
     Bars,
@@ -19,16 +20,16 @@ from ultrascale_jax.plan.report.figures import (
 )
 from ultrascale_jax.plan.report.study import SPLITS, Scenario, powers
 from ultrascale_jax.plan.search.ranking import Candidate, Search
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import GIB
 
 
-def fastest(study: Scenario, mesh: dict[str, int]) -> tuple[Run, Estimate] | None:
+def fastest(study: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
     """The mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
     tried = [study.varied(mesh, sequences=sequences) for sequences in powers(64)]
     legal = [run for run in tried if run is not None and run.global_batch == study.run.global_batch]
     runs = [run for run in legal if study.fits(run)] or legal[:1]
-    found = [(run, estimate(run, study.sized(run))) for run in runs]
-    return max(found, key=lambda pair: pair[1].tokens_per_s_gpu, default=None)
+    found = [estimate(run, study.sized(run)) for run in runs]
+    return max(found, key=lambda step: step.tokens_per_s_gpu, default=None)
 
 
 def step_parts(study: Scenario) -> Figure:
@@ -37,9 +38,8 @@ def step_parts(study: Scenario) -> Figure:
     for axis, title in SPLITS.items():
         for size in powers(min(gpus, 2 * study.cluster.gpus_per_node, 32)):
             if gpus % size == 0 and (found := fastest(study, {axis: size, "fsdp": gpus // size})):
-                run, speed = found
-                label = f"{size}" + ("" if study.fits(run) else "*")
-                bar = Bar(label=label, parts=speed.parts, note=run.label)
+                label = f"{size}" + ("" if found.fits else "*")
+                bar = Bar(label=label, parts=dict(found.parts), note=found.run.label)
                 panels.setdefault(title, []).append(bar)
     run = study.run
     return Bars(
@@ -80,8 +80,7 @@ def scaling(study: Scenario) -> Figure:
 def _alone(study: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(study, {axis: size})) is None:
         return None
-    run, speed = found
-    return Point(x=size, y=speed.tokens_per_s_gpu, solid=study.fits(run), note=run.label)
+    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
 
 
 def best(
@@ -118,7 +117,7 @@ def _search(study: Scenario, cluster: Cluster) -> Candidate | None:
     precision = study.changes.get("precision")
     search = Search(study.cfg, cluster, shape=study.shape, precision=precision)
     search.predict()
-    return search.winner or next((c for c in search.ranking if search.fits(c)), None)
+    return search.winner or next((c for c in search.ranking if c.best.fits), None)
 
 
 def _cell(candidate: Candidate) -> Cell:
@@ -128,9 +127,9 @@ def _cell(candidate: Candidate) -> Cell:
     text = (
         " ".join(axes) + "*" * bool(candidate.refusal),
         f"mbs{run.sequences} x{run.microbatches} {run.remat}",
-        f"{candidate.peak_bytes / GIB:.1f} GiB",
+        f"{candidate.best.peak_bytes / GIB:.1f} GiB",
     )
-    return Cell(value=candidate.estimate.tokens_per_s_gpu, text="\n".join(text))
+    return Cell(value=candidate.best.tokens_per_s_gpu, text="\n".join(text))
 
 
 def cheat_sheet(study: Scenario) -> Figure:

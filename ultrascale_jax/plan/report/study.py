@@ -10,7 +10,7 @@ from ultrascale_jax.config import Config, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.search.search_space import with_changes
-from ultrascale_jax.plan.workload import GIB, Run, Shape
+from ultrascale_jax.plan.workload import GIB, ModelShape, Run
 
 SPLITS = {
     "sp": "tensor and sequence (sp)",
@@ -29,7 +29,7 @@ class Scenario:
     """Of the recipe."""
     cfg: Config
     cluster: Cluster
-    shape: Shape
+    shape: ModelShape
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Run` that `cfg` cannot say."""
 

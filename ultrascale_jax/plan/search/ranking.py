@@ -10,14 +10,15 @@ winner is the fastest of those. `cp` is tried for long sequences, and where noth
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import AXES, Config, MeshConfig
 from ultrascale_jax.plan.formulas.memory import breakdown
-from ultrascale_jax.plan.formulas.step_time import Estimate, estimate
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
     REMAT,
     UNTRAINED,
@@ -28,7 +29,7 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
 )
-from ultrascale_jax.plan.workload import GIB, Run, Shape
+from ultrascale_jax.plan.workload import GIB, ModelShape, Run
 
 MARGIN = 0.85
 """Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""
@@ -50,19 +51,8 @@ NEEDLESS = "recomputes without need"
 """The reason of what `MARGIN` prunes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What a compiled program says of one step on one GPU."""
-
-    peak_bytes: int
-    step_s: float
-    parts: Mapping[str, float]
-    """Seconds by what takes them."""
-
-
-type Evaluate = Callable[[Config], Compiled]
+type Evaluate = Callable[[Config], StepPrediction]
 """Compiles one configuration and times it; may raise `NotCompiled`."""
-
 
 type Kind = tuple[int, int, bool, bool]
 """What the candidates have in common of which one is compiled to correct the formulas of all."""
@@ -76,24 +66,22 @@ class NotCompiled(Exception):
 class Candidate:
     """One way to train the model, and what is known of it."""
 
-    run: Run
+    formula: StepPrediction
     refusal: str
     """Why it is not recommended; empty if it may be."""
-    formula_bytes: int
-    estimate: Estimate
-    compiled: Compiled | None = None
+    compiled: StepPrediction | None = None
     failure: str = ""
     """Why it did not compile."""
 
     @property
-    def peak_bytes(self) -> int:
-        """Of the compiled program, or by formula."""
-        return self.compiled.peak_bytes if self.compiled else self.formula_bytes
+    def run(self) -> Run:
+        """The run that it is."""
+        return self.formula.run
 
     @property
-    def parts(self) -> Mapping[str, float]:
-        """Seconds by what takes them: of the compiled program, or by formula and uncorrected."""
-        return self.compiled.parts if self.compiled else self.estimate.parts
+    def best(self) -> StepPrediction:
+        """By the compiled program, or by formula and uncorrected."""
+        return self.compiled or self.formula
 
 
 class Search:
@@ -104,7 +92,7 @@ class Search:
         cfg: Config,
         cluster: Cluster,
         choices: Choices | None = None,
-        shape: Shape | None = None,
+        shape: ModelShape | None = None,
         precision: str | None = None,
     ):
         """Search for the model, batch and sequence length of `cfg` on `cluster`.
@@ -181,12 +169,8 @@ class Search:
         advance(len(runs), len(runs))
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
-        return Candidate(
-            run=run,
-            refusal=self._space.refusal or drawback(run),
-            formula_bytes=peak,
-            estimate=estimate(run, self.cluster),
-        )
+        formula = estimate(run, self.cluster, peak_bytes=peak)
+        return Candidate(formula=formula, refusal=self._space.refusal or drawback(run))
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
         """Compile `most` of those that may be recommended, and yield each before it is compiled.
@@ -198,7 +182,7 @@ class Search:
             tried = [c for c in self._candidates.values() if c.compiled or c.failure]
             compiled = [c for c in tried if c.compiled]
             following = self._next({kind(c.run) for c in tried})
-            enough = attempt >= most and any(map(self.fits, compiled))
+            enough = attempt >= most and any(c.best.fits for c in compiled)
             if following is None or enough or (len(tried) >= 2 and not compiled):
                 return
             yield following
@@ -208,7 +192,7 @@ class Search:
                 done = dataclasses.replace(following, failure=str(error))
             else:
                 done = dataclasses.replace(following, compiled=result)
-                ratio = result.step_s / following.estimate.step_s
+                ratio = result.step_s / following.formula.step_s
                 self._ratios.setdefault(kind(done.run), []).append(ratio)
             self._candidates[done.run] = done
 
@@ -218,8 +202,8 @@ class Search:
         waiting = [c for c in ours if not (c.compiled or c.failure)]
         if not waiting:
             return None
-        limit = PROMISING * min(c.estimate.step_s for c in ours)
-        unknown = (c for c in waiting if kind(c.run) not in known and c.estimate.step_s <= limit)
+        limit = PROMISING * min(c.formula.step_s for c in ours)
+        unknown = (c for c in waiting if kind(c.run) not in known and c.formula.step_s <= limit)
         alike = (c for c in waiting if kind(c.run) == kind(ours[0].run))
         return next(unknown, None) or next(alike, waiting[0])
 
@@ -227,10 +211,6 @@ class Search:
     def usable_bytes(self) -> int:
         """What a run may take on one GPU."""
         return self.cluster.gpu.usable_bytes
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether one GPU's memory is enough, by the best that is known."""
-        return candidate.peak_bytes <= self.usable_bytes
 
     def correction(self, run: Run) -> float:
         """Compiled over formula in the time of a step: median of the runs of its kind that are compiled, or of all."""
@@ -241,7 +221,7 @@ class Search:
         """Seconds of a step: of the compiled program, or by formula and corrected."""
         if candidate.compiled:
             return candidate.compiled.step_s
-        return candidate.estimate.step_s * self.correction(candidate.run)
+        return candidate.formula.step_s * self.correction(candidate.run)
 
     @property
     def ranking(self) -> list[Candidate]:
@@ -250,15 +230,15 @@ class Search:
         works = any(c.compiled for c in candidates)
 
         def place(c: Candidate) -> tuple[int, float, int]:
-            refuted = not self.fits(c) or (works and c.failure != "")
-            return 2 if refuted else 0 if c.compiled else 1, self.step_s(c), c.peak_bytes
+            refuted = not c.best.fits or (works and c.failure != "")
+            return 2 if refuted else 0 if c.compiled else 1, self.step_s(c), c.best.peak_bytes
 
         return sorted(candidates, key=place)
 
     @property
     def winner(self) -> Candidate | None:
         """The best that fits and that may be recommended."""
-        usable = (c for c in self.ranking if not c.refusal and self.fits(c))
+        usable = (c for c in self.ranking if not c.refusal and c.best.fits)
         return next(usable, None)
 
     @property
@@ -293,13 +273,13 @@ class Search:
             self._candidates.get(run) or self._candidate(run, breakdown(run).peak_bytes)
             for run in alternatives
         ]
-        return sorted(found, key=lambda c: (not self.fits(c), self.step_s(c)))
+        return sorted(found, key=lambda c: (not c.best.fits, self.step_s(c)))
 
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
         """What distinguishes `candidate`, or the reason why it lost to `best`."""
-        if not self.fits(candidate):
+        if not candidate.best.fits:
             source = "compiled, it" if candidate.compiled else "it"
-            need, usable = (size / GIB for size in (candidate.peak_bytes, self.usable_bytes))
+            need, usable = (size / GIB for size in (candidate.best.peak_bytes, self.usable_bytes))
             return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB"
         if candidate is best:
             return "best"
@@ -313,11 +293,11 @@ class Search:
         if abs(share) < 0.001:
             return "as fast"
         text = f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
-        alone = candidate.estimate.step_s / best.estimate.step_s - 1
+        alone = candidate.formula.step_s / best.formula.step_s - 1
         one_source = candidate.compiled is not None and best.compiled is not None
         if not one_source and alone * share < 0:
             return f"{text}, by formula alone {alone:+.1%}"
-        own, other = (c.parts if one_source else c.estimate.parts for c in (candidate, best))
+        own, other = (c.best.parts if one_source else c.formula.parts for c in (candidate, best))
         sign = math.copysign(1, share)
         costs = {
             name: sign * (own.get(name, 0.0) - other.get(name, 0.0))

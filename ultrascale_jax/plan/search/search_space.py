@@ -33,7 +33,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import COUNTED_AS, PIPELINE, Run, Shape, group
+from ultrascale_jax.plan.workload import COUNTED_AS, PIPELINE, ModelShape, Run, group
 
 REMAT = ("none", "selective", "dots", "full")
 """Recompute policies, from the one that repeats nothing to the one that repeats all."""
@@ -143,7 +143,7 @@ def enumerate_runs(
     cluster: Cluster,
     choices: Choices,
     axes: Sequence[str] = AXES,
-    shape: Shape | None = None,
+    shape: ModelShape | None = None,
     precision: str | None = None,
 ) -> Space:
     """Every legal way to train the global batch of `cfg` on `cluster`.
@@ -159,7 +159,7 @@ def enumerate_runs(
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
-    shape, own = shape or Shape.of(cfg.model), cfg.train.precision
+    shape, own = shape or ModelShape.of(cfg.model), cfg.train.precision
     own = COUNTED_AS.get(own, own)
     precision = precision or own
     trained = shape.gated and precision == own

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.config import AXES, Config, ModelConfig, UserError, require
+from ultrascale_jax.config import AXES, Config, UserError, require
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.search.search_space import Choices, Space, enumerate_runs
-from ultrascale_jax.plan.validation.nanotron import SHAPES
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 COLUMNS = (
     *("model", "nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero"),
@@ -44,7 +43,7 @@ def grid(
     cfg: Config,
     cluster: Cluster,
     choices: Choices,
-    shape: Shape | None = None,
+    shape: ModelShape | None = None,
     precision: str | None = None,
 ) -> Space:
     """Every legal run of `choices`; what they do not name is as in `cfg`.
@@ -63,20 +62,6 @@ def grid(
         del own["microbatches"]
     free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
     return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape, precision)
-
-
-def model_name(model: ModelConfig, recipe: str) -> str:
-    """The benchmark's name of a model that has the sizes of one of its, or else the recipe's."""
-    sizes = (
-        *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
-        *("head_dim", "tied_embeddings"),
-    )
-    same = (
-        name
-        for name, shape in SHAPES.items()
-        if all(getattr(shape, size) == getattr(model, size) for size in sizes)
-    )
-    return next(same, recipe)
 
 
 def predict(run: Run, cluster: Cluster) -> Outcome:

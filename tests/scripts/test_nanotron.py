@@ -5,9 +5,7 @@ from statistics import median
 
 import pytest
 
-from ultrascale_jax.config import MeshConfig, UserError
-from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.validation.nanotron import (
+from scripts.validation.nanotron import (
     FITTED,
     SHAPES,
     Allocator,
@@ -20,6 +18,8 @@ from ultrascale_jax.plan.validation.nanotron import (
     stages,
     usable_bytes,
 )
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.plan.hardware import find_gpu
 
 GIB = 2**30
 EXACT = Allocator(fixed=0, activations=1, logit=10, hidden=0, queue=0)

@@ -193,16 +193,6 @@ def bubble(schedule: str, p: int, m: int, v: int = 1) -> float:
     return (p - 1) / rounds[schedule]
 
 
-def ring_bytes(kind: str, size: float, ranks: int) -> float:
-    """What each GPU of a ring sends for a collective whose larger side is `size` bytes; appendix A0.
-
-    An all-reduce is a reduce-scatter and an all-gather, each (N - 1) / N of the size; an all-to-all keeps 1/N at home.
-    """
-    times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-    require(kind in times, "kind", kind, f"choose one of {', '.join(times)}")
-    return times[kind] * (ranks - 1) / ranks * size
-
-
 def block_params(h: int, *, gated: bool = True) -> int:
     """Parameters of a layer with h_ff = 4 h: 16 h^2 gated, 12 h^2 without; appendix A2."""
     return (16 if gated else 12) * h * h

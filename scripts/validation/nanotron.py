@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from ultrascale_jax.cli.plan_commands.memory import MemoryModel
 from ultrascale_jax.config import MeshConfig, require
+from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.formulas.memory import Breakdown
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 SEQ_LEN = 4096
 """Of every run of the benchmark, in tokens."""
@@ -22,26 +24,8 @@ CONTEXT_BYTES = int(1.5 * 2**30)
 """What PyTorch cannot reserve: CUDA's context and NCCL (1 to 2 GB); the fullest run reserved 77.4 GiB."""
 
 
-def _shape(num_layers: int, d_model: int, num_heads: int, d_ff: int, tied: bool) -> Shape:
-    return Shape(
-        vocab_size=131072,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=d_model // num_heads,
-        tied_embeddings=tied,
-    )
-
-
-SHAPES = {
-    "1B": _shape(16, 2048, 32, 8192, tied=True),
-    "3B": _shape(28, 3072, 32, 8192, tied=True),
-    "8B": _shape(32, 4096, 32, 14336, tied=False),
-    "80B": _shape(80, 8192, 64, 28672, tied=False),
-}
-"""The models of the benchmark (nanotron's `scripts/scaling_benchmarks.py`): no GQA, gated feed-forward layers."""
+SHAPES = {name: ModelShape.of(model) for name, model in PLAYBOOK.items()}
+"""The models of the benchmark."""
 
 
 def run_of(row: Mapping[str, str]) -> Run:
@@ -94,7 +78,7 @@ class Stage:
         return self.blocks == 0
 
 
-def stages(shape: Shape, num_stages: int) -> list[Stage]:
+def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
     """How nanotron cuts the model (`models/base.py`, `build_model`): a stage ends where it exceeds its share.
 
     The costs are the parameters of a layer and of the head; embedding, norm, cast and loss are free.
@@ -208,6 +192,15 @@ def nanotron_timeline(run: Run) -> list[tuple[str, int]]:
 def least_bytes(run: Run) -> int:
     """A lower bound, without a fitted constant: weights, optimizer, saved activations and the float32 logits twice."""
     return nanotron_breakdown(run, allocator=Allocator(0, 1, 8, 0, 0)).peak_bytes
+
+
+MEMORY = MemoryModel(
+    breakdown=nanotron_breakdown,
+    timeline=nanotron_timeline,
+    usable_bytes=usable_bytes,
+    in_flight=lambda run: min(run.microbatches, run.mesh.pp),
+)
+"""For `python -m scripts.plan memory --software nanotron`."""
 
 
 def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) -> Breakdown:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.validation.published import (
+from scripts.validation.published import (
     COLUMNS,
     Prediction,
     Row,
@@ -18,6 +17,7 @@ from ultrascale_jax.plan.validation.published import (
     read,
     summaries,
 )
+from ultrascale_jax.config import UserError
 
 FILE = Path(__file__).parents[2] / "docs/planning/published_runs.csv"
 BENCHMARK = Path(__file__).parents[1] / "data/plan/playbook_runs.csv"

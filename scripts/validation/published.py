@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.validation.benchmark import count, lines, measured
 from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, parse_mesh, require
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.validation.validate import count, lines, measured
-from ultrascale_jax.plan.workload import GIB, Run, Shape
+from ultrascale_jax.plan.workload import GIB, ModelShape, Run
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 NAMES = ("source", "software", "model")
@@ -136,7 +136,7 @@ def run_of(line: dict[str, str]) -> Run:
     seq_len = count("seq_len", line["seq_len"])
     require(seq_len % mesh.cp == 0, "seq_len", seq_len, f"cp={mesh.cp} must divide it")
     return Run(
-        shape=Shape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1),
+        shape=ModelShape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1),
         mesh=mesh,
         seq_len=seq_len,
         sequences=count("mbs", line["mbs"]),

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.formulas.framework import NANOTRON
-from ultrascale_jax.plan.validation import validate
-from ultrascale_jax.plan.validation.validate import (
+from scripts.validation import benchmark
+from scripts.validation.benchmark import (
     FITTED,
     Prediction,
     calibrate,
@@ -18,7 +16,10 @@ from ultrascale_jax.plan.validation.validate import (
     predict,
     read,
     spearman,
+    step_seconds,
 )
+from scripts.validation.nanotron_time import NANOTRON
+from ultrascale_jax.config import UserError
 
 RUNS = Path(__file__).parents[1] / "data" / "plan" / "playbook_runs.csv"
 HEADER = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb"
@@ -171,12 +172,15 @@ def test_the_constants_in_use_are_the_fit_of_the_calibration_half(rows):
 
 
 def test_the_fit_finds_constants_that_made_the_rows(rows):
-    shift = dataclasses.replace(NANOTRON, host_s=5e-3, host_rank_s=3e-3, stall_risk=None)
+    shift = dataclasses.replace(NANOTRON, host_s=5e-3, host_rank_s=3e-3)
     some = [row for row in rows if row.tokens_per_s_gpu and row.nodes in (2, 8)][:120]
     made = [
-        dataclasses.replace(row, tokens_per_s_gpu=predict(row, shift).tokens_per_s_gpu)
+        dataclasses.replace(
+            row,
+            tokens_per_s_gpu=row.run.step_tokens / row.run.num_gpus / step_seconds(row, shift)[0],
+        )
         for row in some
     ]
-    fitted = validate.calibrate(made)
+    fitted = benchmark.calibrate(made)
     assert fitted.host_s == pytest.approx(5e-3, rel=0.03)
     assert fitted.host_rank_s == pytest.approx(3e-3, rel=0.03)

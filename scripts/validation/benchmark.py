@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.validation import nanotron
+from scripts.validation.nanotron_time import (
+    NANOTRON,
+    NanotronProfile,
+    estimate_with_stalls,
+    stall_s,
+)
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.plan.formulas.framework import NANOTRON, FrameworkProfile
-from ultrascale_jax.plan.formulas.step_time import Step, estimate
+from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.validation import nanotron
 from ultrascale_jax.plan.workload import GIB, Run
 
 COUNTS = ("nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero")
@@ -28,7 +33,7 @@ FITTED = (
     *("matmul", "logit_bytes", "host_s", "host_rank_s", "tensor", "hide"),
     *("reduce", "gather", "send_s", "step_s", "stall_s", "network_stall_s"),
 )
-"""Constants of `FrameworkProfile` that `calibrate` fits."""
+"""Constants of `NanotronProfile` that `calibrate` fits."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +185,16 @@ def measured(field: str, text: str) -> float | None:
     return None if math.isnan(value) else value
 
 
-def predict(row: Row, software: FrameworkProfile = NANOTRON) -> Prediction:
+def predict(row: Row, profile: NanotronProfile = NANOTRON) -> Prediction:
     """Throughput and memory of a row."""
     run, usable = row.run, nanotron.usable_bytes(row.cluster.gpu)
     first = nanotron.nanotron_breakdown(run, stage=0).peak_bytes
-    seconds = step_seconds(row, software)
+    seconds = step_seconds(row, profile)
     measured = row.tokens_per_s_gpu or 1.0
     speeds = [run.step_tokens / run.num_gpus / s for s in seconds]
     return Prediction(
         row=row,
-        tokens_per_s_gpu=estimate(run, row.cluster, software).tokens_per_s_gpu,
+        tokens_per_s_gpu=estimate_with_stalls(run, row.cluster, profile).tokens_per_s_gpu,
         either=min(speeds, key=lambda speed: abs(math.log(speed / measured))),
         memory_gib=first / GIB,
         fits=nanotron.nanotron_breakdown(run).peak_bytes <= usable,
@@ -197,13 +202,12 @@ def predict(row: Row, software: FrameworkProfile = NANOTRON) -> Prediction:
     )
 
 
-def step_seconds(row: Row, software: FrameworkProfile) -> tuple[float, ...]:
+def step_seconds(row: Row, profile: NanotronProfile) -> tuple[float, ...]:
     """A step that ran and, of pipelines and on 64 nodes, one that stalled."""
-    step = Step(row.run, row.cluster, software)
-    seconds = sum(step.parts().values())
+    seconds = sum(Step(row.run, row.cluster, profile).parts().values())
     if row.run.mesh.pp == 1 and row.nodes < 64:
         return (seconds,)
-    return seconds, seconds + step.stall()
+    return seconds, seconds + stall_s(row.run, profile)
 
 
 def cells(predictions: Iterable[Prediction]) -> list[Cell]:
@@ -263,7 +267,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def calibrate(rows: Iterable[Row], start: FrameworkProfile = NANOTRON) -> FrameworkProfile:
+def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> NanotronProfile:
     """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
 
     Gauss-Newton on the logarithms of constants and step times, each step damped and the rows weighted by
@@ -281,14 +285,14 @@ def calibrate(rows: Iterable[Row], start: FrameworkProfile = NANOTRON) -> Framew
     require(bool(timed), "runs", len(timed), "no row was measured")
     prior = np.log([getattr(start, name) for name in FITTED])
 
-    def software(x) -> FrameworkProfile:
+    def profile(x) -> NanotronProfile:
         values: dict[str, Any] = dict(zip(FITTED, map(float, np.exp(x)), strict=True))
         return dataclasses.replace(start, **values)
 
     def errors(x):
         found = []
         for row, seconds in timed:
-            predicted = step_seconds(row, software(x))
+            predicted = step_seconds(row, profile(x))
             found.append(min((math.log(s / seconds) for s in predicted), key=abs))
         return np.array([*found, *(0.3 * (x - prior))])
 
@@ -313,4 +317,4 @@ def calibrate(rows: Iterable[Row], start: FrameworkProfile = NANOTRON) -> Framew
         if gain <= 1e-5 * cost(residuals):
             break
         x, residuals, damping = moved, tried, damping / 4
-    return software(x)
+    return profile(x)

@@ -2,11 +2,11 @@ import dataclasses
 
 import pytest
 
+from scripts.validation import playbook
 from ultrascale_jax.config import Experts, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
-from ultrascale_jax.plan.validation import playbook
-from ultrascale_jax.plan.workload import Run, Shape
+from ultrascale_jax.plan.workload import ModelShape, Run
 
 GIB = 2**30
 MODELS = {  # layers, h, heads, as in the figures of chapter First Steps
@@ -161,18 +161,11 @@ def test_bubbles_of_8_stages(m, v, figure):
     ("call", "message"),
     [
         (lambda: playbook.bubble("zigzag", 8, 8), "schedule='zigzag': choose one of naive"),
-        (lambda: playbook.ring_bytes("gossip", 1, 2), "kind='gossip': choose one of all-reduce"),
     ],
 )
 def test_unknown_names_are_refused(call, message):
     with pytest.raises(UserError, match=message):
         call()
-
-
-def test_ring_sends_twice_the_size_for_an_all_reduce():
-    assert playbook.ring_bytes("all-reduce", 800, 8) == 1400
-    assert playbook.ring_bytes("all-gather", 800, 8) == 700
-    assert playbook.ring_bytes("reduce-scatter", 800, 1) == 0
 
 
 H100 = 989.5e12
@@ -194,7 +187,7 @@ def test_a_pipeline_always_hides():
     assert playbook.pipeline_ratio(NETWORK, 2048, 1) < 1
 
 
-SQUARE = Shape(  # a layer of 16 h^2 parameters, as appendix A2 has it
+SQUARE = ModelShape(  # a layer of 16 h^2 parameters, as appendix A2 has it
     vocab_size=1000,
     d_model=4096,
     d_ff=16384,
@@ -208,7 +201,7 @@ SQUARE = Shape(  # a layer of 16 h^2 parameters, as appendix A2 has it
 
 def test_flops_and_parameters_of_appendix_a2_are_the_planners():
     for gated in (True, False):
-        shape = Shape.of(SQUARE, gated=gated)
+        shape = ModelShape.of(SQUARE, gated=gated)
         params = shape.attention_params + shape.mlp_params
         assert playbook.block_params(4096, gated=gated) == params
     # Where attention is causal, a token of twice the length sees as many keys on average.
@@ -255,7 +248,7 @@ def test_cheat_sheet_agrees_with_the_ratios_of_a3():
 
 
 def test_cheat_sheet_agrees_with_the_ratio_of_experts():
-    shape = Shape.of(SQUARE, experts=Experts(num=64, per_token=2, d_ff=2048))
+    shape = ModelShape.of(SQUARE, experts=Experts(num=64, per_token=2, d_ff=2048))
     row = sheet(shape, axes={"ep": 8})["EP"]
     balance = find_gpu("h100").peak_flops("bf16") / 450e9
     assert row.ratio == pytest.approx(playbook.expert_parallel_ratio(balance, 2048, 8))

@@ -1,0 +1,62 @@
+"""What the planner says of one optimizer step: the one type that formulas, compiled programs, search and JSON share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.workload import Run
+
+SCHEMA = 1
+"""Version of the fields of `StepPrediction.summary`, and of all JSON that `ultrascale plan` prints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """One step of `run`, as one GPU sees it."""
+
+    run: Run
+    gpu: Gpu
+    source: Literal["formula", "compiled"]
+    """The formulas, or the program that XLA compiled, replayed on `gpu`."""
+    step_s: float
+    """Seconds."""
+    parts: Mapping[str, float]
+    """What takes how many of them."""
+    peak_bytes: int
+    """Most memory in use at any time."""
+
+    @property
+    def tokens_per_s_gpu(self) -> float:
+        """Tokens that one GPU trains on in a second."""
+        return self.run.step_tokens / self.step_s / self.run.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation as `training/flops.py` counts it.
+
+        Causal attention is halved, recomputation not counted; the peak is that of `run.precision`.
+        """
+        return self.run.mfu(self.step_s, self.gpu)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is no more than what a run may take of the GPU."""
+        return self.peak_bytes <= self.gpu.usable_bytes
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers as JSON has them; bytes and seconds on one GPU."""
+        return {
+            "schema": SCHEMA,
+            "label": self.run.label,
+            "gpus": self.run.num_gpus,
+            "gpu": self.gpu.name,
+            "source": self.source,
+            "step_s": self.step_s,
+            "time_s": dict(self.parts),
+            "tokens_per_s_gpu": self.tokens_per_s_gpu,
+            "mfu": self.mfu,
+            "peak_bytes": self.peak_bytes,
+            "usable_bytes": self.gpu.usable_bytes,
+            "fits": self.fits,
+        }
