@@ -49,7 +49,7 @@ def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(unrolled
         batch = jax.device_put(arrays, jax.NamedSharding(mesh, act("BT")))
         weight = jnp.float32(1 / rows[:, 1:].size)
         step = jax.jit(lambda params: loss_and_gradients(cfg, params, batch, weight))
-        loss, gradients = step(state.params)
+        loss, gradients, _ = step(state.params)
     ours, ours_grads = (
         jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
         for tree in (state.params, gradients)

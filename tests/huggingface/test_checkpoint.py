@@ -156,8 +156,6 @@ def test_every_number_of_a_checkpoint_lands_where_it_belongs(family, mesh):
     model, shapes = load(folder, mesh), abstract(cfg, mesh)
     jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
     assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
-    if cfg.experts is not None:
-        assert not np.any(np.asarray(model.blocks.moe.monitor[...]))
 
 
 class CountingFile:

@@ -103,7 +103,7 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
 
     def pieces(params, batch, weight):
         fn = jax.value_and_grad(lambda p: objective(cfg, p, batch, weight), has_aux=True)
-        (_, loss), grads = fn(prepare_params(cfg, params))
+        (_, (loss, _)), grads = fn(prepare_params(cfg, params))
         return loss, grads
 
     with jax.set_mesh(mesh):

@@ -131,7 +131,7 @@ def test_latents_travel_over_sp_and_not_the_residual_stream():
     mesh = make_mesh(MeshConfig(fsdp=1, sp=4), jax.devices()[:4])
 
     def forward(mla, x_BRD, positions_BT):
-        partial_BTD, _ = mla(x_BRD, rotary(positions_BT, MODEL), context=ContextConfig())
+        partial_BTD, _ = mla(x_BRD, LayerInputs.of(MODEL, positions_BT))
         return scatter_sequence(partial_BTD)
 
     with jax.set_mesh(mesh):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
 from tests.states import some_module
@@ -136,11 +137,12 @@ LAYERS = {
 
 
 class Layer(NamedTuple):
-    """Its result [B, R, D], what it adds to the objective [B, R], parameters by name, and for random cotangents the
-    gradients of these."""
+    """Its result [B, R, D], what it adds to the objective [B, R], what its router did, parameters by name, and for
+    random cotangents the gradients of these."""
 
     y: np.ndarray
     aux: np.ndarray
+    statistics: np.ndarray
     params: dict[str, np.ndarray]
     grads: dict[str, np.ndarray]
 
@@ -171,10 +173,11 @@ def run(name: str) -> Layer:
             used = map_params(
                 lambda p, dims, on: gather_param(p, dims, on, jnp.float32, cfg), params
             )
-            return used(x, moe)
+            y, routed = used(x, moe)
+            return (y, routed.balance_BR), jax.reshard(routed.statistics_Z, P())
 
-        (y, aux), pull_back = jax.vjp(layer, start)
-        return y, aux, pull_back((dy, daux))[0]
+        (y, aux), pull_back, statistics = jax.vjp(layer, start, has_aux=True)
+        return y, aux, statistics, pull_back((dy, daux))[0]
 
     def named(tree):
         names = (path for path, _ in jax.tree.leaves_with_path(tree))
@@ -185,8 +188,8 @@ def run(name: str) -> Layer:
     with jax.set_mesh(mesh):
         places = (NamedSharding(mesh, act(dims)) for dims in ("BRD", "BRD", "BR"))
         params = some_layer(cfg)
-        y, aux, grads = both(params, *map(jax.device_put, inputs(), places))
-        return Layer(np.asarray(y), np.asarray(aux), named(params), named(grads))
+        *out, grads = both(params, *map(jax.device_put, inputs(), places))
+        return Layer(*map(np.asarray, out), named(params), named(grads))
 
 
 def chosen(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -258,14 +261,14 @@ def test_rows_of_zeros_go_to_no_expert():
     rows[1] = np.random.default_rng(0).normal(size=(8, D))
 
     def total(moe):
-        y_BRD, _ = moe(jax.reshard(rows, act("BRD")), MoEConfig())
-        return jnp.sum(y_BRD), y_BRD
+        y_BRD, routed = moe(jax.reshard(rows, act("BRD")), MoEConfig())
+        return jnp.sum(y_BRD), (y_BRD, routed.statistics_Z)
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         run = jax.jit(jax.grad(total, has_aux=True))
-        grads, y_BRD = jax.tree.map(np.asarray, run(some_layer(cfg)))
+        _, (y_BRD, statistics) = jax.tree.map(np.asarray, run(some_layer(cfg)))
     assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
-    assert np.sum(grads.monitor[...][:8]) == 8 * cfg.experts.per_token
+    assert np.sum(statistics[:8]) == 8 * cfg.experts.per_token
 
 
 def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
@@ -277,7 +280,7 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
     def aux(w_router):
         x_BRD = jax.reshard(np.ones((2, 4, D), np.float32), act("BRD"))
         moe = map_params(lambda p, dims, on: w_router if dims == "DX" else p, layer)
-        return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1])
+        return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1].balance_BR)
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         layer = some_layer(cfg)
@@ -287,14 +290,14 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_monitors_cotangent_is_what_the_router_did(name):
+def test_the_statistics_are_what_the_router_did(name):
     _, scores, ids = chosen(name)
     p = scores / scores.sum(1, keepdims=True)
-    loads, monitor = np.bincount(ids.reshape(-1), minlength=8), run(name).grads["monitor"]
-    np.testing.assert_array_equal(monitor[:8], loads)
-    assert monitor[8] == np.sum(~kept(name, ids))
-    assert (monitor[8] > 0) == (name == "drops")
-    assert monitor[9] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
+    loads, statistics = np.bincount(ids.reshape(-1), minlength=8), run(name).statistics
+    np.testing.assert_array_equal(statistics[:8], loads)
+    assert statistics[8] == np.sum(~kept(name, ids))
+    assert (statistics[8] > 0) == (name == "drops")
+    assert statistics[9] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -44,11 +44,14 @@ class Outcome(NamedTuple):
     evaluation: float | None
 
 
-def by_name(grads: Transformer) -> dict[str, np.ndarray]:
-    """Each gradient, its layers as the model runs them."""
+def by_name(grads: Transformer, routed: jax.Array | None) -> dict[str, np.ndarray]:
+    """Each gradient, and what the routers did, their layers as the model runs them."""
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        name, value = jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    named |= {} if routed is None else {"blocks.moe.statistics": routed}
+    for name, leaf in named.items():
+        value = np.asarray(leaf)
         if name.startswith("blocks."):
             order = grads.order_of(name)
             value = value[[order.index(i) for i in range(len(order) - order.count(None))]]
@@ -64,8 +67,8 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
     @jax.jit
     def step(state, batch):
         weight = position_weight(state, batch)
-        loss, grads = loss_and_gradients(cfg, state.params, batch, weight)
-        return apply_gradients(cfg, state, batch, loss, grads), grads
+        loss, *found = loss_and_gradients(cfg, state.params, batch, weight)
+        return apply_gradients(cfg, state, batch, loss, *found), found
 
     losses, first = [], {}
     with jax.set_mesh(mesh):
@@ -73,10 +76,10 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
         sharding = NamedSharding(mesh, act("BT"))
         for i in range(cfg.train.steps):
             batch = jax.device_put(loader.batch(i), sharding)
-            (state, metrics), grads = step(state, batch)
+            (state, metrics), found = step(state, batch)
             losses.append(float(metrics["loss"]))
             if i == 0:
-                first = by_name(grads)
+                first = by_name(*found)
         evaluation = None
         if evaluates:
             nats, tokens = make_eval_step(cfg)(state.params, batch)

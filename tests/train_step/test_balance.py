@@ -1,4 +1,4 @@
-"""What routers did: taken out of the gradients, told as metrics, and used to move biases so that loads even out."""
+"""What routers did: told as metrics, and used to move biases so that loads even out."""
 
 import dataclasses
 import functools
@@ -63,22 +63,11 @@ def filled(number: float = 1.0) -> Transformer:
     return jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, number, p.dtype)), params_of(BASE))
 
 
-def test_the_monitor_is_taken_out_of_the_gradients():
-    grads = filled()
-    grads.blocks.moe.monitor.set_value(jnp.asarray(ROUTED))
-    rest, routed = jax.jit(balance.apart)(grads)
-    np.testing.assert_array_equal(routed, ROUTED)
-    assert not np.any(rest.blocks.moe.monitor[...])
-    rest.blocks.moe.monitor.set_value(jnp.asarray(np.ones_like(ROUTED)))
-    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(rest))
-
-
 def test_a_dense_model_has_nothing_to_tell_and_nothing_to_move():
-    grads = jax.tree.map(lambda p: np.ones(p.shape), params_of(DENSE))
-    rest, routed = balance.apart(grads)
-    assert routed is None
+    params = params_of(DENSE)
+    assert balance.statistics_start(DENSE) is balance.reduce_statistics(None) is None
     assert balance.metrics(DENSE, None) == {}
-    assert balance.rebalanced(DENSE, rest, None) is rest
+    assert balance.rebalanced(DENSE, params, None) is params
 
 
 def test_biases_rise_where_there_was_less_than_the_mean_and_fall_where_there_was_more():

@@ -146,7 +146,7 @@ def test_master_weights_moments_and_gradients_are_float32(precision, zero):
     }
     with jax.set_mesh(mesh):
         step = functools.partial(loss_and_gradients, cfg)
-        loss, grads = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
+        loss, grads, _ = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
     leaves = jax.tree.leaves((state.params, state.opt_state, loss, grads))
     assert {x.dtype for x in leaves if x.dtype != jnp.int32} == {jnp.dtype(jnp.float32)}
 

@@ -20,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
-from ultrascale_jax.checkpoint.layout import Groups, name, named
+from ultrascale_jax.checkpoint.layout import Groups, name, named, with_retired
 from ultrascale_jax.checkpoint.manifest import Damaged, Doubtful, Unreadable
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.config import UserError
@@ -110,6 +110,8 @@ def opened(place: Path) -> tuple[dict, str | None]:
 def load(place: Path, meta: dict, shapes: Groups) -> Groups:
     """Arrays of the checkpoint at `place`, which `opened` looked at, in the shardings of `shapes` and the saved types.
 
+    With them come the retired ones (`layout.RETIRED`), which Orbax would not leave out.
+
     Raises:
         UserError: the arrays of `shapes` are not those that it holds.
         Damaged: an array is not what was saved.
@@ -118,6 +120,7 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
     """
     known = entries(meta)
     if known is not None:
+        shapes = with_retired(shapes, known)
         _check_form(known, shapes)
         shapes = jax.tree.map_with_path(
             lambda keys, s: jax.ShapeDtypeStruct(

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from ultrascale_jax.config import ModelConfig, require
 from ultrascale_jax.huggingface.config import config_dict, read_config
 from ultrascale_jax.huggingface.files import open_tensors, require_none
-from ultrascale_jax.huggingface.tensors import MONITOR, Tensor, tensors
+from ultrascale_jax.huggingface.tensors import Tensor, tensors
 from ultrascale_jax.models.transformer import Transformer
 
 
@@ -45,12 +45,8 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
-            if name == MONITOR:
-                part = partial(_zeros, leaf.shape, dtype)
-            else:
-                part = partial(
-                    _read, files, table[name], abstract.order_of(name), leaf.shape, dtype
-                )
+            order = abstract.order_of(name)
+            part = partial(_read, files, table[name], order, leaf.shape, dtype)
             # Cached for this one parameter: devices that hold the same part share one read.
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
 
@@ -62,14 +58,6 @@ def _dotted(key_path: Any) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator=".").removesuffix(".value")
 
 
-def _bounds(shape: Sequence[int], index: tuple[slice, ...]) -> list[range]:
-    return [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-
-
-def _zeros(shape: Sequence[int], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    return np.zeros([len(bound) for bound in _bounds(shape, index)], dtype)
-
-
 def _read(
     files: Mapping[str, Any],
     tensor: Tensor,
@@ -79,10 +67,10 @@ def _read(
     index: tuple[slice, ...],
 ) -> np.ndarray:
     """One device's part of a parameter, copied layer by layer, expert by expert, out of the mapped files."""
-    bounds = _bounds(shape, index)
+    bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     if not tensor.stacked:
         return _read_one(files, tensor, tensor.name, bounds).astype(dtype)
-    out = _zeros(shape, dtype, index)
+    out = np.zeros([len(bound) for bound in bounds], dtype)
     for row, layer in zip(out, order[bounds[0].start : bounds[0].stop], strict=True):
         if layer is None:
             continue
@@ -119,7 +107,6 @@ def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
     """Raise unless `abstract` has the parameters of `cfg` in their shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
     shapes = {_dotted(path): leaf.shape for path, leaf in leaves}
-    shapes.pop(MONITOR, None)
     table = tensors(cfg)
     require_none("parameters", table.keys() - shapes.keys(), "in the config, not in the model")
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")

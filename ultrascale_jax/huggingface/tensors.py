@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import LatentAttention, ModelConfig
 
-MONITOR = "blocks.moe.monitor"
-"""The only parameter that no checkpoint has: it is always zeros."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:

@@ -18,7 +18,7 @@ from ultrascale_jax.models.layers import (
     scatter_sequence,
 )
 from ultrascale_jax.models.mla import MLA
-from ultrascale_jax.models.moe import MoE
+from ultrascale_jax.models.moe import MoE, Routed
 from ultrascale_jax.sharding.primitives import grad_barrier
 
 
@@ -64,11 +64,10 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array | None, Cache | None]:
+    ) -> tuple[jax.Array, Routed | None, Cache | None]:
         """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
 
-        The second result is what each token adds to the objective for the balance of experts `[B, R]`, none without
-        experts; the third the cache.
+        The second result is what the router of experts did, if there is one; the third the cache.
 
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
@@ -90,17 +89,17 @@ class Block(nnx.Module):
 
     def feed(
         self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The second half: the residual stream, and what experts add to the objective."""
-        post, aux_BR = self.cfg.norm_placement == "post", None
+    ) -> tuple[jax.Array, Routed | None]:
+        """The second half: the residual stream, and what the router of experts did."""
+        post, routed = self.cfg.norm_placement == "post", None
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
-                h, aux_BR = feed_forward(h, moe)
+                h, routed = feed_forward(h, moe)
             else:
                 h = feed_forward(h)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + (self._norm(h, "mlp_norm") if post else h), aux_BR
+            return x_BRD + (self._norm(h, "mlp_norm") if post else h), routed
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         weight = getattr(self, name)[...]

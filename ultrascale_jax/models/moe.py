@@ -1,11 +1,10 @@
 """Experts in place of the feed-forward layer: a router, the experts that it chooses for each token, shared experts.
 
-The router is computed in float32. What it did is known on each device in the forward pass but wanted once a step,
-summed over micro-batches and devices, as gradients are. So it travels with them: `monitor` is a parameter of zeros that
-the result does not depend on, and its cotangent is the experts' loads, the choices dropped and the sum of entropies.
-`train_step/balance.py` takes it out of the gradients.
+The router is computed in float32. What it did (`Routed.statistics_Z`) is an auxiliary result: each device's own sum
+over its tokens, added up over micro-batches like gradients, and over devices once a step.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +16,7 @@ from ultrascale_jax.models.fp8 import Fp8Weight, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 from ultrascale_jax.parallel.experts.local import Product
-from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.rules import act, axes_of, specs, vary, varying
 
 
@@ -53,16 +52,20 @@ def route(
     return ids, weights * experts.scale, probabilities
 
 
-@jax.custom_vjp
-def _watch(y: jax.Array, monitor: jax.Array, statistics: jax.Array) -> jax.Array:
-    """y itself; the cotangent of `monitor` is `statistics`."""
-    return y
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What a layer's router adds to the objective, and what it did."""
+
+    balance_BR: jax.Array
+    """What each token adds to the objective for the balance of experts; float32."""
+    statistics_Z: jax.Array
+    """Float32 `[num + 2]`: tokens that chose each expert, choices dropped, and the sum of the entropies in nats. A
+    partial sum over the axes that split tokens; it has no gradient."""
 
 
-_watch.defvjp(
-    lambda y, monitor, statistics: (y, statistics),
-    lambda statistics, g: (g, statistics, None),
-)
+STATISTICS_AXES = "BR"
+"""Dims of an activation over whose axes `Routed.statistics_Z` is a partial sum."""
 
 
 class MoE(nnx.Module):
@@ -76,7 +79,6 @@ class MoE(nnx.Module):
         self.w_router = param(k_router, "DX", "BRD", (D, E))
         if experts.bias:
             self.bias = param(None, "X", "BRX", (E,), std=0)
-        self.monitor = param(None, "Z", "BRZ", (E + 2,), std=0)
         self.w_gate = param(k_gate, "EDF", "BTD", (E, D, F))
         self.w_up = param(k_up, "EDF", "BTD", (E, D, F))
         std = INIT_STD / (2 * cfg.num_layers) ** 0.5
@@ -84,11 +86,11 @@ class MoE(nnx.Module):
         if experts.shared:
             self.shared = MLP(cfg, k_shared, experts.shared * F)
 
-    def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, jax.Array]:
-        """`[B, R, D]` to `[B, R, D]`, and what each token adds to the objective for the balance `[B, R]` float32."""
+    def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, Routed]:
+        """`[B, R, D]` to `[B, R, D]`, and what the router adds to the objective and did."""
         experts = self.cfg.experts
         assert experts is not None
-        router = (self.w_router, self.bias if experts.bias else None, self.monitor)
+        router = (self.w_router, self.bias if experts.bias else None)
         matrices = (self.w_gate, self.w_up, self.w_down)
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
         product, (router, matrices) = jnp.matmul, params
@@ -96,21 +98,25 @@ class MoE(nnx.Module):
             product = functools.partial(batched, matrices[0].recipe)
             params = router, [weight.value for weight in matrices]
 
-        def run(x_BRD, params):
-            return _experts(experts, moe, product, x_BRD, *params)
+        partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
-        in_specs, out_specs = (act("BRD"), specs(params)), (act("BRD"), act("BR"))
-        y_BRD, aux_BR = smap(run, in_specs=in_specs, out_specs=out_specs)(x_BRD, params)
+        def run(x_BRD, params):
+            y_BRD, balance_BR, statistics_Z = _experts(experts, moe, product, x_BRD, *params)
+            return y_BRD, Routed(balance_BR, leave_partial(statistics_Z, partial.unreduced))
+
+        out_specs = act("BRD"), Routed(act("BR"), partial)  # pyrefly: ignore
+        run = smap(run, in_specs=(act("BRD"), specs(params)), out_specs=out_specs)
+        y_BRD, routed = run(x_BRD, params)
         if experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
-        return y_BRD, aux_BR
+        return y_BRD, routed
 
 
 def _experts(experts: Experts, moe: MoEConfig, product: Product, x_BRD, router, matrices):
-    """The layer on this device's tokens, without shared experts."""
+    """The layer on this device's tokens, without shared experts: the result and both parts of `Routed`."""
     B, R, D = x_BRD.shape
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
-    w_router, bias, monitor = jax.tree.map(lambda a: vary(a, axes), router)
+    w_router, bias = jax.tree.map(lambda a: vary(a, axes), router)
     logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
@@ -134,8 +140,8 @@ def _experts(experts: Experts, moe: MoEConfig, product: Product, x_BRD, router, 
     entropy = -jnp.sum(probabilities * jnp.log(probabilities + 1e-20))
     totals = jnp.stack([dropped.astype(jnp.float32), entropy])
     statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), totals])
-    statistics = vary(jax.lax.stop_gradient(statistics), varying(monitor))
-    return _watch(y.reshape(B, R, D), monitor, statistics), vary(aux_BR, axes)
+    statistics = vary(jax.lax.stop_gradient(statistics), axes)
+    return y.reshape(B, R, D), vary(aux_BR, axes), statistics
 
 
 def _imbalance(p_BRX: jax.Array, chosen_BRX: jax.Array, over: str) -> jax.Array:

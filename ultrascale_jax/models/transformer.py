@@ -71,6 +71,8 @@ class ModelOutputs(NamedTuple):
     """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`."""
     balance: jax.Array
     """What the balance of experts adds to the objective: a float32 sum over tokens."""
+    statistics_LZ: jax.Array | None
+    """`Routed.statistics_Z` of each layer of experts, if there are any."""
     cache: Cache | None
     """With a cache, the same with these positions added."""
 
@@ -141,21 +143,21 @@ class Transformer(nnx.Module):
             def layer(x_BRD, part, alike=alike):
                 block, own = part
                 own = alike.of_layer(own)
-                x_BRD, aux_BR, cache = block.gathered(own)(x_BRD, own)
-                return x_BRD, (cache and cache[:2], aux_BR)
+                x_BRD, routed, cache = block.gathered(own)(x_BRD, own)
+                return x_BRD, (cache and cache[:2], routed)
 
             part = self._layers(kind, start, stop), _cut(alike.stacked, start, stop)
             with jax.named_scope("layers"):
                 x_BRD, out = jax.lax.scan(remat(layer), x_BRD, part)
             found.append(out)
-        caches, balances = zip(*found, strict=True)
-        balance = sum(
-            (jnp.sum(aux_LBR) for aux_LBR in balances if aux_LBR is not None), jnp.float32(0.0)
-        )
+        caches, routers = zip(*found, strict=True)
+        routers = [router for router in routers if router is not None]
+        balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
+        statistics_LZ = _joined([router.statistics_Z for router in routers]) if routers else None
         cache = None
         if inputs.cache is not None:
             cache = (*_joined(caches), inputs.cache[2] + tokens_BT.shape[1])
-        return ModelOutputs(self.normed(x_BRD), balance, cache)
+        return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache)
 
     def _segments(self, fp8: Fp8 | None) -> list[tuple]:
         """Runs of layers that are alike: their window, feed-forward layer and `fp8`, their first number and the next

@@ -1,24 +1,28 @@
-"""What the routers did in a step: taken out of the gradients, told as metrics, and used to move the experts' biases."""
+"""What the routers did in a step: told as metrics, and used to move the experts' biases."""
 
 import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.moe import STATISTICS_AXES
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.rules import act, axes_of
 
 
-def apart(grads: Transformer) -> tuple[Transformer, jax.Array | None]:
-    """Gradients with zeros for `monitor`, and its cotangent `[L, num + 2]` (`models/moe.py`), none without experts."""
-    found = []
+def statistics_start(cfg: Config) -> jax.Array | None:
+    """Zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts."""
+    experts = cfg.model.experts
+    if experts is None:
+        return None
+    shape = cfg.model.num_layers - cfg.model.dense_layers, experts.num + 2
+    spec = act("LZ", unreduced=axes_of(STATISTICS_AXES))
+    return jnp.zeros(shape, jnp.float32, out_sharding=spec)
 
-    def leaf(grad, dims, on):
-        if "Z" not in dims:
-            return grad
-        found.append(grad)
-        return jnp.zeros_like(grad)
 
-    return map_params(leaf, grads), found[0] if found else None
+def reduce_statistics(statistics: jax.Array | None) -> jax.Array | None:
+    """Their sum over devices: the one reduction of a step."""
+    return None if statistics is None else jax.reshard(statistics, act("LZ"))
 
 
 def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Transformer:

@@ -32,16 +32,18 @@ MicroBatches = dict[str, jax.Array]
 
 def loss_and_gradients(
     cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array
-) -> tuple[jax.Array, Transformer]:
-    """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+) -> tuple[jax.Array, Transformer, jax.Array | None]:
+    """What `step.loss_and_gradients` returns; the layers of the statistics lie as those of the parameters."""
 
     def region(params, parts, weight):
-        loss, grads = _run(cfg, schedules.of_config(cfg), params, parts, weight)
+        loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, weight)
         assert grads is not None
-        return loss, reduce_gradients(grads, params)
+        if routed is not None:
+            routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
+        return loss, reduce_gradients(grads, params), routed
 
-    rest = specs(params)
-    run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest))
+    rest, routed = specs(params), None if cfg.model.experts is None else P("pp")
+    run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest, routed))
     return run(params, parts, weight)
 
 
@@ -60,8 +62,8 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 
 
 def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, weight):
-    """Bare loss, the same on every device, and this device's partial sums of the gradients (none without a backward
-    pass)."""
+    """Bare loss, the same on every device, and this device's partial sums of the gradients and the routers' statistics
+    (none without a backward pass)."""
     used = prepare_params(cfg, params)
     shared, join = _apart(used)
     out = pipeline(
@@ -75,7 +77,8 @@ def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatch
         lengths=schedules.stage_layers(schedule.num_stages, cfg.model.num_layers),
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
-    return loss, None if out.blocks is None else join(out.shared, out.blocks)
+    grads = None if out.blocks is None else join(out.shared, out.blocks)
+    return loss, grads, out.statistics
 
 
 def _inside(model: Transformer) -> list[bool]:
@@ -103,17 +106,23 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     def layer(block, x_BRD, context, number):
         inputs, weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
+
+        def finished(x_BRD, routed):
+            if cfg.model.experts is None:
+                return x_BRD, jnp.float32(0.0)
+            if routed is None:
+                return x_BRD, jnp.float32(0.0), jnp.zeros(cfg.model.experts.num + 2, jnp.float32)
+            return x_BRD, weight * jnp.sum(routed.balance_BR), routed.statistics_Z
+
         if dense in (0, cfg.model.num_layers):
-            x_BRD, aux_BR, _ = block.gathered(inputs)(x_BRD, inputs)
-            return x_BRD, jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
+            return finished(*block.gathered(inputs)(x_BRD, inputs)[:2])
         x_BRD = block.without("mlp", "moe").gathered(inputs).attend(x_BRD, inputs)[0]
         axes = varying(x_BRD)
 
         def feed(kind, block, x_BRD):
             block = block.of(kind).gathered(inputs)
-            x_BRD, aux_BR = block.feed(x_BRD, getattr(block, kind), inputs.moe)
-            aux = jnp.float32(0.0) if aux_BR is None else weight * jnp.sum(aux_BR)
-            return vary(x_BRD, axes), vary(aux, axes)
+            out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
+            return jax.tree.map(lambda a: vary(a, axes), out)
 
         # Stages part ways here: only the all-to-alls of experts, over ranks of one stage, stand inside.
         kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))

@@ -70,7 +70,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
-            return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1], None
+            return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1][0], None
 
         return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
 
@@ -93,15 +93,21 @@ def position_weight(state: TrainState, batch: Batch) -> jax.Array:
 
 
 def apply_gradients(
-    cfg: Config, state: TrainState, batch: Batch, loss: jax.Array, grads: Transformer
+    cfg: Config,
+    state: TrainState,
+    batch: Batch,
+    loss: jax.Array,
+    grads: Transformer,
+    routed: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
     """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
+
+    `routed` are the statistics of the routers, as `loss_and_gradients` returns them.
 
     A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the parameters
     that it would make is not finite, or if it is a spike.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
-    grads, routed = balance.apart(grads)
     share, scaling = positions / jnp.maximum(tokens, 1).astype(jnp.float32), state.loss_scale
     if scaling is not None:
         share /= scaling.scale
@@ -146,8 +152,9 @@ def count(batch: Batch) -> jax.Array:
 
 def loss_and_gradients(
     cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
-) -> tuple[jax.Array, Transformer]:
-    """Bare cross-entropy times `weight`, and float32 gradients of the objective, sharded as the parameters rest."""
+) -> tuple[jax.Array, Transformer, jax.Array | None]:
+    """Bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and the
+    routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.loss_and_gradients(cfg, params, parts, weight)
@@ -158,20 +165,22 @@ def loss_and_gradients(
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
-        (_, total), grads = value_and_grad(used, batch)
-        return total, reduce_gradients(to_accumulator(cfg, grads, params), params)
+        (_, (total, routed)), grads = value_and_grad(used, batch)
+        grads = reduce_gradients(to_accumulator(cfg, grads, params), params)
+        return total, grads, balance.reduce_statistics(routed)
 
     def step(carry, micro_batch):
-        total, grads = carry
-        (_, part), more = value_and_grad(used, micro_batch)
-        return (total + part, jax.tree.map(jnp.add, grads, to_accumulator(cfg, more, params))), None
+        (_, auxiliary), grads = value_and_grad(used, micro_batch)
+        more = auxiliary, to_accumulator(cfg, grads, params)
+        return jax.tree.map(jnp.add, carry, more), None
 
     def zeros(value, dims, on):
         return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
 
-    start = (jnp.float32(0.0), map_params(zeros, params))
-    (total, grads), _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
-    return total, reduce_gradients(grads, params)
+    start = (jnp.float32(0.0), balance.statistics_start(cfg)), map_params(zeros, params)
+    sums, _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
+    (total, routed), grads = sums
+    return total, reduce_gradients(grads, params), balance.reduce_statistics(routed)
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
@@ -188,12 +197,12 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 def objective(
     cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Loss to differentiate (with z-loss and the experts' balance) and bare cross-entropy, summed over tokens times
-    `weight`."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """Loss to differentiate (with z-loss and the experts' balance) and, beside it, the bare cross-entropy, both summed
+    over tokens times `weight`, and the routers' statistics, partial sums."""
     dtype = COMPUTE[cfg.train.precision]
     inputs = layer_inputs(cfg, batch, fp8)
     out = used(batch["tokens"], inputs, remat=remat(cfg.train))
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
-    return total + weight * out.balance, nats
+    return total + weight * out.balance, (nats, out.statistics_LZ)

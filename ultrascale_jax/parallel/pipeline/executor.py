@@ -46,9 +46,10 @@ def float32(grads: Tree) -> Tree:
 class Stages:
     """What a pipeline computes. All functions see this device's pieces and may use collectives."""
 
-    layer: Callable[..., tuple[jax.Array, jax.Array]]
-    """`(params of one layer, x, context) -> (y, auxiliary loss)`: x and y alike, the loss a float32 scalar that is
-    added to the objective. With `numbered` a fourth argument is the number of the layer in the model, int32."""
+    layer: Callable[..., tuple]
+    """`(params of one layer, x, context) -> (y, auxiliary loss[, statistics])`: x and y alike, the loss a float32
+    scalar that is added to the objective, statistics any tree of arrays that is added up for each layer and not
+    differentiated. With `numbered` a fourth argument is the number of the layer in the model, int32."""
     embed: Callable[[Tree, Tree], jax.Array]
     """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
     looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
@@ -78,6 +79,8 @@ class Pipelined:
     """Sum of the auxiliary losses of this rank's layers."""
     metrics: Tree
     """Sums of the head's metrics."""
+    statistics: Tree
+    """Sums of each layer's statistics, stacked as `blocks`; None if it has none, or there is no backward pass."""
     blocks: Tree
     """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
@@ -123,6 +126,7 @@ def pipeline(
         objective=state["objective"],
         auxiliary=state["auxiliary"],
         metrics=state["metrics"],
+        statistics=next(iter(state.get("statistics", [])), None),
         blocks=jax.tree.unflatten(tree, state["blocks"]) if trains else None,
         shared=state["shared"] if trains else None,
     )
@@ -229,7 +233,7 @@ class _Executor:
     def _tick(self, segment: Segment, state: dict, row: Row) -> tuple[dict, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
         writes, reads = (
-            ("auxiliary", "blocks", "residuals", "weights"),
+            ("auxiliary", "statistics", "blocks", "residuals", "weights"),
             ("x_forward", "g", "x_backward"),
         )
         mine = {name: state[name] for name in writes if name in state}

@@ -20,7 +20,8 @@ type Row = dict[str, jax.Array]
 class LayerLoop:
     """What one rank does with its layers, tick by tick; `pipeline.py` does the rest of a tick.
 
-    State that only this loop changes: `auxiliary`, `blocks` (sums of gradients, by leaf), `residuals`, `weights`.
+    State that only this loop changes: `auxiliary`, `statistics` (by layer), `blocks` (sums of gradients, by leaf),
+    `residuals`, `weights`.
     """
 
     def __init__(
@@ -69,22 +70,23 @@ class LayerLoop:
                 "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
                 "in silence; use lock step (divergent=False), or gather instead"
             )
-        out = self.layer(params, x, *context)
-        kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(out)]
+        y, aux, *statistics = self.layer(params, x, *context)
+        kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves((y, aux))]
         if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
             raise ValueError(
                 f"the layer must return y like its x, {x.dtype}{[*x.shape]}, and a float32 scalar, not "
                 + ", ".join(f"{dtype}{[*shape]}" for shape, dtype in kinds)
             )
-        y, aux = out
         self.axes = varying(x) | varying(y) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}
+        self.statistics_axes = self.axes.union(*map(varying, jax.tree.leaves(statistics)))
         x = vary(x, self.axes)
         state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
         if not self.trains:
             return x, state
         self.vjp = LayerVJP(self._layer, params, x, context, split=self.schedule.split)
-        y, aux, kept = self.vjp.forward(params, x, context)
+        y, aux, statistics, kept = self.vjp.forward(params, x, context)
+        state["statistics"] = self._rows(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux))
         grads, _ = self.vjp.backward(params, context, kept, cotangents)
         sums = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
@@ -127,7 +129,7 @@ class LayerLoop:
         }
         x = jnp.where(row["f_on"] > 0, read["x_forward"], 0)
         g = jnp.where(row["b_on"] > 0, read["g"], 0) if self.trains else x
-        written = {"auxiliary", "blocks"} & set(state)
+        written = {"auxiliary", "statistics", "blocks"} & set(state)
         if forward and self.stashes:
             written.add("residuals")
         if backward and self.schedule.split:
@@ -162,16 +164,24 @@ class LayerLoop:
         return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
 
     def _forward_layer(self, carry: dict, row: Row, index, context) -> dict:
-        params = at(self.blocks, row["f_chunk"] * self.depth + index)
-        context = context, self._number(row["f_chunk"], index)
-        if self.trains:
-            y, aux, kept = self.vjp.forward(params, carry["x"], context)
-        else:
-            (y, aux), kept = self._layer(params, carry["x"], context), []
+        position = row["f_chunk"] * self.depth + index
+        params, context = at(self.blocks, position), (context, self._number(row["f_chunk"], index))
         real = self._real(row["f_chunk"], index)
+
+        def add(sums: Tree, more: Tree) -> Tree:
+            on = real & (row["f_on"] > 0)
+            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, more)
+
+        if not self.trains:
+            y, aux, *_ = self._layer(params, carry["x"], context)
+            sums = {"auxiliary": add(carry["auxiliary"], aux)}
+            return sums | {"x": jnp.where(real, y, carry["x"])}
+        y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
+        statistics = add(at(carry["statistics"], position), statistics)
         after = {
             "x": jnp.where(real, y, carry["x"]),
-            "auxiliary": carry["auxiliary"] + jnp.where(real & (row["f_on"] > 0), aux, 0),
+            "auxiliary": add(carry["auxiliary"], aux),
+            "statistics": put(carry["statistics"], statistics, position),
         }
         if self.stashes:
             after["residuals"] = put(carry["residuals"], kept, row["f_res"], index)
@@ -205,16 +215,17 @@ class LayerLoop:
         def layer(x, index):
             params = at(self.blocks, row["b_chunk"] * self.depth + index)
             around = context, self._number(row["b_chunk"], index)
-            y, _, kept = self.vjp.forward(params, x, around)
+            y, _, _, kept = self.vjp.forward(params, x, around)
             return jnp.where(self._real(row["b_chunk"], index), y, x), kept
 
         x = jnp.where(row["b_on"] > 0, x, 0)
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
-    def _layer(self, params, x, context) -> tuple[jax.Array, jax.Array]:
+    def _layer(self, params, x, context) -> tuple:
         """The layer, its results typed as the state that holds them."""
-        y, aux = self.layer(params, x, *context)
-        return vary(y, self.axes), vary(aux, self.aux_axes)
+        y, aux, *statistics = self.layer(params, x, *context)
+        statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
+        return vary(y, self.axes), vary(aux, self.aux_axes), *statistics
 
     def _number(self, chunk, index) -> jax.Array:
         """The number of a layer in the model."""

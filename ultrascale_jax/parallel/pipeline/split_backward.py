@@ -41,28 +41,31 @@ _AGAIN = (
 
 
 class LayerVJP:
-    """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss)`.
+    """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss[, statistics])`.
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
-    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` is not differentiated. Without `split`
-    there is no `input_gradient` and no `weight_gradient`, and nothing is traced for them.
+    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
+    differentiated. Without `split` there is no `input_gradient` and no `weight_gradient`, and nothing is traced for
+    them.
     """
 
     def __init__(self, layer: Callable, params: Any, x: jax.Array, context: Any, *, split: bool):
         self._layer = layer
         leaves, self._params_tree = jax.tree.flatten(params)
         around, self._context_tree = jax.tree.flatten(context)
-        y, aux, residuals = self._run(leaves, x, around)
+        y, aux, _, residuals = self._run(leaves, x, around)
         self._classify(leaves, x, around)
         self.kept = [residuals[i] for i in self._keep]
         """Examples of what `forward` keeps, for their types."""
         if split:
             self._split_backward(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
 
-    def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """y, the auxiliary loss, and what the backward pass needs of them."""
-        y, aux, residuals = self._run(jax.tree.leaves(params), x, jax.tree.leaves(context))
-        return y, aux, [residuals[i] for i in self._keep]
+    def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
+        """y, the auxiliary loss, a list of the statistics (empty if the layer has none), and what the backward pass
+        needs."""
+        leaves, around = jax.tree.leaves(params), jax.tree.leaves(context)
+        y, aux, statistics, residuals = self._run(leaves, x, around)
+        return y, aux, statistics, [residuals[i] for i in self._keep]
 
     def backward(self, params, context, kept, cotangents) -> tuple[list, jax.Array]:
         """Gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
@@ -92,23 +95,24 @@ class LayerVJP:
         found = dict(zip(indices, values, strict=True))
         return [found.get(i) for i in range(self._params_tree.num_leaves)]
 
-    def _run(self, leaves, x, around) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    def _run(self, leaves, x, around) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
         context = jax.tree.unflatten(self._context_tree, around)
 
         def call(leaves, x):
-            return self._layer(jax.tree.unflatten(self._params_tree, leaves), x, context)
+            params = jax.tree.unflatten(self._params_tree, leaves)
+            y, aux, *statistics = self._layer(params, x, context)
+            return (y, aux), statistics
 
-        (y, aux), pull_back = jax.vjp(call, leaves, x)
+        (y, aux), pull_back, statistics = jax.vjp(call, leaves, x, has_aux=True)
         residuals, self._pull_back_tree = jax.tree.flatten(pull_back)
-        return y, aux, residuals
+        return y, aux, statistics, residuals
 
     def _classify(self, leaves, x, around) -> None:
         """Which residuals follow from x and must be kept; the others are made again from parameters and context."""
 
         def residuals(*inputs):
-            return self._run(inputs[: len(leaves)], inputs[len(leaves)], inputs[len(leaves) + 1 :])[
-                2
-            ]
+            leaves_and_x = inputs[: len(leaves)], inputs[len(leaves)]
+            return self._run(*leaves_and_x, inputs[len(leaves) + 1 :])[3]
 
         traced = _Traced(residuals, *leaves, x, *around)
         moved = traced.descendants(traced.inputs[len(leaves) : len(leaves) + 1])
