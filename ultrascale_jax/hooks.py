@@ -38,21 +38,21 @@ class Hook:
     """Base class of hooks: override what you need, the rest does nothing.
 
     Every process calls every method at the same steps, so a hook may communicate. `run.step` is the number of the
-    optimizer step, from 1. State and metrics of a step that was just dispatched are still being computed: to read them
-    in `before_step` or `after_step` makes the devices wait for the host, so do it inside `run.pause()`.
+    optimizer step, from 1, and `run.state` the newest state. After a step is dispatched its state is still being
+    computed, and to read it makes the devices wait for the host: do that inside `run.pause()`.
     """
 
-    def on_start(self, run: "Run", state: TrainState) -> None:
-        """Before the first step: `state` is new or restored, after `run.step` steps."""
+    def on_start(self, run: "Run") -> None:
+        """Before the first step; `run.state` is new or restored, after `run.step` steps."""
 
     def wrap_step(self, run: "Run", step_fn: StepFn) -> StepFn:
         """Return what is called in place of `step_fn`; called once, when the step is compiled."""
         return step_fn
 
-    def before_step(self, run: "Run", state: TrainState) -> None:
-        """Before step `run.step` is dispatched; `state` is that of the step before."""
+    def before_step(self, run: "Run") -> None:
+        """Before step `run.step` is dispatched; `run.state` is that of the step before."""
 
-    def after_step(self, run: "Run", state: TrainState) -> None:
+    def after_step(self, run: "Run") -> None:
         """After step `run.step` was dispatched; its metrics come later. `run.is_last`: no step follows."""
 
     def on_metrics(self, run: "Run", row: Row) -> None:
@@ -61,16 +61,16 @@ class Hook:
     def on_evaluation(self, run: "Run", row: Row) -> None:
         """The model was evaluated: `row` has `step`, `eval_loss` in nats and `eval_tokens`."""
 
-    def before_save(self, run: "Run", state: TrainState) -> None:
+    def before_save(self, run: "Run") -> None:
         """A checkpoint of step `run.step` is about to be written; everything up to it is on record. Raise to refuse."""
 
-    def on_save(self, run: "Run", state: TrainState) -> None:
+    def on_save(self, run: "Run") -> None:
         """The save of step `run.step` has begun; it goes on in the background unless `run.is_last`."""
 
     def on_resume(self, run: "Run") -> None:
         """A pause is over and the next step begins now: restart clocks."""
 
-    def on_end(self, run: "Run", state: TrainState) -> None:
+    def on_end(self, run: "Run") -> None:
         """The run ends in good order after `run.step` steps. `run.stopped`: by SIGTERM, before the last step."""
 
 
@@ -81,6 +81,7 @@ class Run:
         self,
         cfg: Config,
         mesh: Mesh,
+        state: TrainState,
         *,
         step: int,
         batches: Generator[tuple[int, Batch, str]],
@@ -92,6 +93,8 @@ class Run:
         started: float,
     ):
         self.cfg, self.mesh, self.batches = cfg, mesh, batches
+        self.state = state
+        """The newest state. Keep no other reference to it: the next step may take its memory."""
         self.events, self.watch = events, watch
         self.note = note
         """Print a line, on process 0."""

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import weakref
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.config import Experts
 from ultrascale_jax.health import array_faults
 from ultrascale_jax.health.replicas import Replicas, ReplicasDiffer, _fingerprints
+from ultrascale_jax.hooks import Hook
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.launch.exit_codes import CRASHED
 
@@ -22,6 +24,16 @@ BASE = change(TINY, mesh={"fsdp": 1}, model={"num_layers": 1}, optim={"warmup_st
 
 def losses(folder):
     return [row["loss"].hex() for row in step_rows(folder)]
+
+
+class FirstState(Hook):
+    """Finds out whether something still holds the state that the run began with."""
+
+    def on_start(self, run):
+        self._norm = weakref.ref(run.state.params.final_norm[...])
+
+    def before_step(self, run):
+        self.is_kept = self._norm() is not None
 
 
 def with_piece_on(array, number, turn):
@@ -148,7 +160,9 @@ def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     """The second result of the step is taken, so the run goes on as if nothing had been."""
     watch = {"rerun": True, "spike_sigma": 40.0, "spike_window": 4}
     cfg = change(BASE, mesh={"fsdp": 2}, watch=watch)
-    run(cfg, tmp_path / "faulty", ("nan", 6), ("spike", 9))
+    first_state = FirstState()
+    run(cfg, tmp_path / "faulty", ("nan", 6), ("spike", 9), hooks=[first_state])
+    assert not first_state.is_kept
     run(cfg, tmp_path / "sound")
     assert losses(tmp_path / "faulty") == losses(tmp_path / "sound")
     told = [e for e in read_events(tmp_path / "faulty") if e["kind"] == "rerun"]

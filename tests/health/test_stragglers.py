@@ -46,6 +46,7 @@ def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path):
     run = Run(
         TINY,
         make_mesh(TINY.mesh.resolve(8)),
+        None,
         step=0,
         batches=no_batches(),
         events=events,
@@ -54,18 +55,18 @@ def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path):
         stop=StopRequest(),
         started=0.0,
     )
-    check.on_start(run, None)
+    check.on_start(run)
     run.step = 1
     with run.waiting_for_devices():
         time.sleep(0.2)
-    check.after_step(run, None)
+    check.after_step(run)
     time.sleep(0.2)
     check.on_resume(run)
     run.step = 2
-    check.after_step(run, None)
+    check.after_step(run)
     assert check.steps[0] >= 0.2 > check.own[0] and check.steps[1] < 0.2
     run.step = 3
-    check.after_step(run, None)
+    check.after_step(run)
     assert check.steps == []
     # One process has nobody to be compared with.
     assert read_events(tmp_path) == []

@@ -72,13 +72,13 @@ class Recorder(Hook):
     def __init__(self):
         self.calls = []
 
-    def on_start(self, run, state):
+    def on_start(self, run):
         self.calls.append(("start", run.step))
 
-    def before_step(self, run, state):
+    def before_step(self, run):
         self.calls.append(("before", run.step))
 
-    def after_step(self, run, state):
+    def after_step(self, run):
         self.calls.append(("after", run.step))
 
     def on_metrics(self, run, row):
@@ -88,13 +88,13 @@ class Recorder(Hook):
     def on_evaluation(self, run, row):
         self.calls.append(("evaluation", row["step"]))
 
-    def before_save(self, run, state):
+    def before_save(self, run):
         self.calls.append(("before save", run.step))
 
-    def on_save(self, run, state):
+    def on_save(self, run):
         self.calls.append(("save", run.step))
 
-    def on_end(self, run, state):
+    def on_end(self, run):
         self.calls.append(("end", run.step))
 
 

@@ -3,7 +3,6 @@
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.train_step.state import TrainState
 
 
 class PeriodicSave(Hook):
@@ -22,7 +21,7 @@ class PeriodicSave(Hook):
         self._skipped = row["skipped"]
         row["save_failures"] = self._checkpoints.failures or None
 
-    def after_step(self, run: Run, state: TrainState) -> None:
+    def after_step(self, run: Run) -> None:
         if not (self._late or run.every(run.cfg.checkpoint.every) or run.is_last):
             return
         # Everything up to this step is on record before the checkpoint is.
@@ -31,9 +30,9 @@ class PeriodicSave(Hook):
         if self._late:
             return
         for hook in run.hooks:
-            hook.before_save(run, state)
+            hook.before_save(run)
         with run.pause("save"):
             meta = describe(run.cfg, run.step, self._fingerprint)
-            self._checkpoints.save(state, meta, wait=run.is_last, rotate=not self._skipped)
+            self._checkpoints.save(run.state, meta, wait=run.is_last, rotate=not self._skipped)
         for hook in run.hooks:
-            hook.on_save(run, state)
+            hook.on_save(run)

@@ -23,7 +23,7 @@ class FaultInjection(Hook):
     def __init__(self, plan: FaultPlan):
         self._plan = plan
 
-    def before_step(self, run: Run, state: TrainState) -> None:
+    def before_step(self, run: Run) -> None:
         self._plan.inject(run.step)
 
     def wrap_step(self, run: Run, step_fn: StepFn) -> StepFn:

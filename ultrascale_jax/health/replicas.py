@@ -44,24 +44,24 @@ class ReplicaCheck(Hook):
         self._replicas: Replicas | None = None
         self._checked: int | None = None
 
-    def on_start(self, run: Run, state: TrainState) -> None:
+    def on_start(self, run: Run) -> None:
         if self._every:
-            self._replicas = Replicas(run.mesh, state, run.events)
+            self._replicas = Replicas(run.mesh, run.state, run.events)
             share = self._replicas.copied_share
             run.note(f"{share:.1%} of the state has copies, which are compared")
 
-    def after_step(self, run: Run, state: TrainState) -> None:
+    def after_step(self, run: Run) -> None:
         if run.every(self._every):
-            self._check(run, state)
+            self._check(run)
 
-    def before_save(self, run: Run, state: TrainState) -> None:
-        self._check(run, state)
+    def before_save(self, run: Run) -> None:
+        self._check(run)
 
-    def _check(self, run: Run, state: TrainState) -> None:
+    def _check(self, run: Run) -> None:
         if self._replicas is None or self._checked == run.step:
             return
         with run.pause("compare"):
-            self._replicas.check(run.step, state)
+            self._replicas.check(run.step, run.state)
         self._checked = run.step
 
 

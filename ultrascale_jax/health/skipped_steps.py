@@ -14,7 +14,6 @@ from ultrascale_jax.launch.events import to_json
 from ultrascale_jax.launch.exit_codes import STOPPED
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.train_step.loss_scale import LEAST
-from ultrascale_jax.train_step.state import TrainState
 
 FILE_NAME = "skipped.json"
 """Written when a run is stopped: the batches of its last skipped steps, by shard and token."""
@@ -58,8 +57,8 @@ class SkippedSteps(Hook):
         self._last: list[dict] = []
         """Those in a row that this process has seen."""
 
-    def on_start(self, run: Run, state: TrainState) -> None:
-        self._in_a_row = int(state.skipped_in_a_row)
+    def on_start(self, run: Run) -> None:
+        self._in_a_row = int(run.state.skipped_in_a_row)
         run.summary["skipped"] = 0
 
     def on_metrics(self, run: Run, row: Row) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 
 from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.launch.multihost import gather
-from ultrascale_jax.train_step.state import TrainState
 
 OUTLIER = 2.0
 """A straggler's own time is so many times the median of the others'..."""
@@ -37,13 +36,13 @@ class StragglerCheck(Hook):
         self.own: list[float] = []
         """Seconds of the steps since the last comparison, and the process's own part of them."""
 
-    def on_start(self, run: Run, state: TrainState) -> None:
+    def on_start(self, run: Run) -> None:
         self.on_resume(run)
 
     def on_resume(self, run: Run) -> None:
         self._begun, self._waited_s = time.monotonic(), run.device_wait_s
 
-    def after_step(self, run: Run, state: TrainState) -> None:
+    def after_step(self, run: Run) -> None:
         took = time.monotonic() - self._begun
         self.steps.append(took)
         self.own.append(max(0.0, took - (run.device_wait_s - self._waited_s)))

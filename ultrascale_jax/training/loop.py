@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config
 from ultrascale_jax.hooks import Batch, Hook, Run, StepFn
 from ultrascale_jax.launch.faults import FaultPlan
-from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.setup import open_run
 
@@ -49,42 +48,41 @@ def train(
         Diverged: too many steps in a row were not finite, or spikes.
         ReplicasDiffer: a device's copy of an array is not that of the others.
     """
-    with open_run(cfg, mesh, hooks=hooks, profile=profile, faults=faults) as (run, state):
+    with open_run(cfg, mesh, hooks=hooks, profile=profile, faults=faults) as run:
         run.check_stop()
         for hook in run.hooks:
-            hook.on_start(run, state)
+            hook.on_start(run)
         with contextlib.closing(_batches(run)) as batches:
-            state = _run_steps(run, state, batches)
+            _run_steps(run, batches)
         for hook in run.hooks:
-            hook.on_end(run, state)
+            hook.on_end(run)
         steps = {"step": run.step, "stopped": run.stopped, "run_dir": cfg.log.run_dir}
         return run.summary | steps
 
 
-def _run_steps(run: Run, state: TrainState, batches: Iterable[Batch]) -> TrainState:
-    """Run the steps after `run.step`, and return the state after the last."""
+def _run_steps(run: Run, batches: Iterable[Batch]) -> None:
+    """Run the steps after `run.step`."""
     step_fn: StepFn | None = None
     for batch in batches:
         if step_fn is None:
-            step_fn = _compile(run, state, batch)
+            step_fn = _compile(run, batch)
             if run.check_stop():
                 break
         run.step += 1
         for hook in run.hooks:
-            hook.before_step(run, state)
+            hook.before_step(run)
         with run.waiting_for_devices():
-            state, metrics = step_fn(state, batch)
+            run.state, metrics = step_fn(run.state, batch)
         run.dispatched(metrics)
         run.check_stop()
         for hook in run.hooks:
-            hook.after_step(run, state)
-    return state
+            hook.after_step(run)
 
 
-def _compile(run: Run, state: TrainState, batch: Batch) -> StepFn:
+def _compile(run: Run, batch: Batch) -> StepFn:
     begun = time.monotonic()
     with run.pause("compile"):
-        step_fn: StepFn = make_train_step(run.cfg).lower(state, batch).compile()
+        step_fn: StepFn = make_train_step(run.cfg).lower(run.state, batch).compile()
     run.summary["compile_s"] = time.monotonic() - begun
     run.note(f"compiled the step in {run.summary['compile_s']:.1f} s")
     for hook in run.hooks:

@@ -35,7 +35,6 @@ from ultrascale_jax.launch.run_files import (
     read_regular,
     write_atomic,
 )
-from ultrascale_jax.train_step.state import TrainState
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
@@ -146,7 +145,7 @@ class RunLog(Hook):
         self._release()
         self._stack.close()
 
-    def on_start(self, run: Run, state: TrainState) -> None:
+    def on_start(self, run: Run) -> None:
         run.summary["loss"] = None
 
     def on_metrics(self, run: Run, row: Row) -> None:
@@ -159,7 +158,7 @@ class RunLog(Hook):
     def on_evaluation(self, run: Run, row: Row) -> None:
         self.evaluation(row)
 
-    def on_end(self, run: Run, state: TrainState) -> None:
+    def on_end(self, run: Run) -> None:
         if run.stopped:
             begun = run.step > run.first_step
             where = f"after step {run.step}" if begun else f"before step {run.step + 1}"

@@ -6,7 +6,6 @@ import jax
 
 from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.launch.run_files import folder_of
-from ultrascale_jax.train_step.state import TrainState
 
 
 class Profiler(Hook):
@@ -22,12 +21,12 @@ class Profiler(Hook):
         if self._active:
             jax.profiler.stop_trace()
 
-    def before_step(self, run: Run, state: TrainState) -> None:
+    def before_step(self, run: Run) -> None:
         inside = self._steps is not None and self._steps[0] <= run.step < self._steps[1]
         if inside == self._active or jax.process_index() != 0:
             return
         with run.pause("profile"):
-            jax.block_until_ready(state)
+            jax.block_until_ready(run.state)
             if self._active:
                 jax.profiler.stop_trace()
             else:

@@ -46,66 +46,89 @@ def open_run(
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
     faults: FaultPlan | None,
-) -> Iterator[tuple[Run, TrainState]]:
+) -> Iterator[Run]:
     """Take the run directory, and yield the run with its state: the newest checkpoint's, or a new one.
 
     Inside the block `mesh` is set. See `train` for the arguments and for what it raises.
     """
-    started, run_dir, faults = time.monotonic(), Path(cfg.log.run_dir), faults or FaultPlan.none()
+    with contextlib.ExitStack() as stack:
+        yield _enter(stack, cfg, mesh, hooks, profile, faults or FaultPlan.none())
+
+
+def _enter(
+    stack: contextlib.ExitStack,
+    cfg: Config,
+    mesh: Mesh,
+    hooks: Sequence[Hook],
+    profile: tuple[int, int] | None,
+    faults: FaultPlan,
+) -> Run:
+    """Enter what a run needs, in this order; `stack` leaves it in the opposite one."""
+    started, run_dir = time.monotonic(), Path(cfg.log.run_dir)
     check_kernels(cfg, mesh.devices.flat[0])
     notes = parallelism(cfg)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        loader = make_loader(cfg)
-        events = Events(run_dir, jax.process_index())
-        events.check()
-        check_lock = stack.enter_context(hold_run_lock(run_dir, events))
-        fresh = cfg.checkpoint.resume == "never"
-        watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
-        with watch.section("restore"):
-            checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, check_lock))
-            state, step, changes = _state(cfg, mesh, loader, checkpoints)
-        log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
-        if jax.process_index() == 0:
-            text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
-            write_atomic(run_dir / "config.json", text.encode())
-        for note in notes + changes:
-            log.note(note)
-        profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
-        stop = stack.enter_context(StopRequest())
-        # Innermost: to close a checkpoint may take processes that wait for this one.
-        stack.enter_context(guarded(events.record, refusals=False))
-        all_hooks = (
-            Heartbeat(),
-            FaultInjection(faults),
-            *((Rerun(),) if cfg.watch.rerun else ()),
-            profiler,
-            StragglerCheck(cfg.watch.straggler_every),
-            Throughput(cfg, mesh),
-            # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
-            ReplicaCheck(cfg.watch.replicas_every),
-            Evaluation(cfg, loader),
-            *hooks,
-            PeriodicSave(checkpoints, loader.fingerprint),
-            # These see rows that are complete; the last one may end the run.
-            log,
-            SkippedSteps(loader, newest=lambda: checkpoints.latest),
-        )
-        yield (
-            Run(
-                cfg,
-                mesh,
-                step=step,
-                batches=loader.device_batches(mesh, step, faults.inject_in_loader),
-                events=events,
-                watch=watch,
-                note=log.note,
-                stop=stop,
-                hooks=all_hooks,
-                started=started,
-            ),
-            state,
-        )
+    stack.enter_context(jax.set_mesh(mesh))
+    loader = make_loader(cfg)
+    events = Events(run_dir, jax.process_index())
+    events.check()
+    check_lock = stack.enter_context(hold_run_lock(run_dir, events))
+    fresh = cfg.checkpoint.resume == "never"
+    watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
+    with watch.section("restore"):
+        checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, check_lock))
+        state, step, changes = _state(cfg, mesh, loader, checkpoints)
+    log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
+    if jax.process_index() == 0:
+        text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+        write_atomic(run_dir / "config.json", text.encode())
+    for note in notes + changes:
+        log.note(note)
+    profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
+    stop = stack.enter_context(StopRequest())
+    # Innermost: to close a checkpoint may take processes that wait for this one.
+    stack.enter_context(guarded(events.record, refusals=False))
+    return Run(
+        cfg,
+        mesh,
+        state,
+        step=step,
+        batches=loader.device_batches(mesh, step, faults.inject_in_loader),
+        events=events,
+        watch=watch,
+        note=log.note,
+        stop=stop,
+        hooks=_all_hooks(cfg, mesh, loader, checkpoints, log, profiler, faults, hooks),
+        started=started,
+    )
+
+
+def _all_hooks(
+    cfg: Config,
+    mesh: Mesh,
+    loader: Loader,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    profiler: Profiler,
+    faults: FaultPlan,
+    own: Sequence[Hook],
+) -> list[Hook]:
+    """Return the hooks of a run in the order in which they are called, the user's `own` among them."""
+    return [
+        Heartbeat(),
+        FaultInjection(faults),
+        *([Rerun()] if cfg.watch.rerun else []),
+        profiler,
+        StragglerCheck(cfg.watch.straggler_every),
+        Throughput(cfg, mesh),
+        # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
+        ReplicaCheck(cfg.watch.replicas_every),
+        Evaluation(cfg, loader),
+        *own,
+        PeriodicSave(checkpoints, loader.fingerprint),
+        # These see rows that are complete; the last one may end the run.
+        log,
+        SkippedSteps(loader, newest=lambda: checkpoints.latest),
+    ]
 
 
 def make_loader(cfg: Config) -> Loader:

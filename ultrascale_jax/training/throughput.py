@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.training.flops import flops_per_token, mfu
 
 
@@ -27,7 +26,7 @@ class Throughput(Hook):
         self._times: list[float] = []
         self._begun = time.monotonic()
 
-    def on_start(self, run: Run, state: TrainState) -> None:
+    def on_start(self, run: Run) -> None:
         run.summary |= {"compile_s": None, "first_step_s": None}
 
     def on_resume(self, run: Run) -> None:
@@ -40,7 +39,7 @@ class Throughput(Hook):
         if len(self._times) == 1:
             run.summary["first_step_s"] = self._begun - run.started
 
-    def on_end(self, run: Run, state: TrainState) -> None:
+    def on_end(self, run: Run) -> None:
         # But for the first step, which warms up.
         times = self._times[1:]
         run.summary |= self._of(math.fsum(times) / len(times) if times else None)
