@@ -11,6 +11,7 @@ import pytest
 from tests.faults.conftest import LIMIT_S, RECIPE, ROOT, environment
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.goodput import read_ledger
+from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.watchdog import read_beat
 
 
@@ -175,7 +176,5 @@ def all_beats(run):
 
 
 def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive

@@ -10,9 +10,9 @@ from ultrascale_jax.launch.sigterm import SigtermListener, listener
 def test_a_signal_is_remembered_inside_the_block_only():
     before = signal.getsignal(signal.SIGTERM)
     with SigtermListener() as sigterm:
-        assert listener() is sigterm and not sigterm.told
+        assert listener() is sigterm and not sigterm.received
         os.kill(os.getpid(), signal.SIGTERM)
-        assert sigterm.told
+        assert sigterm.received
     assert signal.getsignal(signal.SIGTERM) is before and listener() is None
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from ultrascale_jax.launch import supervisor
 from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.supervisor import Supervisor
 from ultrascale_jax.launch.watchdog import read_beat
 
@@ -343,7 +344,5 @@ def test_no_process_outlives_its_supervisor(tmp_path):
 
 
 def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive

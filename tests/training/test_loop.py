@@ -329,7 +329,7 @@ def start(cfg, **environ):
 def test_a_signal_during_start_up_stops_the_run_before_its_first_step(straight, tmp_path):
     with SigtermListener() as sigterm:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert sigterm.told
+        assert sigterm.received
         summary = run(BASE, tmp_path / "new")
         assert (summary["step"], summary["stopped"]) == (0, True)
         shutil.copytree(straight[0], tmp_path / "old")

@@ -68,16 +68,16 @@ class Writing:
             self._thread.join(timeout=max(0.0, min(self.moved + stall_s, told) - now))
         return self.problem
 
-    def _comes_on(self) -> None:
+    def _progress(self) -> None:
         self.moved = time.monotonic()
 
     def _run(self) -> None:
         try:
             self._wait()
-            self._comes_on()
+            self._progress()
             write_s = self.moved - self.begun
             if jax.process_index() == 0:
-                size, hash_s = manifest.write(self.place, self._comes_on)
+                size, hash_s = manifest.write(self.place, self._progress)
                 if self._events is not None:
                     step = int(self.place.name)
                     self._events.record(

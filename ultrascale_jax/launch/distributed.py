@@ -1,7 +1,7 @@
 """Start-up and end of a job of many processes, and the XLA flags that a training run wants.
 
 Nothing here decides what is computed. `initialize` finds out whether this process is one of many (`cluster.py`),
-calls the roll (`rendezvous.py`) and joins the others through `jax.distributed`; a process on its own is
+waits for all of them (`rendezvous.py`) and joins the others through `jax.distributed`; a process on its own is
 left alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
 because XLA reads the variables once.
 """
@@ -92,7 +92,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
             version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
             tell=say,
             bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
-            stop=lambda: sigterm is not None and sigterm.told,
+            stop=lambda: sigterm is not None and sigterm.received,
         )
     if _wants_cpu(os.environ):
         collective_order.enforce()
@@ -238,5 +238,5 @@ class StopRequest:
     def reached(self) -> bool:
         """Whether to stop here, after a save if there is something to save; every process asks at the same points."""
         if self._alone:
-            return self._sigterm.told
+            return self._sigterm.received
         return multihost_utils.reached_preemption_sync_point(next(self._questions))

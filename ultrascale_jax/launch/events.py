@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TypeGuard
 
+from ultrascale_jax.launch.procfs import boot_id
 from ultrascale_jax.launch.run_files import NotRegular, open_regular, read_regular
 
 FILE_NAME = "events.jsonl"
@@ -85,11 +86,9 @@ def now() -> dict[str, float | str]:
 
 @functools.cache
 def boot() -> str:
-    """The start of this machine from which `time.monotonic` counts, alike for all its processes."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-    except OSError:
-        return socket.gethostname()
+    """Name the start of this machine from which `time.monotonic` counts, alike for all its processes."""
+    found = boot_id()
+    return socket.gethostname() if found is None else found[:8]
 
 
 def say(text: str, file: IO[str] | None = None) -> None:

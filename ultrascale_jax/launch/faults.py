@@ -1,7 +1,7 @@
 """Faults on purpose, to see a run survive them: `US_FAULT=kind@step@rank[,kind@step@rank...]`.
 
-Read only by a run that was started with `--faults`. A fault strikes once in the life of a run directory, however often
-the run is restarted: what has struck is written to `run_dir/faults.txt` before it strikes. The list of kinds follows
+Read only by a run that was started with `--faults`. A fault happens once in the life of a run directory, however often
+the run is restarted: it is written to `run_dir/faults.txt` before it happens. The list of kinds follows
 NVRx's `Fault` and torchft's `EventInjector`.
 """
 
@@ -20,7 +20,7 @@ from ultrascale_jax.launch.run_files import open_regular, read_regular
 VARIABLE = "US_FAULT"
 
 PROCESS_FAULTS = ("kill", "stop", "term", "exception", "sleep", "exit")
-"""Kinds that are the same wherever they strike; others are asked for by name where they belong."""
+"""Kinds that concern the whole process; the others are asked for by name where they belong."""
 
 KINDS = (*PROCESS_FAULTS, "killsave", "nan", "spike", "flip", "loader", "stall")
 """`killsave`: SIGKILL while the checkpoint of that step is written; `nan`, `spike`: in the loss of the step; `flip`:
@@ -39,9 +39,9 @@ class Fault:
 
     kind: str
     step: int
-    """The optimizer step before which it strikes, from 1."""
+    """The optimizer step before which it happens, from 1."""
     rank: int
-    """The process that it strikes, or -1 for all."""
+    """The process that it concerns, or -1 for all."""
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}@{self.rank}"
@@ -72,9 +72,9 @@ class FaultPlan:
         return cls((), 0, Path())
 
     def due(self, kind: str, step: int) -> bool:
-        """Whether a fault of `kind` strikes this process at `step`; it is then taken off the plan for good."""
+        """Whether a fault of `kind` is due on this process at `step`; it is then taken off the plan for good."""
         for fault in self._faults:
-            if (fault.kind, fault.step) == (kind, step) and not self._struck(fault):
+            if (fault.kind, fault.step) == (kind, step) and not self._is_done(fault):
                 return True
         return False
 
@@ -103,8 +103,8 @@ class FaultPlan:
         if self._faults and self.due("stall", step):
             time.sleep(STALL_S)
 
-    def _struck(self, fault: Fault) -> bool:
-        """Whether `fault` has struck this rank before; if not, it is on record now."""
+    def _is_done(self, fault: Fault) -> bool:
+        """Whether `fault` happened on this rank before; if not, it is on record now."""
         word = f"{fault} on {self._rank}"
         done = read_regular(self._record).decode().splitlines() if self._record.exists() else []
         if word not in done:

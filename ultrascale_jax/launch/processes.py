@@ -1,4 +1,4 @@
-"""The processes of one host: starting one, hearing it, having its stacks written, killing it.
+"""Start the processes of one host, forward what they print, have their stacks written, kill them.
 
 Each is the leader of its own process group, so Ctrl-C reaches the supervisor alone, and dies with its supervisor.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, Beat, read_beat
 
 SUPERVISOR = "US_SUPERVISOR"
@@ -49,7 +50,7 @@ class Child:
             stderr=None if plain else subprocess.STDOUT,
             process_group=0,
         )
-        self._pump = None if plain else threading.Thread(target=self._pass_on, daemon=True)
+        self._pump = None if plain else threading.Thread(target=self._forward_output, daemon=True)
         if self._pump is not None:
             self._pump.start()
 
@@ -66,10 +67,9 @@ class Child:
 
     @property
     def state(self) -> str:
-        """The letter by which the system calls what it does: R runs, S sleeps, D waits for a disk, T is stopped."""
-        with contextlib.suppress(OSError, IndexError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return "?"
+        """What the system says it does: see `ProcessStat.state`; `?` where it does not say."""
+        stat = read_stat(self.process.pid)
+        return "?" if stat is None else stat.state
 
     def beat(self, run_dir: Path) -> Beat | None:
         """Its newest heartbeat; none before the first."""
@@ -82,12 +82,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
-    def heard(self) -> None:
+    def drain_output(self) -> None:
         """Wait until all it has printed is passed on."""
         if self._pump is not None:
             self._pump.join(timeout=5.0)
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         assert self.process.stdout is not None
         prefix = f"[{self.rank}] ".encode()
         with self.process.stdout as lines:

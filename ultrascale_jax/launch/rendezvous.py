@@ -1,15 +1,15 @@
-"""Before the processes join through JAX, process 0 calls the roll: who is there, and does everybody mean the same job.
+"""Check, before the processes join through JAX, that all of them are there and mean the same job.
 
 JAX aborts a process whose peers are missing, or that has the number of another one, with the stack of its C++ library.
 Here process 0 listens at the coordinator's address first, every other process tells it its number, and when all are
 there everybody goes on, process 0 to start JAX's service at the same port. What is wrong is told by name: numbers that
-are missing or given twice, another count, another version of JAX, an address that nobody answers at. The roll is called
+are missing or given twice, another count, another version of JAX, an address that nobody answers at. The check runs
 on the address's own interface, and over mutual TLS where that is on. A process of an attempt that has ended is not
 taken for one of the new ones, because it no longer calls.
 
-Without TLS anybody who reaches the port may say anything, so no stranger ends the roll. Who has another version or
+Without TLS anybody who reaches the port may say anything, so no stranger ends the wait. Who has another version or
 count is refused, and process 0 waits on: a process of the job that is refused ends with `REFUSED` and its reason, and
-with it, by its supervisor or launcher, the job. A number given twice ends the roll, because either of the two may be
+with it, by its supervisor or launcher, the job. A number given twice ends it, because either of the two may be
 the stranger, but only after both were there for `TWICE_S`. Connections that say nothing have `HELLO_S` each, and of
 more than `ROOM` beyond the job's own the oldest is closed.
 """
@@ -42,13 +42,13 @@ STOP_S = 20.0
 """How long a process that was told to stop waits for the others, so that all stop together."""
 
 ROOM = 64
-"""Connections beyond the number of processes that may be open and have not said who they are."""
+"""Connections that may be open beyond the number of processes, and have not said who they are."""
 
 SETTLE_S = 0.2
 """How long all must be there: one that has just died may seem to be."""
 
 MOST_TOLD = 8
-"""Processes that are not let in of which is told why."""
+"""How many refused processes are named with the reason."""
 
 TELL_EVERY_S = 30.0
 
@@ -97,33 +97,33 @@ def call(
     try:
         place = resolve(bind if bind and process_id == 0 else address, deadline.left)
         if process_id == 0:
-            return _Roll(place, me, dist, deadline, tell).take()
+            return _Coordinator(place, me, dist, deadline, tell).run()
         _report(place, me, dist, deadline)
         return place.numbers
     except NotJoined:
-        if not deadline.told:
+        if not deadline.stopping:
             raise
         tell("stopped by SIGTERM before all processes were there")
         raise SystemExit(0) from None
 
 
 class _Deadline:
-    """Until when to wait."""
+    """When to give up waiting."""
 
     def __init__(self, timeout_s: float, stop: Callable[[], bool]):
         self._end, self._stop = time.monotonic() + timeout_s, stop
-        self.told = False
+        self.stopping = False
         """Whether this process was told to stop."""
 
     def left(self) -> float:
         """Seconds that are left, negative once it is over; `STOP_S` at most once this process was told to stop."""
         now = time.monotonic()
-        if not self.told and self._stop():
-            self.told, self._end = True, min(self._end, now + STOP_S)
+        if not self.stopping and self._stop():
+            self.stopping, self._end = True, min(self._end, now + STOP_S)
         return self._end - now
 
 
-class _Roll:
+class _Coordinator:
     """Process 0's side: collect all processes, then let them go on."""
 
     def __init__(
@@ -137,26 +137,26 @@ class _Roll:
         self._place, self._me, self._dist = place, me, dist
         self._deadline, self._tell = deadline, tell
         self._context = make_tls(dist, server=True)
-        self._there: dict[int, Visitor] = {}
-        self._rivals: list[Visitor] = []
+        self._joined: dict[int, Visitor] = {}
+        self._duplicates: list[Visitor] = []
         """Those that say a number that another one has."""
         self._refusals: list[str] = []
         self._wrong: UserError | None = None
 
-    def take(self) -> str:
+    def run(self) -> str:
         """See `call`."""
         place, listener = listen(self._place, self._deadline.left, self._tell)
-        room, told = ROOM + self._me["processes"], time.monotonic()
+        room, noted = ROOM + self._me["processes"], time.monotonic()
         with Visitors(listener, self._context, room) as self._visitors:
             while not self._complete():
                 for visitor, message in self._visitors.messages(0.2):
-                    self._judge(visitor, message)
-                self._judge_rivals()
+                    self._admit(visitor, message)
+                self._settle_duplicates()
                 now = time.monotonic()
                 if self._wrong is None and self._deadline.left() <= 0:
                     self._wrong = NotJoined(self._missing(f"after {self._dist.timeout_s} s"))
-                elif now - told > TELL_EVERY_S:
-                    told = now
+                elif now - noted > TELL_EVERY_S:
+                    noted = now
                     self._tell(self._missing("still waiting"))
             self._answer_all()
         if self._wrong is not None:
@@ -164,18 +164,18 @@ class _Roll:
         return place.numbers
 
     def _complete(self) -> bool:
-        """Whether the roll is over: all are there, and still there after a moment, or something is wrong."""
+        """Whether the wait is over: all are there, and still there after a moment, or something is wrong."""
         if self._wrong is not None:
             return True
-        full = len(self._there) == self._me["processes"] - 1 and not self._rivals
+        full = len(self._joined) == self._me["processes"] - 1 and not self._duplicates
         if full:
             time.sleep(SETTLE_S)
-        for rank in [rank for rank, visitor in self._there.items() if visitor.gone]:
-            self._visitors.drop(self._there.pop(rank))
-        return full and len(self._there) == self._me["processes"] - 1
+        for rank in [rank for rank, visitor in self._joined.items() if visitor.gone]:
+            self._visitors.drop(self._joined.pop(rank))
+        return full and len(self._joined) == self._me["processes"] - 1
 
-    def _judge(self, visitor: Visitor, message: dict) -> None:
-        """Let a process in that has said who it is, or refuse it."""
+    def _admit(self, visitor: Visitor, message: dict) -> None:
+        """Admit a process that has said who it is, or refuse it."""
         try:
             hello = self._checked(message)
         except (ValueError, KeyError):
@@ -188,23 +188,23 @@ class _Roll:
             self._visitors.refuse(visitor, {"code": REFUSED, "why": why})
             return
         visitor.hello, visitor.since = hello, time.monotonic()
-        self._visitors.let_in(visitor)
-        self._rivals.append(visitor)
+        self._visitors.admit(visitor)
+        self._duplicates.append(visitor)
 
-    def _judge_rivals(self) -> None:
-        """Give each number that is free to who says it, and end the roll for a number that stays given twice."""
-        for visitor in list(self._rivals):
+    def _settle_duplicates(self) -> None:
+        """Give each free number to the process that claims it; end the wait for one that stays claimed twice."""
+        for visitor in list(self._duplicates):
             rank = visitor.hello["rank"]
-            holder = self._there.get(rank)
+            holder = self._joined.get(rank)
             if visitor.gone:
-                self._rivals.remove(visitor)
+                self._duplicates.remove(visitor)
                 self._visitors.drop(visitor)
             elif holder is None or holder.gone:
                 # A process that ended and was started again takes its place again.
                 if holder is not None:
                     self._visitors.drop(holder)
-                self._rivals.remove(visitor)
-                self._there[rank] = visitor
+                self._duplicates.remove(visitor)
+                self._joined[rank] = visitor
             elif time.monotonic() > visitor.since + TWICE_S or self._deadline.left() <= 0:
                 # Under a supervisor the next attempt may find the stranger gone.
                 kind = NotJoined if is_supervised(os.environ) else UserError
@@ -220,7 +220,7 @@ class _Roll:
         return hello
 
     def _contradiction(self, hello: dict) -> str | None:
-        """Why the process that sent `hello` cannot be one of this job."""
+        """Say why the process that sent `hello` cannot be one of this job; none if it can."""
         mine, rank = self._me, hello["rank"]
         host, here = printable(hello["host"], 80), f"process 0 on {mine['host']}"
         if hello["processes"] != mine["processes"] or rank >= mine["processes"]:
@@ -236,12 +236,12 @@ class _Roll:
         return _twice(mine, hello) if rank == 0 else None
 
     def _answer_all(self) -> None:
-        """Let all go on, or end."""
+        """Tell all to go on, or to end."""
         answer: dict[str, object] = {}
         if self._wrong is not None:
-            stopped = self._deadline.told and isinstance(self._wrong, NotJoined)
+            stopped = self._deadline.stopping and isinstance(self._wrong, NotJoined)
             answer = {"code": 0 if stopped else self._wrong.exit_code}
-        for visitor in [*self._there.values(), *self._rivals]:
+        for visitor in [*self._joined.values(), *self._duplicates]:
             with contextlib.suppress(OSError):
                 visitor.connection.settimeout(1.0)
                 send(visitor.connection, answer)
@@ -251,7 +251,7 @@ class _Roll:
 
     def _missing(self, when: str) -> str:
         total = self._me["processes"]
-        absent = [str(rank) for rank in range(1, total) if rank not in self._there]
+        absent = [str(rank) for rank in range(1, total) if rank not in self._joined]
         listed = ", ".join(absent[:16]) + (f" and {len(absent) - 16} more" if absent[16:] else "")
         text = (
             f"{when}: {total - len(absent)} of {total} processes are at {self._place.text}; missing: {listed}. "
@@ -260,9 +260,9 @@ class _Roll:
         )
         if self._refusals:
             text += f" Not let in: {'; '.join(self._refusals)}."
-        if self._visitors.strangers:
+        if self._visitors.unidentified:
             why = "had no valid certificate" if self._context else "did not say who they are"
-            text += f" Connections refused because they {why}: {self._visitors.strangers}."
+            text += f" Connections refused because they {why}: {self._visitors.unidentified}."
         return text
 
 

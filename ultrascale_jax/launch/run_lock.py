@@ -27,6 +27,7 @@ from pathlib import Path
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import UNREADABLE, is_count, is_supervised, printable, say
 from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.procfs import boot_id, read_stat
 from ultrascale_jax.launch.run_files import NotRegular, open_regular
 
 NAME = "lock"
@@ -78,7 +79,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         """Take the lock. Raises `UserError` that names the holder, if there is one."""
         try:
-            self._take()
+            self._acquire()
         except NotRegular:
             raise
         except OSError as error:
@@ -101,7 +102,7 @@ class RunLock:
             return True
         return found is not None and self._is_own(found)
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
@@ -113,7 +114,7 @@ class RunLock:
                     new.write(self._own)
                 return
             found = _read(self.path)
-            why = "" if found is None else self._gone(found)
+            why = "" if found is None else self._why_dead(found)
             if found is None or _read(self.path) != found:
                 continue
             self._write()
@@ -123,12 +124,12 @@ class RunLock:
             self.note = f"took over the lock of {_who(found)}: {why}"
             return
 
-    def _gone(self, found: str) -> str:
+    def _why_dead(self, found: str) -> str:
         """Why the holder is taken for dead. Raises `UserError` if it is alive."""
         alive = refusal(
             f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
         )
-        holder, own = _parsed(found), _identity()
+        holder, own = _parse(found), _identity()
         if holder is not None and holder["machine"] == own["machine"] is not None:
             # The same number at another time is another process.
             if holder["birth"] is not None and _birth(holder["pid"]) == holder["birth"]:
@@ -162,7 +163,7 @@ class RunLock:
 
     def _is_own(self, found: str) -> bool:
         """Whether the lock is this process's, which had it: nobody else's name stands in it."""
-        return found == self._own or _parsed(found) is None
+        return found == self._own or _parse(found) is None
 
     def _write(self) -> None:
         mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
@@ -172,12 +173,11 @@ class RunLock:
 
 def _identity() -> dict:
     """This process, told apart from all others of all machines."""
-    try:
+    machine = None
+    with contextlib.suppress(OSError):
         # Process numbers mean the same in one container of a machine that was not switched off in between.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = None
+        namespace = os.readlink("/proc/self/ns/pid")
+        machine = None if (boot := boot_id()) is None else f"{boot} {namespace}"
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -189,13 +189,9 @@ def _identity() -> dict:
 
 
 def _birth(pid: int) -> int | None:
-    """When a process of this machine began, in ticks since it was switched on; none: it does not run (any more)."""
-    try:
-        # The fields after the name, which stands in brackets and may hold anything: the third of all is the first here.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[18])
-    except (OSError, ValueError, IndexError):
-        return None
+    """Return when a process of this machine began, in ticks; none: it does not run (any more)."""
+    stat = read_stat(pid)
+    return stat.start_ticks if stat is not None and stat.is_alive else None
 
 
 def _read(path: Path) -> str | None:
@@ -215,7 +211,7 @@ def _beat_of(path: Path) -> int | None:
         return None
 
 
-def _parsed(text: str) -> dict | None:
+def _parse(text: str) -> dict | None:
     """The holder that a lock names; none where it is damaged."""
     try:
         holder = json.loads(text)
@@ -231,7 +227,7 @@ def _parsed(text: str) -> dict | None:
 
 
 def _who(text: str) -> str:
-    holder = _parsed(text)
+    holder = _parse(text)
     if holder is None:
         return "an unknown job (the lock is damaged)"
     return printable(f"pid {holder['pid']} on {holder['host']} (since {holder['started']} UTC)")

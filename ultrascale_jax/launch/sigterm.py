@@ -14,7 +14,7 @@ class SigtermListener:
     """Remembers SIGTERM inside its `with` block; it is the handler itself, so `listener` finds it."""
 
     def __init__(self):
-        self.told = False
+        self.received = False
         """Whether SIGTERM came."""
         self._listens = False
 
@@ -29,12 +29,12 @@ class SigtermListener:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+        self.received = True
 
     def hand_over(self) -> None:
         """Leave SIGTERM to the handler that JAX has put in this one's place, and send it again if it came before."""
         self._listens = False
-        if self.told:
+        if self.received:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -46,7 +46,7 @@ SHORT_GRACE_S = 2.0
 READ_S = 60.0
 """Seconds to read all events of a long run."""
 
-TOLD = "told to stop"
+STOP_REQUESTED = "told to stop"
 
 BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 60.0
@@ -83,7 +83,7 @@ class Supervisor:
         self._give_up_s = give_up_s
         self._events = Events(run_dir, rank=None)
         self._disk, before = Disk(), read_events(run_dir)
-        self._found = {_mark(event) for event in before}
+        self._found = {_event_id(event) for event in before}
         attempts = [event.get("attempt") for event in before]
         self._first_attempt = 1 + max(filter(is_count, attempts), default=-1)
         self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
@@ -95,9 +95,10 @@ class Supervisor:
         """Until the run is done, stopped or given up; the exit code of the process that ended it, 0 if all are well."""
         before = listener()
         handled = {
-            number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
         }
-        if before is not None and before.told:
+        if before is not None and before.received:
             self._signals.append(signal.SIGTERM)
         try:
             return self._run()
@@ -108,16 +109,16 @@ class Supervisor:
 
     def _run(self) -> int:
         if self._signals:
-            self._record("gave_up", ranks=self._ranks, reason=TOLD)
+            self._record("gave_up", ranks=self._ranks, reason=STOP_REQUESTED)
             self._say("told to stop before anything was started")
             return 0
-        restarts, in_vain, failing_since = 0, 0, time.monotonic()
+        restarts, no_progress, failing_since = 0, 0, time.monotonic()
         while True:
             self._events.attempt = self._first_attempt + restarts
             self._start(restarts)
             first = self._watch()
             for child in self._children:
-                child.heard()
+                child.drain_output()
             early = first is not None and self._stopped_early(first)
             code = 0 if first is None or early else first.exit_code
             codes = {str(child.rank): child.code for child in self._children}
@@ -128,19 +129,21 @@ class Supervisor:
             cause = "stopped by SIGTERM before the first step" if early else self._cause(first)
             if self._progressed() or not restarts:
                 # The first attempt is no restart.
-                in_vain, failing_since = 0, time.monotonic()
+                no_progress, failing_since = 0, time.monotonic()
             else:
-                in_vain += 1
-            why_not = self._no_restart(code, restarts, in_vain, time.monotonic() - failing_since)
+                no_progress += 1
+            why_not = self._no_restart(
+                code, restarts, no_progress, time.monotonic() - failing_since
+            )
             self._say_ledger()
             if why_not is None:
                 restarts += 1
-                pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**in_vain)
+                pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**no_progress)
                 self._say(f"{cause}; restart {restarts} in {pause:.0f} s")
                 until = time.monotonic() + pause
                 while time.monotonic() < until and not self._signals:
                     time.sleep(0.1)
-                why_not = TOLD if self._signals else self._disk.ask(self._ended_elsewhere)
+                why_not = STOP_REQUESTED if self._signals else self._disk.ask(self._ended_elsewhere)
             if why_not is not None:
                 details = {"ranks": self._ranks, "reason": why_not, "cause": cause, "code": code}
                 self._record("gave_up", **details)
@@ -148,17 +151,17 @@ class Supervisor:
                 say(cause)
                 return code
 
-    def _no_restart(self, code: int, restarts: int, in_vain: int, lost_s: float) -> str | None:
+    def _no_restart(self, code: int, restarts: int, no_progress: int, lost_s: float) -> str | None:
         """Why there is no restart after an attempt that ended with `code`; none: there is one.
 
-        The last `in_vain` restarts, and the last `lost_s` seconds, have brought no new step.
+        The last `no_progress` restarts, and the last `lost_s` seconds, have brought no new step.
         """
         if self._signals:
-            return TOLD
+            return STOP_REQUESTED
         if code in (REFUSED, STOPPED):
             return f"exit code {code} says that it would not help"
-        if in_vain >= TRIES and lost_s >= self._give_up_s:
-            return f"no step beyond {self._furthest} in {in_vain} restarts and {lost_s:.0f} s"
+        if no_progress >= TRIES and lost_s >= self._give_up_s:
+            return f"no step beyond {self._furthest} in {no_progress} restarts and {lost_s:.0f} s"
         if self._max_restarts is not None and restarts >= self._max_restarts:
             return f"there were {restarts}, and --max-restarts is {self._max_restarts}"
         return None
@@ -173,7 +176,7 @@ class Supervisor:
         for ranks, event in last.items():
             codes = event.get("codes")
             done = event["kind"] == "exit" and isinstance(codes, dict) and not any(codes.values())
-            if (done or event["kind"] == "gave_up") and _mark(event) not in self._found:
+            if (done or event["kind"] == "gave_up") and _event_id(event) not in self._found:
                 why = "it is done" if done else event.get("reason")
                 return f"the supervisor of ranks {ranks} on {event.get('host')} has ended: {why}"
         return None
@@ -193,10 +196,10 @@ class Supervisor:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        command, alone = self._command(restarts), len(self._ranks) == 1
+        command, is_only = self._command(restarts), len(self._ranks) == 1
         self._children = []
         for rank, environ in zip(self._ranks, self._environments(), strict=True):
-            plain = rank == 0 or alone
+            plain = rank == 0 or is_only
             self._children.append(Child(rank, command, {**environ, **own}, plain=plain))
 
     def _watch(self) -> Child | None:
@@ -280,7 +283,7 @@ class Supervisor:
             said = _stuck(details) if child in stuck else f"is left over {_where(details)}"
             self._say(f"rank {child.rank} {said}: it is killed")
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
     def _forward(self) -> None:
@@ -318,7 +321,7 @@ class Supervisor:
         say(f"supervisor: {text}")
 
 
-def _mark(event: Mapping[str, object]) -> str:
+def _event_id(event: Mapping[str, object]) -> str:
     """A key that identifies an event."""
     return f"{event['time']} {event.get('host')} {event.get('pid')}"
 

@@ -1,4 +1,4 @@
-"""Connections of whoever comes: bounded in number, bytes and time, so that no stranger keeps those who belong here out.
+"""Accept connections of anybody, bounded in number, bytes and time, so that no stranger keeps the job's own out.
 
 One thread serves all. A visitor has `HELLO_S` for one message of `sockets.LONGEST` bytes; of more than `room` that have
 not been let in the oldest is closed, and so it is where this process can open no more files.
@@ -54,7 +54,7 @@ class Visitors:
         self._outside: dict[Visitor, None] = {}
         """Those that have not been let in; the oldest first."""
         self._inside: set[Visitor] = set()
-        self.strangers = 0
+        self.unidentified = 0
         """Those that did not say who they are."""
 
     def __enter__(self) -> "Visitors":
@@ -69,16 +69,16 @@ class Visitors:
         self._listener.close()
 
     def messages(self, timeout_s: float) -> Iterator[tuple[Visitor, dict]]:
-        """Wait for what comes; those that have said something, and what."""
+        """Wait for messages, and yield each with its sender."""
         ready = self._selector.select(timeout_s)
         came = [visitor for key, _ in ready if key.data is None for visitor in self._accept()]
         for visitor in came + [key.data for key, _ in ready if key.data is not None]:
-            if visitor in self._outside and (message := self._heard(visitor)) is not None:
+            if visitor in self._outside and (message := self._receive(visitor)) is not None:
                 yield visitor, message
         for visitor in [v for v in self._outside if time.monotonic() - v.since > HELLO_S]:
             self.drop(visitor)
 
-    def let_in(self, visitor: Visitor) -> None:
+    def admit(self, visitor: Visitor) -> None:
         """Keep it open; it is not heard again."""
         self._selector.unregister(visitor.connection)
         del self._outside[visitor]
@@ -95,7 +95,7 @@ class Visitors:
         if visitor in self._outside:
             self._selector.unregister(visitor.connection)
             del self._outside[visitor]
-            self.strangers += not visitor.refused
+            self.unidentified += not visitor.refused
         self._inside.discard(visitor)
         visitor.connection.close()
 
@@ -127,7 +127,7 @@ class Visitors:
                 self._drop_oldest()
             yield visitor
 
-    def _heard(self, visitor: Visitor) -> dict | None:
+    def _receive(self, visitor: Visitor) -> dict | None:
         """The message of a visitor, if it is whole; one that cannot be understood is closed."""
         if visitor.refused:
             if visitor.gone:

@@ -33,6 +33,7 @@ from ultrascale_jax.launch.events import (
     say,
 )
 from ultrascale_jax.launch.exit_codes import HUNG
+from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.run_files import METRICS, folder_of, open_regular, read_regular
 
 HEARTBEATS = "heartbeats"
@@ -321,10 +322,9 @@ class Watch:
 
 
 def _process_began() -> float:
-    """When this process was started, in unix seconds: before Python was."""
-    try:
-        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        since_boot = int(words[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    """Return when this process was started, in unix seconds: before Python was."""
+    stat = read_stat("self")
+    if stat is None:
         return time.time()
+    since_boot = stat.start_ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
