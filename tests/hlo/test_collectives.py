@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.plan.compiled.collectives import Collective
+from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 BF16, FLOAT32 = 2, 4

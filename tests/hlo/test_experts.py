@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ultrascale_jax.config import Config, Experts
+from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
-from ultrascale_jax.plan.compiled.collectives import Collective
 from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.hlo import Array, Dot, matmuls, parse
-from ultrascale_jax.plan.compiled.collectives import find_collectives, groups
+from ultrascale_jax.hlo.collectives import find_collectives, groups
 
 AXES = {"fsdp": 4, "sp": 2}
 FIXTURES = Path(__file__).parent.parent / "fixtures"

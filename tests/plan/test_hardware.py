@@ -119,7 +119,8 @@ def test_a_cluster_may_be_written_out():
 
 
 def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
-    for name, (gpu, _, source) in CLUSTERS.items():
+    for name, row in CLUSTERS.items():
+        gpu, source = row["gpu"], row["source"]
         assert find_cluster(name, None, 16).gpu is find_gpu(gpu) and source
         other = "l40s" if gpu != "l40s" else "h100"
         with pytest.raises(UserError, match=f"its GPUs are {gpu}, not {other}; add --gpu {gpu}"):

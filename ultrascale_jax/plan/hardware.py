@@ -1,9 +1,11 @@
 """GPUs and clusters: memory, bandwidths, peaks and links, each with its source.
 
 What the chip itself can do is read from its description in `targets/` (XLA's `GpuTargetConfig` as a text proto, which
-the compiler reads too); the links between chips are in the tables below, and the peaks in `training/flops.py`.
+the compiler reads too); the links between chips are in `targets/gpus.csv` and `clusters.csv`, and the peaks in
+`training/flops.py`.
 """
 
+import csv
 import difflib
 import re
 from collections.abc import Iterable
@@ -95,81 +97,24 @@ def _describe(target: str) -> dict:
     }
 
 
-def _gpu(name: str, file: str, **links) -> Gpu:
-    return Gpu(name=name, **_describe(TARGETS.joinpath(file).read_text()), **links)
+def _table(name: str) -> list[dict[str, str]]:
+    with TARGETS.joinpath(name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-_HGX_A100 = {"nvlink_gbs": 300.0, "domain": 8, "network_gbs": 25.0}
-_HGX_HOPPER = {"nvlink_gbs": 450.0, "domain": 8, "network_gbs": 50.0}
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu(
-            "a100",
-            "a100_sxm_80.txtpb",
-            **_HGX_A100,
-            source="NVIDIA A100 data sheet (NVLink 600 GB/s both ways); DGX A100: 200 Gb/s a GPU",
-        ),
-        _gpu(
-            "a100-40gb",
-            "a100_sxm_40.txtpb",
-            **_HGX_A100,
-            source="NVIDIA A100 data sheet (NVLink 600 GB/s both ways); DGX A100: 200 Gb/s a GPU",
-        ),
-        _gpu(
-            "h100",
-            "h100_sxm.txtpb",
-            **_HGX_HOPPER,
-            source="NVIDIA H100 data sheet (NVLink 900 GB/s both ways); DGX H100: 400 Gb/s a GPU",
-        ),
-        _gpu(
-            "h100-96gb",
-            "h100_sxm_96.txtpb",
-            **_HGX_HOPPER,
-            source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 400 Gb/s a GPU",
-        ),
-        _gpu(
-            "h100-pcie",
-            "h100_pcie.txtpb",
-            nvlink_gbs=64.0,
-            domain=8,
-            network_gbs=25.0,
-            source="PCIe 5.0 x16, NVLink bridges between pairs not counted; 400 Gb/s for two GPUs",
-        ),
-        _gpu(
-            "h200",
-            "h200.txtpb",
-            **_HGX_HOPPER,
-            source="NVIDIA H200 data sheet (NVLink 900 GB/s both ways); DGX H200: 400 Gb/s a GPU",
-        ),
-        _gpu(
-            "b200",
-            "b200.txtpb",
-            nvlink_gbs=900.0,
-            domain=8,
-            network_gbs=50.0,
-            source="NVIDIA HGX B200 data sheet (NVLink 1.8 TB/s both ways); DGX B200: 400 Gb/s a GPU",
-        ),
-        _gpu(
-            "gb200",
-            "gb200.txtpb",
-            nvlink_gbs=900.0,
-            domain=72,
-            host=4,
-            network_gbs=50.0,
-            source="NVIDIA DGX GB200 user guide: 72 GPUs in 18 trays of 4, with 4 x 400 Gb/s each",
-        ),
-        _gpu(
-            "l40s",
-            "l40s.txtpb",
-            nvlink_gbs=32.0,
-            domain=8,
-            network_gbs=6.25,
-            source="NVIDIA L40S data sheet (PCIe 4.0 x16); AWS g6e.48xlarge: 400 Gb/s for 8 GPUs",
-        ),
+def _gpu(row: dict[str, str]) -> Gpu:
+    return Gpu(
+        name=row["name"],
+        **_describe(TARGETS.joinpath(row["target"]).read_text()),
+        nvlink_gbs=float(row["nvlink_gbs"]),
+        domain=int(row["domain"]),
+        host=int(row["host"]),
+        network_gbs=float(row["network_gbs"]),
+        source=row["source"],
     )
-}
+
+
+GPUS = {row["name"]: _gpu(row) for row in _table("gpus.csv")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,36 +144,11 @@ class Cluster:
         return min(self.gpus_per_node, self.gpu.host)
 
 
-CLUSTERS = {
-    "dgx-a100": ("a100", 25.0, "DGX A100 user guide: 8 x 200 Gb/s"),
-    "dgx-h100": ("h100", 50.0, "DGX H100 user guide: 8 x 400 Gb/s"),
-    "eos": ("h100", 50.0, "NVIDIA Eos: DGX H100 with 8 x 400 Gb/s Quantum-2 InfiniBand"),
-    "dgx-h200": ("h200", 50.0, "DGX H200 user guide: 8 x 400 Gb/s"),
-    "dgx-b200": ("b200", 50.0, "DGX B200 user guide: 8 x 400 Gb/s"),
-    "gb200-nvl72": ("gb200", 50.0, "DGX GB200 user guide: 4 x 400 Gb/s for 4 GPUs"),
-    "p4d": ("a100-40gb", 6.25, "AWS EC2 P4: 400 Gb/s of EFA for 8 GPUs"),
-    "p4de": ("a100", 6.25, "AWS EC2 P4: 400 Gb/s of EFA for 8 GPUs"),
-    "p5": ("h100", 50.0, "AWS EC2 P5: 3,200 Gb/s of EFA for 8 GPUs"),
-    "p5en": ("h200", 50.0, "AWS EC2 P5: 3,200 Gb/s of EFA for 8 GPUs"),
-    "p6-b200": ("b200", 50.0, "AWS EC2 P6: 3,200 Gb/s of EFA for 8 GPUs"),
-    "a3-high": ("h100", 12.5, "Google Compute Engine, GPU network bandwidth: 4 x 200 Gb/s"),
-    "a3-mega": ("h100", 25.0, "Google Compute Engine, GPU network bandwidth: 8 x 200 Gb/s"),
-    "a3-ultra": ("h200", 50.0, "Google Compute Engine, GPU network bandwidth: 3,200 Gb/s"),
-    "a4": ("b200", 50.0, "Google Compute Engine, GPU network bandwidth: 3,200 Gb/s"),
-    "a4x": ("gb200", 50.0, "Google Compute Engine, GPU network bandwidth: 1,600 Gb/s for 4 GPUs"),
-    "nd-a100-v4": ("a100-40gb", 25.0, "Azure ND A100 v4: 200 Gb/s InfiniBand a GPU"),
-    "nd-h100-v5": ("h100", 50.0, "Azure ND H100 v5: 400 Gb/s InfiniBand a GPU"),
-    "nd-h200-v5": ("h200", 50.0, "Azure ND H200 v5: 400 Gb/s InfiniBand a GPU"),
-    "grand-teton": ("h100-96gb", 50.0, "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"),
-    "playbook": ("h100", 50.0, "Ultra-Scale Playbook: AWS P5, EFA"),
-}
-"""Machine to (GPU, its share of the network in GB/s and one direction, source); nodes are NVLink domains.
+CLUSTERS = {row["name"]: row for row in _table("clusters.csv")}
+"""Machine to its GPU, the GPU's share of the network in GB/s and one direction, and source; nodes are NVLink domains.
 
-The network is InfiniBand or as quick, but for `EFA`.
+The network is InfiniBand or as quick, but where `efa` says that AWS' Elastic Fabric Adapter joins the nodes.
 """
-
-EFA = ("p4d", "p4de", "p5", "p5en", "p6-b200", "playbook")
-"""Machines whose nodes AWS' Elastic Fabric Adapter joins."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -263,7 +183,7 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
 
     Raises `UserError` if the machine is not known, has another GPU, or not `num_gpus` of them.
     """
-    chosen = find_gpu(gpu or (CLUSTERS.get((text or "").lower()) or ("h100",))[0])
+    chosen = find_gpu(gpu or CLUSTERS.get((text or "").lower(), {"gpu": "h100"})["gpu"])
     efa = False
     gpus_per_node, intra, inter = chosen.domain, chosen.nvlink_gbs, chosen.network_gbs
     sizes = re.fullmatch(r"(\d+)x(\d+),(\d+\.?\d*),(\d+\.?\d*)", (text or "").replace(" ", ""))
@@ -276,8 +196,8 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
     elif text is not None:
         fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER as 64x8,450,50"
         require(text.lower() in CLUSTERS, "cluster", text, _near(text.lower(), CLUSTERS) + fix)
-        built_of, inter, _ = CLUSTERS[text.lower()]
-        efa = text.lower() in EFA
+        machine = CLUSTERS[text.lower()]
+        built_of, inter, efa = machine["gpu"], float(machine["inter_gbs"]), machine["efa"] == "efa"
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
         require(GPUS[built_of].kind == chosen.kind, "cluster", text, fix)
     return Cluster(

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.launch.distributed import GPU_FLAGS
-from ultrascale_jax.plan.compiled.collectives import Collective, find_collectives
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu

@@ -12,8 +12,7 @@ that XLA starts and finishes apart runs beside it:
 * While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
   is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
-  a conditional's branches the slowest counts unless the caller says which one is taken, or in which share of the
-  iterations it is that one.
+  a conditional's branches the slowest counts unless the caller says in which share of the iterations it is taken.
 * All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
 """
 
@@ -24,8 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ultrascale_jax.hlo import Instruction, Module
-from ultrascale_jax.plan.compiled import collectives
+from ultrascale_jax.hlo import Instruction, Module, collectives
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
@@ -91,7 +89,6 @@ def simulate(
     axes: Mapping[str, int],
     cluster: Cluster,
     *,
-    branch: Callable[[str, tuple[int, ...]], int] | None = None,
     share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
     shown: int = 2,
 ) -> Timeline:
@@ -101,13 +98,11 @@ def simulate(
       module: a scheduled program.
       axes: sizes of the mesh axes, as `CompiledStep.axes`.
       cluster: the machine.
-      branch: which branch a conditional takes, from its name and the iterations of the loops around it, outermost
-        first; every iteration is replayed then. By default the slowest.
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
       shown: iterations of each loop that the events show in full.
     """
-    replay = _Replay(module, axes, cluster, branch, share, shown)
+    replay = _Replay(module, axes, cluster, share, shown)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -140,7 +135,6 @@ class _Replay:
         module: Module,
         axes: Mapping[str, int],
         cluster: Cluster,
-        branch: Callable[[str, tuple[int, ...]], int] | None,
         share: Callable[[Instruction, tuple[int, ...]], float] | None,
         shown: int,
     ):
@@ -151,7 +145,7 @@ class _Replay:
             for c in collectives.find_collectives(module, axes)
         }
         self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
-        self.branch, self.share, self.shown = branch, share, shown
+        self.share, self.shown = share, shown
         self.trips: tuple[int, ...] = ()
         self.now = 0.0
         self.free = dict.fromkeys((IN_NODE, BETWEEN_NODES, COPIES, HOST), 0.0)
@@ -160,18 +154,18 @@ class _Replay:
         self.streams: dict[str, list[Event]] = {COMPUTE: [], **{link: [] for link in self.free}}
         self.recording = True
 
-    def computation(self, name: str, iterations: tuple[int, ...] = ()) -> None:
-        """Run one computation; `iterations` are those of the loops around it."""
+    def computation(self, name: str) -> None:
+        """Run one computation."""
         pending: dict[str, tuple[str, float]] = {}
         for i in self.module.computations[name]:
             if (name, i.name) in self.collectives:
                 self.communicate(name, i, pending)
             elif i.opcode == "while":
-                self.loop(i, iterations)
+                self.loop(i)
             elif i.opcode == "conditional":
-                self.conditional(i, iterations)
+                self.conditional(i)
             elif i.opcode == "call":
-                self.computation(i.called[0], iterations)
+                self.computation(i.called[0])
             elif i.operands and i.operands[0] in pending and i.opcode.endswith("-done"):
                 self.wait(*pending.pop(i.operands[0]))
             elif operation := self.operations.find(name, i):
@@ -217,7 +211,7 @@ class _Replay:
             self.seconds["wait", *key] += max(0.0, min(done, end) - max(begun, self.now))
         self.now = max(self.now, end)
 
-    def loop(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
+    def loop(self, instruction: Instruction) -> None:
         """Replay a loop until it repeats itself, then multiply."""
         body, known = self.module.loop(instruction)
         trips = known or 0
@@ -227,10 +221,10 @@ class _Replay:
             start, before = self.now, dict(self.seconds)
             self.recording = recording and done <= self.shown
             around, self.trips = self.trips, (*self.trips, trips)
-            self.computation(body, (*iterations, done - 1))
+            self.computation(body)
             self.trips = around
             state = (self.now - start, *(max(0.0, end - self.now) for end in self.free.values()))
-            repeats = self.branch is None and steady is not None and _same(state, steady)
+            repeats = steady is not None and _same(state, steady)
             if not hidden and (repeats or done == self.shown):
                 hidden, hidden_from = trips - done, self.now
             if repeats:
@@ -252,16 +246,12 @@ class _Replay:
                 end = max(begin, self.now, self.free.get(stream, 0.0))
                 events.append(Event(name, begin, end - begin, "loop", loop.op_name))
 
-    def conditional(self, instruction: Instruction, iterations: tuple[int, ...]) -> None:
-        """Take the branch that the caller names, or the slowest in its share of the time."""
-        branches = instruction.called
-        if self.branch is not None:
-            self.computation(branches[self.branch(instruction.name, iterations)], iterations)
-            return
-        ends = {name: self.tried(name, iterations) for name in branches}
+    def conditional(self, instruction: Instruction) -> None:
+        """Take the slowest branch in its share of the time."""
+        ends = {name: self.tried(name) for name in instruction.called}
         share = 1.0 if self.share is None else self.share(instruction, self.trips)
         start, before, free = self.now, dict(self.seconds), dict(self.free)
-        self.computation(max(branches, key=ends.__getitem__), iterations)
+        self.computation(max(ends, key=ends.__getitem__))
         if share < 1:
             self.shrink(share, min(ends.values()), start, before, free)
 
@@ -281,13 +271,13 @@ class _Replay:
             for link, works in self.queues.items()
         }
 
-    def tried(self, computation: str, iterations: tuple[int, ...]) -> float:
+    def tried(self, computation: str) -> float:
         """When `computation` would end if it ran now."""
         trial = copy.copy(self)
         trial.free, trial.queues = dict(self.free), dict(self.queues)
         trial.seconds = defaultdict(float, self.seconds)
         trial.recording = False
-        trial.computation(computation, iterations)
+        trial.computation(computation)
         return trial.now
 
     def skip(self, times: int, start: float, before: dict) -> None:

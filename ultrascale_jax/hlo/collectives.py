@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale_jax.hlo import Array, Instruction, Module, is_heavy
+from ultrascale_jax.hlo.program import Array, Instruction, Module, is_heavy
 
 KINDS = (
     "all-reduce",
