@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
-    from ultrascale_jax.plan.model_shape import ModelShape as Shape
     from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.train_step.state import abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
+    from ultrascale_jax.training.model_shape import ModelShape as Shape
 
 __version__ = "0.1.0"
 
@@ -107,7 +107,7 @@ _HOME = {
     "MoEConfig": "config",
     "ModelConfig": "config",
     "Run": "plan.workload",
-    "Shape": "plan.model_shape:ModelShape",
+    "Shape": "training.model_shape:ModelShape",
     "Stages": "parallel.pipeline.executor",
     "Transformer": "models.transformer",
     "abstract_mesh": "sharding.mesh",

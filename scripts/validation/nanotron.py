@@ -15,7 +15,8 @@ from ultrascale_jax.config import MeshConfig, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.formulas.memory import Breakdown
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 SEQ_LEN = 4096
 """Of every run of the benchmark, in tokens."""

@@ -7,9 +7,9 @@ from scripts.validation.nanotron import nanotron_breakdown, stages, usable_bytes
 from ultrascale_jax.plan.formulas.framework import FrameworkProfile
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from scripts.validation import memory_table
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.report.draw import draw
-from ultrascale_jax.plan.report.figures import Lines, Point
+from ultrascale_jax.plan.report.charts import Lines, Point
 from ultrascale_jax.plan.workload import GIB, Run
 
 # Every schedule for lock step with more and more micro-batches, one sequence of 4,096 tokens each.
@@ -163,7 +162,7 @@ def main() -> None:
     rows = table.rows
     print(memory_table.summary(rows), growth(rows), sep="\n\n")
     if arguments.figure:
-        draw(figure(rows), arguments.figure)
+        figure(rows).draw(arguments.figure)
 
 
 if __name__ == "__main__":

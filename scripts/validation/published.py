@@ -16,7 +16,8 @@ from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, parse_mesh
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, ModelShape, Run
+from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 NAMES = ("source", "software", "model")

@@ -11,7 +11,8 @@ from ultrascale_jax.plan.formulas.activations import document_mask, kept, layer_
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import Group, ModelShape, Run
+from ultrascale_jax.plan.workload import Group, Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 LLAMA3_8B = ModelShape(
     vocab_size=128256,

@@ -16,7 +16,8 @@ from ultrascale_jax.plan.formulas.activations import kept, layer_of, loss_chunks
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
 from ultrascale_jax.plan.formulas.parameters import rest, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"
 ROWS = memory_table.read(TABLE)

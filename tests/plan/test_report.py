@@ -12,24 +12,13 @@ from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs import llama3_8b
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.report import draw, files, formulas, page, palette, runs, speeds
-from ultrascale_jax.plan.report.figures import (
-    Bar,
-    Bars,
-    Cloud,
-    Clouds,
-    Event,
-    Figure,
-    Heat,
-    Lines,
-    Point,
-    Sheet,
-    Streams,
-    Table,
-    number,
-)
-from ultrascale_jax.plan.report.study import Scenario
-from ultrascale_jax.plan.workload import GIB, ModelShape
+from ultrascale_jax.plan.report import files, page, palette, plans, runs, streams
+from ultrascale_jax.plan.report.charts import Bar, Bars, Cloud, Clouds, Heat, Lines, Point, Ratios
+from ultrascale_jax.plan.report.figure import Figure, Table, number
+from ultrascale_jax.plan.report.plans import Scenario
+from ultrascale_jax.plan.report.streams import Event, Streams
+from ultrascale_jax.plan.workload import GIB
+from ultrascale_jax.training.model_shape import ModelShape
 
 RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
 HEAD = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb\n"
@@ -56,7 +45,7 @@ STREAMS = Streams(
 
 
 @pytest.fixture(scope="module")
-def study() -> Scenario:
+def scenario() -> Scenario:
     cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(fsdp=8, sp=8))
     return Scenario(
         name="llama3_8b",
@@ -71,22 +60,22 @@ def of_runs() -> dict[str, Figure]:
     return {figure.name: figure for figure in files.figures([files.read(RUNS)])}
 
 
-def test_a_stack_is_as_high_as_the_breakdown(study):
-    figure = formulas.by_sequence(study)
+def test_a_stack_is_as_high_as_the_breakdown(scenario):
+    figure = plans.by_sequence(scenario)
     bars = {bar.label: bar for bar in figure.panels["recompute selective"]}
     assert list(bars) == ["2k", "4k", "8k", "16k", "32k"]
-    run = dataclasses.replace(study.run, remat="selective", seq_len=4096, sequences=1)
+    run = dataclasses.replace(scenario.run, remat="selective", seq_len=4096, sequences=1)
     expected = breakdown(run)
     assert bars["4k"].total == pytest.approx(expected.peak_bytes / GIB, rel=1e-6)
     held = {name: size / GIB for name, size in expected.parts.items() if size}
     assert bars["4k"].parts == pytest.approx(held)
-    assert figure.limit == study.cluster.gpu.usable_bytes / GIB
+    assert figure.limit == scenario.cluster.gpu.usable_bytes / GIB
     row = next(r for r in figure.table().rows if r[:2] == ("recompute selective", "4k"))
     assert row[-2] == bars["4k"].total
 
 
-def test_zero_shards_the_state_and_more_gpus_hold_less_of_it(study):
-    panels = formulas.by_zero(study).panels
+def test_zero_shards_the_state_and_more_gpus_hold_less_of_it(scenario):
+    panels = plans.by_zero(scenario).panels
     totals = {panel: [bar.total for bar in bars] for panel, bars in panels.items()}
     assert max(totals["ZeRO 0"]) == pytest.approx(min(totals["ZeRO 0"]), rel=0.01)
     for stage in ("ZeRO 1", "ZeRO 2", "ZeRO 3"):
@@ -95,28 +84,31 @@ def test_zero_shards_the_state_and_more_gpus_hold_less_of_it(study):
     assert [bar.label for bar in panels["ZeRO 3"]] == ["1", "2", "4", "8"]  # sp 8 takes the rest
 
 
-def test_an_axis_has_only_the_sizes_that_divide_the_model(study):
-    panels = formulas.by_split(study).panels
+def test_an_axis_has_only_the_sizes_that_divide_the_model(scenario):
+    panels = plans.by_split(scenario).panels
     assert [bar.label for bar in panels["tensor (tp)"]] == ["1", "2", "4", "8", "16"]
-    few = dataclasses.replace(study.cfg, model=dataclasses.replace(study.cfg.model, num_layers=3))
-    few = dataclasses.replace(study, cfg=few, shape=ModelShape.of(few.model))
-    assert [bar.label for bar in formulas.by_split(few).panels["pipeline (pp)"]] == ["1", "2"]
+    few = dataclasses.replace(
+        scenario.cfg, model=dataclasses.replace(scenario.cfg.model, num_layers=3)
+    )
+    few = dataclasses.replace(scenario, cfg=few, shape=ModelShape.of(few.model))
+    assert [bar.label for bar in plans.by_split(few).panels["pipeline (pp)"]] == ["1", "2"]
 
 
-def test_scaling_marks_what_does_not_fit(study):
-    lines = speeds.scaling(study).panels["batch split"]
+def test_scaling_marks_what_does_not_fit(scenario):
+    lines = plans.scaling(scenario).panels["batch split"]
     assert [p.solid for p in lines["dp"]] == [False] * len(lines["dp"])  # 16 bytes x 8 G parameters
     assert [p.solid for p in lines["fsdp"]][:1] == [False]
     assert lines["fsdp"][-1].solid and lines["fsdp"][-1].x == 64
     assert all(p.y > 0 and f"fsdp{p.x:.0f}" in p.note for p in lines["fsdp"][1:])
 
 
-def test_step_parts_add_up_to_the_estimate(study):
+def test_step_parts_add_up_to_the_estimate(scenario):
     from ultrascale_jax.plan.formulas.step_time import estimate
 
-    bars = {bar.label: bar for bar in speeds.step_parts(study).panels["tensor and sequence (sp)"]}
-    tried = [study.varied({"sp": 4, "fsdp": 16}, sequences=n) for n in (1, 2, 4, 8, 16, 32)]
-    times = [estimate(run, study.cluster).step_s for run in tried if run and study.fits(run)]
+    bars = {bar.label: bar for bar in plans.step_parts(scenario).panels["tensor and sequence (sp)"]}
+    tried = [scenario.varied({"sp": 4, "fsdp": 16}, sequences=n) for n in (1, 2, 4, 8, 16, 32)]
+    steps = [estimate(run, scenario.cluster) for run in tried if run]
+    times = [step.step_s for step in steps if step.fits]
     assert len(times) > 1 and bars["4"].total == pytest.approx(min(times))
 
 
@@ -182,10 +174,10 @@ def test_parts_have_different_looks_and_activations_stand_on_top():
 def test_short_operations_of_a_kind_are_drawn_as_one():
     events = [Event(name=f"op{n}", start=0.01 * n, duration=0.01, kind="a") for n in range(5)]
     events.append(Event(name="long", start=0.05, duration=0.5, kind="a"))
-    drawn = page.merged(events, 0.1)
+    drawn = streams.merged(events, 0.1)
     assert [(e.name, e.start) for e in drawn] == [("5 short operations", 0.0), ("long", 0.05)]
     assert drawn[0].duration == pytest.approx(0.05)
-    assert page.merged(events, 0.001) == events
+    assert streams.merged(events, 0.001) == events
 
 
 class Loads(html.parser.HTMLParser):
@@ -238,7 +230,7 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             panels={"p": Cloud(x="measured", y="predicted", groups={"a": points}, equal=True)},
         ),
         STREAMS,
-        Sheet(
+        Ratios(
             name="sheet",
             **text,
             sheet=Table(head=("axis", "ratio"), rows=(("dp", 0.25),)),
@@ -249,7 +241,7 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
     drawn = []
     for figure in kinds:
         png = tmp_path / f"{figure.name}.png"
-        drawn.append((figure, draw.draw(figure, png)))
+        drawn.append((figure, figure.draw(png)))
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert png.stat().st_size < 300_000
     around = page.Page(
@@ -262,7 +254,7 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
     assert text.count('role="img"') == len(kinds) and 'aria-label="Title: of &lt;a&gt;' in text
     for shown in ("12.2", "312", "a&lt;b", "gather&lt;1&gt; (all-gather): 500 ms", "cmd"):
         assert shown in text
-    again = draw.draw(kinds[0], tmp_path / "again.png")
+    again = kinds[0].draw(tmp_path / "again.png")
     assert again == drawn[0][1]
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "bars.png").read_bytes()
 
@@ -270,7 +262,7 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'ultrascale_jax\[report\]'"):
-        draw.draw(STREAMS, tmp_path / "x.png")
+        STREAMS.draw(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.flops import flops_per_token
+from ultrascale_jax.training.model_shape import ModelShape
 
 LLAMA3_8B = ModelShape(
     vocab_size=128256,
@@ -43,7 +45,7 @@ def test_maxtext_llama2_7b_on_a3(hosts, tflops):
     # bfloat16, products and attention kept; TFLOP/s counted with full attention.
     planned = run(LLAMA2_7B, dp=hosts, fsdp=8, seq_len=4096, sequences=4, remat="selective")
     found = speed(planned, "a3-high")
-    causal = LLAMA2_7B.flops_per_token(4096)
+    causal = flops_per_token(LLAMA2_7B, 4096)
     attention = causal - 6 * LLAMA2_7B.active_params
     assert found.mfu * 989.4 == pytest.approx(tflops * causal / (causal + attention), rel=0.12)
 

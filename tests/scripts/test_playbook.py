@@ -6,7 +6,9 @@ from scripts.validation import playbook
 from ultrascale_jax.config import Experts, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.flops import flops_per_token
+from ultrascale_jax.training.model_shape import ModelShape
 
 GIB = 2**30
 MODELS = {  # layers, h, heads, as in the figures of chapter First Steps
@@ -206,7 +208,7 @@ def test_flops_and_parameters_of_appendix_a2_are_the_planners():
         assert playbook.block_params(4096, gated=gated) == params
     # Where attention is causal, a token of twice the length sees as many keys on average.
     found = playbook.flops(SQUARE.active_params, 32, 4096, 1024)
-    assert found == 1024 * SQUARE.flops_per_token(2 * 1024)
+    assert found == 1024 * flops_per_token(SQUARE, 2 * 1024)
 
 
 def sheet(shape=SQUARE, *, axes=None, sequences=1, microbatches=1):

@@ -22,8 +22,8 @@ from ultrascale_jax.config import (
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.model_shape import ModelShape
-from ultrascale_jax.training.flops import mean_keys, mfu
+from ultrascale_jax.training.flops import flops_per_token, mean_keys, mfu
+from ultrascale_jax.training.model_shape import ModelShape
 
 GIB = 2**30
 
@@ -144,7 +144,7 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        return self.step_tokens * self.shape.flops_per_token(self.seq_len)
+        return self.step_tokens * flops_per_token(self.shape, self.seq_len)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""

@@ -10,6 +10,7 @@ per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 import re
 
 from ultrascale_jax.config import FP8, ModelConfig, require
+from ultrascale_jax.training.model_shape import ModelShape
 
 PEAK_TFLOPS = (
     (r"A100", 312.0, 156.0, None),
@@ -35,46 +36,16 @@ def matmul_params(model: ModelConfig) -> int:
 
     Of the routed experts those that one token visits; `total_params` has all.
     """
-    visited = 0 if model.experts is None else model.experts.per_token
-    return _matrix_params(model, visited)
+    return _shape(model).active_params
 
 
 def total_params(model: ModelConfig) -> int:
     """Number of all parameters; a tied embedding counts once."""
-    experts, latent, H = model.experts, model.latent, model.head_dim
-    norms = 2 * model.d_model
-    if model.qk_norm != "none":
-        heads = 2 if model.qk_norm == "head" else model.num_heads + model.num_kv_heads
-        norms += heads * H
-    if latent is not None:
-        norms += latent.q_rank + latent.kv_rank
-    biases = model.qkv_bias * (model.num_heads + 2 * model.num_kv_heads) * H
-    vectors = model.num_layers * (norms + biases) + model.d_model
-    if experts is not None:
-        vectors += (model.num_layers - model.dense_layers) * experts.num * experts.bias
-    lookup = 0 if model.tied_embeddings else model.vocab_size * model.d_model
-    return _matrix_params(model, 0 if experts is None else experts.num) + vectors + lookup
+    return _shape(model).num_params
 
 
-def _matrix_params(model: ModelConfig, routed: int) -> int:
-    """Parameters of all matrices but the lookup, with `routed` routed experts in a layer that has any."""
-    D, experts = model.d_model, model.experts
-    params = model.num_layers * _attention_params(model) + model.dense_layers * 3 * D * model.d_ff
-    if experts is not None:
-        layer = 3 * D * model.expert_d_ff * (routed + experts.shared) + D * experts.num
-        params += (model.num_layers - model.dense_layers) * layer
-    return params + D * model.vocab_size
-
-
-def _attention_params(model: ModelConfig) -> int:
-    """Parameters of the matrices of one attention layer."""
-    D, N, H, latent = model.d_model, model.num_heads, model.head_dim, model.latent
-    if latent is None:
-        return D * H * (2 * N + 2 * model.num_kv_heads)
-    queries = latent.q_rank * (D + N * H) if latent.q_rank else D * N * H
-    expanded = N * (H - latent.rope_dim + latent.v_dim)
-    keys_and_values = D * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * expanded
-    return queries + keys_and_values + N * latent.v_dim * D
+def _shape(model: ModelConfig) -> ModelShape:
+    return model if isinstance(model, ModelShape) else ModelShape.of(model)
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:

@@ -12,7 +12,8 @@ import tyro
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, ModelShape, Run
+from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 MIB = 2**20
 
@@ -95,10 +96,14 @@ def parse[O: Options](
         return cfg, chosen, cluster
 
 
+def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
+    """The model, as the assumptions have it."""
+    return ModelShape.of(cfg.model, gated=not options.plain_mlp)
+
+
 def planned(cfg: Config, options: Assumptions) -> Run:
     """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
-    shape = ModelShape.of(cfg.model, gated=not options.plain_mlp)
-    return Run.of(cfg, options.gpus, shape)
+    return Run.of(cfg, options.gpus, shape_of(cfg, options))
 
 
 def size(count: float) -> str:

@@ -19,12 +19,11 @@ from rich.console import Console
 from ultrascale_jax import __version__
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.cli.plan_commands.search import model
 from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.plan.report import draw, files, page
-from ultrascale_jax.plan.report.figures import Figure
-from ultrascale_jax.plan.report.study import Scenario
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.report import files, page, plans
+from ultrascale_jax.plan.report.figure import Figure, version
 from ultrascale_jax.plan.workload import GIB
 
 type Tell = Callable[[str], None]
@@ -104,53 +103,44 @@ def _of_files(argv: list[str], readers: Mapping[str, files.Reader]) -> None:
 def _of_recipe(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "report", RecipeOptions, __doc__)
     recipe = recipe_of(argv)
-    from ultrascale_jax.plan.formulas.memory import breakdown
-    from ultrascale_jax.plan.formulas.step_time import estimate
-    from ultrascale_jax.plan.report import formulas
-
     with command_line.user_errors():
         run = common.planned(cfg, options)
-        study = Scenario(
-            name=recipe,
-            cfg=cfg,
-            cluster=cluster,
-            shape=run.shape,
-            changes={"precision": run.precision},
-        )
-        models = [study]
+        scenario = plans.Scenario(name=recipe, cfg=cfg, cluster=cluster, shape=run.shape)
+        models = [scenario]
         if options.models is not None:
             rest = argv[1:] if argv[:1] == [recipe] else argv
-            models = [_model(study, name.strip(), rest) for name in options.models.split(",")]
-        speed = estimate(run, cluster)
-        peak = breakdown(run).peak_bytes
-        usable = cluster.gpu.usable_bytes
+            models = [_model(scenario, name.strip(), rest) for name in options.models.split(",")]
+        step = estimate(run, cluster)
+        held = f"{step.peak_bytes / GIB:.1f} of {cluster.gpu.usable_bytes / GIB:.1f} GiB"
         around = page.Page(
             title=f"{recipe} on {options.gpus} {cluster.gpu.name}",
             subtitle=f"By the planner's formulas: {run.label}, sequences of {run.seq_len:,} tokens",
             facts={
                 "parameters": f"{run.shape.num_params / 1e9:.2f} B",
                 "tokens a step": f"{run.step_tokens:,}",
-                "peak memory of one GPU": f"{peak / GIB:.1f} of {usable / GIB:.1f} GiB",
-                "step": f"{speed.step_s:.2f} s",
-                "tokens/s/GPU": f"{speed.tokens_per_s_gpu:,.0f}",
-                "MFU": f"{100 * speed.mfu:.1f}%",
+                "peak memory of one GPU": held,
+                "step": f"{step.step_s:.2f} s",
+                "tokens/s/GPU": f"{step.tokens_per_s_gpu:,.0f}",
+                "MFU": f"{100 * step.mfu:.1f}%",
             },
             command=_command(argv),
-            inputs=[f"recipe {name}" for name in dict.fromkeys(s.name for s in (study, *models))],
+            inputs=[
+                f"recipe {name}" for name in dict.fromkeys(s.name for s in (scenario, *models))
+            ],
             versions=_versions(),
         )
 
         def make(tell: Tell) -> Iterable[Figure]:
-            return formulas.figures(study, models, options.max_nodes, tell)
+            return plans.figures(scenario, models, options.max_nodes, tell)
 
         _write(make, around, options.out, options.json)
 
 
-def _model(study: Scenario, recipe: str, arguments: list[str]) -> Scenario:
+def _model(scenario: plans.Scenario, recipe: str, arguments: list[str]) -> plans.Scenario:
     """Another recipe with the same command line."""
     cfg, options, _ = common.parse([recipe, *arguments], "report", RecipeOptions, "")
-    shape, _ = model(cfg, options)
-    return dataclasses.replace(study, name=recipe, cfg=cfg, shape=shape)
+    shape = common.shape_of(cfg, options)
+    return dataclasses.replace(scenario, name=recipe, cfg=cfg, shape=shape)
 
 
 def _write(
@@ -167,7 +157,7 @@ def _write(
             with Console(stderr=True).status("computing") as status:
                 for figure in make(status.update):
                     status.update(f"drawing {figure.name}")
-                    drawn.append((figure, draw.draw(figure, folder / f"{figure.name}.png")))
+                    drawn.append((figure, figure.draw(folder / f"{figure.name}.png")))
                     status.update("computing the next figure")
         except KeyboardInterrupt:
             stopped = True
@@ -189,4 +179,4 @@ def _command(argv: list[str]) -> str:
 
 def _versions() -> str:
     python = platform.python_version()
-    return f"ultrascale_jax {__version__}, Python {python}, matplotlib {draw.version()}"
+    return f"ultrascale_jax {__version__}, Python {python}, matplotlib {version()}"

@@ -165,12 +165,11 @@ def write(schedule: Schedule, costs: tuple[float, float, float], options: Option
             schedules.write_csv(schedule, options.csv)
             said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
         if options.figure is not None:
-            from ultrascale_jax.plan.report import draw
             from ultrascale_jax.plan.report.schedules import drawing
 
             fix = "must end in .png"
             require(options.figure.suffix == ".png", "figure", str(options.figure), fix)
-            draw.draw(drawing(schedule, costs, options.runtime), options.figure)
+            drawing(schedule, costs, options.runtime).draw(options.figure)
             said.append(f"wrote {options.figure}")
     except OSError as error:
         raise UserError(f"{error.filename!r}: cannot be written: {error.strerror}") from None

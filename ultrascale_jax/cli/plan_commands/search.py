@@ -20,12 +20,12 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
-from ultrascale_jax.config import Config, MeshConfig, MoEConfig, require
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import SCHEMA, StepPrediction
 from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
-from ultrascale_jax.plan.search.search_space import configured, parse_choices, with_changes
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.search.search_space import configured, parse_choices
+from ultrascale_jax.plan.workload import Run
 
 WIDE = 140
 """Columns of a terminal from which on the table is shown with all of its own."""
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     with command_line.user_errors():
         choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
         _require_free(cfg, command_line.load_recipe(recipe))
-        search = Search(cfg, cluster, choices, *model(cfg, options))
+        search = Search(cfg, cluster, choices, common.shape_of(cfg, options))
         interrupted = run(search, compiler(recipe, options), options.compile)
         some = search.counts["candidates"] > 0 or interrupted
         named = ("gpus", options.gpus) if options.fixed is None else ("fixed", options.fixed)
@@ -82,13 +82,6 @@ def _require_free(cfg: Config, recipe: Config) -> None:
     for name in ("virtual", "stash", *(() if cfg.pp.from_file else ("schedule",))):
         value = getattr(cfg.pp, name)
         require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
-
-
-def model(cfg: Config, options: common.Assumptions) -> tuple[ModelShape, str]:
-    """The model and the type of compute, as the assumptions have them."""
-    alone = with_changes(cfg, mesh=MeshConfig(), moe=MoEConfig(), microbatches=1)
-    run = common.planned(alone, dataclasses.replace(options, gpus=1))
-    return run.shape, run.precision
 
 
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:

@@ -25,15 +25,13 @@ from rich.table import Table as RichTable
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process
-from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.cli.plan_commands.search import model
+from ultrascale_jax.cli.plan_commands import common, sweep_table
+from ultrascale_jax.cli.plan_commands.sweep_table import Outcome
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, ModelConfig, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.search import sweep
 from ultrascale_jax.plan.search.search_space import configured, parse_choices
-from ultrascale_jax.plan.search.sweep import Outcome
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import mfu
 
@@ -84,13 +82,13 @@ def main(argv: list[str]) -> None:
     with command_line.user_errors():
         choices = {} if options.grid is None else parse_choices("grid", options.grid)
         machine = find_machine(options, cluster)
-        space = sweep.grid(cfg, machine.cluster, choices, *model(cfg, options))
+        space = sweep_table.grid(cfg, machine.cluster, choices, common.shape_of(cfg, options))
         wanted = options.predict or bool(choices)
         runs = space.runs if wanted or not space.refusal else []
         reasons = ", ".join(space.illegal) or "the product of the axes"
         fix = f"nothing is legal on {machine.cluster.num_gpus} devices; refused: {reasons}"
         require(bool(runs), "grid", options.grid or "all meshes", fix)
-        table = sweep.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
+        table = sweep_table.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
     made, complete = [], False
     with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(runs))
@@ -112,7 +110,7 @@ def one(
     run: Run,
     refusal: str,
     machine: Machine,
-    table: sweep.Table,
+    table: sweep_table.Table,
     recipe: str,
     options: Options,
 ) -> dict[str, str]:
@@ -123,19 +121,19 @@ def one(
     said = {
         "model": model_name(cfg.model, recipe),
         "device": machine.device,
-        "schedule": sweep.schedule(run),
+        "schedule": sweep_table.schedule(run),
         "source": ", ".join(["formula", *assumed(options)]) if options.predict else "measured",
         "command": shlex.join(["ultrascale", "train", *arguments, *fake]),
     }
     if (known := table.find(said)) is not None:
         return known
     if options.predict:
-        outcome = sweep.predict(run, machine.cluster)
+        outcome = sweep_table.predict(run, machine.cluster)
     elif refusal:
         outcome = Outcome(status=f"refused: {refusal}")
     else:
         outcome = measure(run, arguments, machine, 60 * options.minutes)
-    row = sweep.row(run, machine.cluster, outcome, **said)
+    row = sweep_table.row(run, machine.cluster, outcome, **said)
     table.add(row)
     return row
 
@@ -206,7 +204,7 @@ def measure(run: Run, arguments: list[str], machine: Machine, seconds: float) ->
 def report(
     made: list[dict[str, str]],
     complete: bool,
-    table: sweep.Table,
+    table: sweep_table.Table,
     recipe: str,
     machine: Machine,
     options: Options,

@@ -14,6 +14,36 @@ from ultrascale_jax.plan.formulas.costs import ring_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run, group
 
+BATCH, SHARE = "n x micro-batch x accumulation", "1/n of the batch"
+
+TEXTS = {
+    "DP": ("dp", BATCH, "all on each GPU", SHARE, "F/BT x (n-1)/n"),
+    "ZeRO-1": ("fsdp", BATCH, "optimizer / n", SHARE, "F/BT x (n-1)/n"),
+    "ZeRO-2": ("fsdp", BATCH, "optimizer and gradients / n", SHARE, "F/2BT x (n-1)/n"),
+    "ZeRO-3": ("fsdp", BATCH, "all / n", SHARE, "F/BT x (n-1)/n"),
+    "TP": (
+        *("tp", "unchanged", "layers' parameters and inner activations / n", "1/n of a layer"),
+        "4(n-1)hF / (B x parameters of a layer)",
+    ),
+    "TP + SP": (
+        *("sp", "unchanged", "layers' parameters and all activations / n", "1/n of a layer"),
+        "4(n-1)hF / (B x parameters of a layer)",
+    ),
+    "CP": (
+        *("cp", "unchanged", "activations / n", "1/n of the sequence"),
+        "2KF / (NBs), s tokens of a sequence on one GPU, K of N heads",
+    ),
+    "PP": (
+        *("pp", "accumulation > n - 1", "parameters / n"),
+        *("1/n of the layers; idle (n-1)/accumulation", "hF / (B x parameters of a stage)"),
+    ),
+    "EP": (
+        *("ep", BATCH, "experts / n", "1/n of the experts"),
+        "2(n-1)F / (nB x matrices x width of an expert)",
+    ),
+}
+"""Strategy to its axis of the mesh, the batch, what it splits of memory and of compute, communication / computation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -88,17 +118,24 @@ class _Sheet:
         cards = 1 if neighbour else ranks.per_node
         return min(self.cluster.intra_gbs, self.cluster.inter_gbs * cards) * 1e9
 
-    def row(self, axis: str, size: int, sent: float, times: float, work: float, **texts) -> Row:
+    def row(self, strategy: str, size: int, sent: float, times: float, work: float) -> Row:
         """`sent` bytes of the communication that is compared, `times` as many in a step, beside `work` FLOPs."""
-        neighbour = axis in ("pp", "cp")
+        axis, batch, memory, compute, communication = TEXTS[strategy]
+        stages = "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"
+        other_stage = axis == "fsdp" and strategy != stages[self.run.zero]
+        bandwidth = self.bandwidth(axis, size, neighbour=axis in ("pp", "cp"))
         return Row(
+            strategy=strategy,
             axis=axis,
             size=size,
-            used=texts.pop("used", self.mesh.sizes[axis] > 1),
+            used=self.mesh.sizes[axis] > 1 and not other_stage,
+            batch=batch,
+            memory=memory,
+            compute=compute,
+            communication=communication,
             volume=sent * times,
-            communication_s=sent / self.bandwidth(axis, size, neighbour=neighbour),
+            communication_s=sent / bandwidth,
             computation_s=work / self.flops,
-            **texts,
         )
 
     def data(self) -> list[Row]:
@@ -107,63 +144,27 @@ class _Sheet:
         others = mesh.tensor * mesh.cp * mesh.pp * mesh.ep
         rest = max(mesh.dp, mesh.fsdp)
         rest = rest if rest > 1 else self.cluster.num_gpus // others
-        texts = {"batch": "n x micro-batch x accumulation", "compute": "1/n of the batch"}
-        rows = []
-        for stage, memory in enumerate(
-            ("all on each GPU", "optimizer / n", "optimizer and gradients / n", "all / n")
-        ):
-            axis = "fsdp" if stage else "dp"
-            n = self.size(axis, rest)
-            one = ring_bytes("all-gather", 2 * self.params, n)
-            sent, times, work = [
-                (2 * one, 1, backward),
-                (2 * one, 1, backward),
-                (one, m + 1, backward),
-                (3 * one, m, 1.5 * backward),
-            ][stage]
-            rows.append(
-                self.row(
-                    axis,
-                    n,
-                    sent,
-                    times,
-                    work,
-                    strategy=f"ZeRO-{stage}" if stage else "DP",
-                    used=mesh.sizes[axis] > 1 and (not stage or stage == self.run.zero),
-                    memory=memory,
-                    communication=f"{'F/2BT' if stage == 2 else 'F/BT'} x (n-1)/n",
-                    **texts,
-                )
-            )
-        return rows
+        dp, fsdp = self.size("dp", rest), self.size("fsdp", rest)
+        whole, shard = (ring_bytes("all-gather", 2 * self.params, n) for n in (dp, fsdp))
+        return [
+            self.row("DP", dp, 2 * whole, 1, backward),
+            self.row("ZeRO-1", fsdp, 2 * shard, 1, backward),
+            self.row("ZeRO-2", fsdp, shard, m + 1, backward),
+            self.row("ZeRO-3", fsdp, 3 * shard, m, 1.5 * backward),
+        ]
 
     def tensor(self) -> list[Row]:
         """Four collectives of the hidden states in the forward pass of a layer, beside its products."""
-        whole = self.mesh.tensor
+        whole, rows = self.mesh.tensor, []
         node = max(2, self.cluster.gpus_per_node // whole)
         layer = self.shape.attention_params + self.shape.mlp_params
-        rows = []
-        for axis, name, memory in (
-            ("tp", "TP", "layers' parameters and inner activations / n"),
-            ("sp", "TP + SP", "layers' parameters and all activations / n"),
-        ):
+        times = 2 * self.layers * self.run.microbatches
+        for strategy in ("TP", "TP + SP"):
+            axis = TEXTS[strategy][0]
             n = self.size(axis, node)
             group_size = whole if self.mesh.sizes[axis] > 1 else whole * n
             sent = 4 * ring_bytes("all-gather", 2 * self.tokens * self.shape.d_model, n)
-            rows.append(
-                self.row(
-                    axis,
-                    n,
-                    sent,
-                    2 * self.layers * self.run.microbatches,
-                    2 * self.tokens * layer / group_size,
-                    strategy=name,
-                    batch="unchanged",
-                    memory=memory,
-                    compute="1/n of a layer",
-                    communication="4(n-1)hF / (B x parameters of a layer)",
-                )
-            )
+            rows.append(self.row(strategy, n, sent, times, 2 * self.tokens * layer / group_size))
         return rows
 
     def context(self) -> Row:
@@ -173,36 +174,16 @@ class _Sheet:
         heads = self.shape.head_dim / self.mesh.tensor
         step = 4 * tokens * self.shape.num_kv_heads * heads
         scores = 2 * tokens * self.run.seq_len / n * self.shape.num_heads * heads
-        return self.row(
-            "cp",
-            n,
-            (n - 1) * step,
-            3 * self.layers * self.run.microbatches,
-            (n - 1) * scores,
-            strategy="CP",
-            batch="unchanged",
-            memory="activations / n",
-            compute="1/n of the sequence",
-            communication="2KF / (NBs), s tokens of a sequence on one GPU, K of N heads",
-        )
+        times = 3 * self.layers * self.run.microbatches
+        return self.row("CP", n, (n - 1) * step, times, (n - 1) * scores)
 
     def pipeline(self) -> Row:
         """A micro-batch's hidden states beside the next stage's forward pass."""
         p = self.size("pp", min(self.cluster.nodes, self.shape.num_layers))
         layers = self.shape.num_layers / p
         layer = (self.shape.attention_params + self.shape.mlp_params) / self.mesh.tensor
-        return self.row(
-            "pp",
-            p,
-            2 * self.tokens * self.shape.d_model / self.mesh.sp,
-            2 * self.run.microbatches,
-            2 * self.tokens * layers * layer,
-            strategy="PP",
-            batch="accumulation > n - 1",
-            memory="parameters / n",
-            compute="1/n of the layers; idle (n-1)/accumulation",
-            communication="hF / (B x parameters of a stage)",
-        )
+        sent = 2 * self.tokens * self.shape.d_model / self.mesh.sp
+        return self.row("PP", p, sent, 2 * self.run.microbatches, 2 * self.tokens * layers * layer)
 
     def expert(self, experts: Experts) -> Row:
         """Every token's copies to their experts and back, beside those experts."""
@@ -210,15 +191,7 @@ class _Sheet:
         n = self.size("ep", min(self.cluster.gpus_per_node, experts.num))
         copies = self.tokens * experts.per_token
         there = ring_bytes("all-to-all", 2 * copies * shape.d_model / self.mesh.sp, n)
+        times = 2 * self.run.microbatches * shape.moe_layers / self.mesh.pp
         return self.row(
-            "ep",
-            n,
-            2 * there,
-            2 * self.run.microbatches * shape.moe_layers / self.mesh.pp,
-            2 * copies * shape.expert_params / self.mesh.tensor,
-            strategy="EP",
-            batch="n x micro-batch x accumulation",
-            memory="experts / n",
-            compute="1/n of the experts",
-            communication="2(n-1)F / (nB x matrices x width of an expert)",
+            "EP", n, 2 * there, times, 2 * copies * shape.expert_params / self.mesh.tensor
         )

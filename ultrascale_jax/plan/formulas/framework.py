@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import REMAT_NAMES
-from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.training.model_shape import ModelShape
 
 RESULTS = {
     "qkv": ("q", "k", "v"),

@@ -11,18 +11,10 @@ from typing import Any
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.plan.report import runs
-from ultrascale_jax.plan.report.figures import (
-    WHOLE,
-    Bar,
-    Bars,
-    Cloud,
-    Clouds,
-    Event,
-    Figure,
-    Point,
-    Streams,
-    Table,
-)
+from ultrascale_jax.plan.report.charts import Bar, Bars, Cloud, Clouds, Point
+from ultrascale_jax.plan.report.figure import Figure, Table
+from ultrascale_jax.plan.report.palette import WHOLE
+from ultrascale_jax.plan.report.streams import Event, Streams
 from ultrascale_jax.plan.workload import GIB
 
 NEAR = 1.5
@@ -44,6 +36,22 @@ class Source:
     """First digits of its SHA-256."""
 
 
+def usable(gib: float, where: str = "") -> dict[str, Any]:
+    """The line of what a run may take of a GPU's memory."""
+    return {"limit": gib, "limit_name": f"usable{where}: {gib:.0f} GiB"}
+
+
+def _each(make: Callable[[dict[str, Any], str], list[Figure]]) -> "Reader":
+    """The figures of one file after the other; where there are several, numbered from 1."""
+
+    def read(sources: Sequence[Source]) -> list[Figure]:
+        tails = [f"_{n}" for n in range(1, len(sources) + 1)] if len(sources) > 1 else [""]
+        made = (make(s.content, tail) for s, tail in zip(sources, tails, strict=True))
+        return [figure for figures in made for figure in figures]
+
+    return read
+
+
 def _memory(sources: Sequence[Source]) -> list[Figure]:
     return memory([source.content for source in sources])
 
@@ -61,7 +69,7 @@ def memory(contents: Sequence[dict[str, Any]]) -> list[Figure]:
             Bar(label=wrap(name, 12), parts={WHOLE: size / GIB})
             for name, size in content["timeline"]
         ]
-    usable = min(content["usable_bytes"] for content in contents) / GIB
+    usable_gib = min(content["usable_bytes"] for content in contents) / GIB
     gpus = "/".join(sorted({content["gpu"] for content in contents}))
     peak = Bars(
         name="memory",
@@ -70,8 +78,7 @@ def memory(contents: Sequence[dict[str, Any]]) -> list[Figure]:
         panels={"" if several else "at the peak, by part": peaks},
         unit="GiB",
         x="",
-        limit=usable,
-        limit_name=f"usable: {usable:.0f} GiB",
+        **usable(usable_gib),
     )
     through = "By formulas: what one GPU holds through two optimizer steps."
     if not several:
@@ -86,53 +93,49 @@ def memory(contents: Sequence[dict[str, Any]]) -> list[Figure]:
     ]
 
 
-def _compile(sources: Sequence[Source]) -> list[Figure]:
-    found: list[Figure] = []
-    for n, source in enumerate(sources):
-        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
-        where = f"{content['label']} on {content['gpus']} {content['gpu']}"
-        streams = {
-            stream: [
-                Event(name=str(e[0]), start=e[1], duration=e[2], kind=str(e[3])) for e in events
-            ]
-            for stream, events in content["timeline"]["streams"].items()
-        }
-        step, exposed = content["step_s"], content["exposed_s"]
-        parts = {WORK.get(kind, kind): s for kind, s in content["busy_s"].items()}
-        parts |= {f"waiting for {axes}": s for axes, s in exposed.items() if s}
-        if (copies := content["idle_s"] - sum(exposed.values())) > 0:
-            parts["waiting for copies"] = copies
-        found += [
-            Streams(
-                name=f"timeline{tail}",
-                title=f"One step: {where}",
-                caption="The scheduled program of XLA, timed operation by operation by plan/compiled/timeline.py. "
-                f"Step {1e3 * step:.1f} ms, {content['tokens_per_s_gpu']:,.0f} tokens/s/GPU, "
-                f"MFU {100 * content['mfu']:.1f}%.",
-                streams=streams,
-                step_s=max(
-                    [1e-9, step, *(e.start + e.duration for s in streams.values() for e in s)]
-                ),
-            ),
-            Bars(
-                name=f"step_parts{tail}",
-                title=f"Where the step goes: {where}",
-                caption="One step on one GPU: computing by kind of work, and waiting for communication by mesh axes.",
-                panels={"": [Bar(label="step", parts=parts)]},
-                unit="seconds",
-                x="",
-            ),
-            _compiled(content, f"compiled_memory{tail}", where),
-        ]
-        if rows := content["collectives"]:
-            found.append(_collectives(rows, f"collectives{tail}", where))
+def _compile(content: dict[str, Any], tail: str) -> list[Figure]:
+    where = f"{content['label']} on {content['gpus']} {content['gpu']}"
+    found = [_streams(content, f"timeline{tail}", where)]
+    exposed = content["exposed_s"]
+    parts = {WORK.get(kind, kind): s for kind, s in content["busy_s"].items()}
+    parts |= {f"waiting for {axes}": s for axes, s in exposed.items() if s}
+    if (copies := content["idle_s"] - sum(exposed.values())) > 0:
+        parts["waiting for copies"] = copies
+    step_parts = Bars(
+        name=f"step_parts{tail}",
+        title=f"Where the step goes: {where}",
+        caption="One step on one GPU: computing by kind of work, and waiting for communication by mesh axes.",
+        panels={"": [Bar(label="step", parts=parts)]},
+        unit="seconds",
+        x="",
+    )
+    found += [step_parts, _compiled(content, f"compiled_memory{tail}", where)]
+    if rows := content["collectives"]:
+        found.append(_collectives(rows, f"collectives{tail}", where))
     return found
+
+
+def _streams(content: dict[str, Any], name: str, where: str) -> Figure:
+    streams = {
+        stream: [Event(name=str(e[0]), start=e[1], duration=e[2], kind=str(e[3])) for e in events]
+        for stream, events in content["timeline"]["streams"].items()
+    }
+    ends = [e.end for events in streams.values() for e in events]
+    return Streams(
+        name=name,
+        title=f"One step: {where}",
+        caption="The scheduled program of XLA, timed operation by operation by plan/compiled/timeline.py. "
+        f"Step {1e3 * content['step_s']:.1f} ms, {content['tokens_per_s_gpu']:,.0f} tokens/s/GPU, "
+        f"MFU {100 * content['mfu']:.1f}%.",
+        streams=streams,
+        step_s=max([1e-9, content["step_s"], *ends]),
+    )
 
 
 def _compiled(content: dict[str, Any], name: str, where: str) -> Figure:
     arguments, peak = content["argument_bytes"] / GIB, content["peak_bytes"] / GIB
     parts = {"state and batch": arguments, "everything else": peak - arguments}
-    usable = content["usable_bytes"] / GIB
+    usable_gib = content["usable_bytes"] / GIB
     return Bars(
         name=name,
         title=f"Memory of the compiled step: {where}",
@@ -140,8 +143,7 @@ def _compiled(content: dict[str, Any], name: str, where: str) -> Figure:
         panels={"": [Bar(label="peak", parts=parts)]},
         unit="GiB",
         x="",
-        limit=usable,
-        limit_name=f"usable: {usable:.0f} GiB",
+        **usable(usable_gib),
     )
 
 
@@ -159,35 +161,24 @@ def _collectives(rows: Sequence[dict[str, Any]], name: str, where: str) -> Figur
     )
 
 
-def _search(sources: Sequence[Source]) -> list[Figure]:
-    found: list[Figure] = []
-    for n, source in enumerate(sources):
-        content, tail = source.content, f"_{n + 1}" if len(sources) > 1 else ""
-        usable = content["usable_gib"]
-        groups: dict[str, list[Point]] = {}
-        for row in content["rows"]:
-            if row["peak_gib"] <= NEAR * usable:
-                solid = row["source"] == "compiled"
-                point = Point(x=row["peak_gib"], y=row["tokens_per_s_gpu"], solid=solid)
-                groups.setdefault(f"recompute {row['remat']}", []).append(point)
-        cloud = Cloud(
-            x="peak memory of one GPU (GiB)",
-            y="tokens/s/GPU",
-            groups=groups,
-            limit=usable,
-            limit_name=f"usable: {usable:.0f} GiB",
-        )
-        found.append(
-            Clouds(
-                name=f"search{tail}",
-                title=f"Candidates: {content['label']}",
-                caption=f"{content['answer']}. What needs more than {NEAR} times the memory is in the table only.",
-                hollow="by formulas; filled: compiled",
-                panels={"": cloud},
-                sheet=_ranking(content["rows"]),
-            )
-        )
-    return found
+def _search(content: dict[str, Any], tail: str) -> list[Figure]:
+    groups: dict[str, list[Point]] = {}
+    for row in content["rows"]:
+        if row["peak_gib"] <= NEAR * content["usable_gib"]:
+            solid = row["source"] == "compiled"
+            point = Point(x=row["peak_gib"], y=row["tokens_per_s_gpu"], solid=solid)
+            groups.setdefault(f"recompute {row['remat']}", []).append(point)
+    axes = {"x": "peak memory of one GPU (GiB)", "y": "tokens/s/GPU"}
+    cloud = Cloud(**axes, groups=groups, **usable(content["usable_gib"]))
+    figure = Clouds(
+        name=f"search{tail}",
+        title=f"Candidates: {content['label']}",
+        caption=f"{content['answer']}. What needs more than {NEAR} times the memory is in the table only.",
+        hollow="by formulas; filled: compiled",
+        panels={"": cloud},
+        sheet=_ranking(content["rows"]),
+    )
+    return [figure]
 
 
 def _ranking(rows: Sequence[dict[str, Any]]) -> Table:
@@ -213,8 +204,8 @@ type Reader = Callable[[Sequence[Source]], list[Figure]]
 
 READERS: dict[str, Reader] = {
     "memory": _memory,
-    "compile": _compile,
-    "search": _search,
+    "compile": _each(_compile),
+    "search": _each(_search),
     "sweep": _runs,
 }
 """Verb to reader; `scripts.plan` adds that of `validate`."""

@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from ultrascale_jax.plan.report.figures import LOOP, WHOLE, is_variable
+WHOLE = "all parts"
+"""Name of the part of a bar that is not divided."""
+LOOP = "loop"
+"""Kind of an event that stands for many iterations."""
+VARIABLE = ("activation", "exposed", "bubble", "transfer", "stall", "waiting")
+"""Words in the names of parts that a better configuration makes smaller: on top of a stack, in warm colours."""
 
 # Of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): distinct for colour-blind readers.
 COOL = ("#4477AA", "#66CCEE", "#44AA99", "#228833", "#99DDFF", "#BBCC33", "#BBBBBB", "#77AADD")
@@ -64,6 +69,11 @@ STYLE = {
     ),
 }
 """Settings of matplotlib."""
+
+
+def is_variable(part: str) -> bool:
+    """Whether the part belongs on top of a stack."""
+    return any(word in part.lower() for word in VARIABLE)
 
 
 def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -29,7 +29,8 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
 )
-from ultrascale_jax.plan.workload import GIB, ModelShape, Run
+from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 MARGIN = 0.85
 """Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""
@@ -93,21 +94,19 @@ class Search:
         cluster: Cluster,
         choices: Choices | None = None,
         shape: ModelShape | None = None,
-        precision: str | None = None,
     ):
         """Search for the model, batch and sequence length of `cfg` on `cluster`.
 
         Args:
           choices: what is pinned.
           shape: the model, where `cfg.model` cannot say it.
-          precision: the type of compute, where `cfg.train.precision` cannot say it.
         """
         self.cfg, self.cluster = cfg, cluster
         self.counts = dict.fromkeys(("candidates", "fits", "does not fit", NEEDLESS), 0)
         """How many candidates there were, and how many were pruned for which reason."""
         self._candidates: dict[Run, Candidate] = {}
         self._misses: list[tuple[int, Run]] = []
-        self._choices, self._shape, self._precision = choices or {}, shape, precision
+        self._choices, self._shape = choices or {}, shape
         self._space = Space()
         self._ratios: dict[Kind, list[float]] = {}
 
@@ -144,9 +143,7 @@ class Search:
         self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
     ) -> None:
         known = set(self._space.runs)
-        self._space = enumerate_runs(
-            self.cfg, self.cluster, choices, axes, self._shape, self._precision
-        )
+        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes, self._shape)
         runs = [run for run in self._space.runs if run not in known]
         self.counts["candidates"] += len(runs)
         self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}

@@ -33,7 +33,8 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import COUNTED_AS, PIPELINE, ModelShape, Run, group
+from ultrascale_jax.plan.workload import PIPELINE, Run, group
+from ultrascale_jax.training.model_shape import ModelShape
 
 REMAT = ("none", "selective", "dots", "full")
 """Recompute policies, from the one that repeats nothing to the one that repeats all."""
@@ -144,7 +145,6 @@ def enumerate_runs(
     choices: Choices,
     axes: Sequence[str] = AXES,
     shape: ModelShape | None = None,
-    precision: str | None = None,
 ) -> Space:
     """Every legal way to train the global batch of `cfg` on `cluster`.
 
@@ -154,15 +154,11 @@ def enumerate_runs(
       choices: what is pinned.
       axes: which others may be larger than 1.
       shape: the model, where `cfg.model` cannot say it.
-      precision: the type of compute, where `cfg.train.precision` cannot say it.
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
-    shape, own = shape or ModelShape.of(cfg.model), cfg.train.precision
-    own = COUNTED_AS.get(own, own)
-    precision = precision or own
-    trained = shape.gated and precision == own
+    shape = shape or ModelShape.of(cfg.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):
@@ -174,13 +170,13 @@ def enumerate_runs(
             ):
                 try:
                     told = _told(cfg, cluster, mesh, work, schedule)
-                    run = Run.of(told, num_gpus, shape, precision=precision)
+                    run = Run.of(told, num_gpus, shape)
                     _require_parts(run, choices)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
                 else:
                     runs += _variants(run, cfg, choices)
-    return Space(runs=runs, refusal="" if trained else UNTRAINED, illegal=illegal)
+    return Space(runs=runs, refusal="" if shape.gated else UNTRAINED, illegal=illegal)
 
 
 def with_changes(

@@ -1,11 +1,10 @@
-"""A model as the planner's formulas see it: how many parameters of which kind, and how many of them work on a token."""
+"""A model as a sum of parameters: how many of which kind, and how many of them work on a token."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.training.flops import attention_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,3 @@ class ModelShape(ModelConfig):
         routed = self.moe_layers * visited * self.expert_params
         matrices = self.dense_params - self.vector_params
         return matrices + routed + self.vocab_size * self.d_model
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward pass per token, as `training/flops.py` counts them."""
-        return 6 * self.active_params + attention_flops_per_token(self, seq_len)

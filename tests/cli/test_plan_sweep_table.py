@@ -6,14 +6,15 @@ import math
 
 import pytest
 
+from ultrascale_jax.cli.plan_commands import sweep_table as sweep
+from ultrascale_jax.cli.plan_commands.sweep_table import Outcome, Table
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.search import sweep
 from ultrascale_jax.plan.search.search_space import parse_choices
-from ultrascale_jax.plan.search.sweep import Outcome, Table
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 CLUSTER = find_cluster(None, "h100", 8)
 SAID = {"model": "debug", "device": "cpu", "source": "measured", "command": "train debug"}

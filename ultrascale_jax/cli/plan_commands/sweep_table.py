@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale_jax.config import AXES, Config, UserError, require
-from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.search.search_space import Choices, Space, enumerate_runs
-from ultrascale_jax.plan.workload import ModelShape, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 COLUMNS = (
     *("model", "nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero"),
@@ -44,7 +44,6 @@ def grid(
     cluster: Cluster,
     choices: Choices,
     shape: ModelShape | None = None,
-    precision: str | None = None,
 ) -> Space:
     """Every legal run of `choices`; what they do not name is as in `cfg`.
 
@@ -61,16 +60,15 @@ def grid(
     if "sequences" in choices:
         del own["microbatches"]
     free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
-    return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape, precision)
+    return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape)
 
 
 def predict(run: Run, cluster: Cluster) -> Outcome:
     """What the formulas say of `run`."""
-    peak = breakdown(run).peak_bytes
-    if peak > cluster.gpu.usable_bytes:
+    step = estimate(run, cluster)
+    if not step.fits:
         return Outcome(status="out of memory")
-    speed = estimate(run, cluster)
-    return Outcome(status="ok", step_s=speed.step_s, mfu=speed.mfu, peak_bytes=peak)
+    return Outcome(status="ok", step_s=step.step_s, mfu=step.mfu, peak_bytes=step.peak_bytes)
 
 
 def schedule(run: Run) -> str:

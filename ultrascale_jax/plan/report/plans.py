@@ -1,0 +1,342 @@
+"""Figures of a run that nobody has made: memory, speed and the best meshes by the planner's formulas."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.config import Config, MeshConfig, UserError
+from ultrascale_jax.plan.formulas import cheatsheet
+from ultrascale_jax.plan.formulas.memory import breakdown, timeline
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.report import files, schedules
+from ultrascale_jax.plan.report.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
+from ultrascale_jax.plan.report.figure import Figure, Table
+from ultrascale_jax.plan.search.ranking import Candidate, Search
+from ultrascale_jax.plan.search.search_space import REMAT, with_changes
+from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.training.model_shape import ModelShape
+
+SPLITS = {
+    "sp": "tensor and sequence (sp)",
+    "tp": "tensor (tp)",
+    "cp": "context (cp)",
+    "pp": "pipeline (pp)",
+}
+"""Axes that split the model or the sequence, and what they are called in figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One model on one cluster, to be varied."""
+
+    name: str
+    """Of the recipe."""
+    cfg: Config
+    cluster: Cluster
+    shape: ModelShape
+
+    @property
+    def run(self) -> Run:
+        """The configuration as it is.
+
+        Raises:
+          UserError: the mesh does not divide the model, the batch or the GPUs.
+        """
+        return Run.of(self.cfg, self.cluster.num_gpus, self.shape)
+
+    @property
+    def limit(self) -> dict[str, Any]:
+        """The line of the GPU's memory in a figure."""
+        gpu = self.cluster.gpu
+        return files.usable(gpu.usable_bytes / GIB, f" on {gpu.name}")
+
+    def varied(self, mesh: dict[str, int], sequences: int = 1, **train: Any) -> Run | None:
+        """The run with another mesh, `sequences` a micro-batch and other fields of `train`; none if it is illegal.
+
+        The global batch stays, or grows to one micro-batch for each stage on each batch shard.
+        """
+        sizes = MeshConfig(**({"fsdp": 1} | mesh))
+        least = sizes.batch * sequences
+        rounds = max(self.cfg.train.global_batch // least, sizes.pp)
+        train |= {"microbatches": rounds, "global_batch": rounds * least}
+        cfg = with_changes(self.cfg, mesh=sizes, **train)
+        count = sizes.batch * sizes.cp * sizes.tensor * sizes.pp
+        with warnings.catch_warnings():
+            # Of tensor groups larger than a node, which are shown to be slow.
+            warnings.simplefilter("ignore")
+            try:
+                return Run.of(cfg, count, self.shape)
+            except UserError:
+                return None
+
+    def estimated(self, run: Run) -> StepPrediction:
+        """A step of `run` on as many GPUs as it has."""
+        return estimate(run, dataclasses.replace(self.cluster, num_gpus=run.num_gpus))
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 ... up to `most`."""
+    return [2**n for n in range(most.bit_length())]
+
+
+def figures(
+    scenario: Scenario,
+    models: Sequence[Scenario],
+    max_nodes: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[Figure]:
+    """All figures of `scenario`, one after the other; the heat map of `models` comes last and reports to `tell`."""
+    yield memory(scenario)
+    yield by_sequence(scenario)
+    yield by_zero(scenario)
+    yield by_split(scenario)
+    yield step_parts(scenario)
+    yield scaling(scenario)
+    yield cheat_sheet(scenario)
+    yield schedules.bubbles()
+    yield best(models, max_nodes, tell)
+
+
+def memory(scenario: Scenario) -> Figure:
+    """The configuration itself."""
+    run = scenario.run
+    content = {
+        "label": run.label,
+        "gpu": scenario.cluster.gpu.name,
+        "parts": breakdown(run).parts,
+        "timeline": timeline(run),
+        "usable_bytes": scenario.cluster.gpu.usable_bytes,
+    }
+    (figure,) = files.memory([content])
+    return dataclasses.replace(figure, title=f"Memory of one GPU: {run.label}")
+
+
+def stack(run: Run, label: str) -> Bar:
+    """The memory of `run` in GiB."""
+    return Bar(
+        label=label, parts={n: size / GIB for n, size in breakdown(run).parts.items() if size}
+    )
+
+
+def by_sequence(scenario: Scenario) -> Figure:
+    """Memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
+    run, own = scenario.run, scenario.run.seq_len
+    policies = dict.fromkeys((*REMAT, run.remat))
+    lengths = [own // 4, own // 2, own, own * 2, own * 4]
+    panels = {
+        f"recompute {remat}": [
+            stack(
+                dataclasses.replace(run, remat=remat, seq_len=length, sequences=1), _length(length)
+            )
+            for length in lengths
+            if length % (run.mesh.cp * run.mesh.sp) == 0 and length > 0
+        ]
+        for remat in policies
+    }
+    return Bars(
+        name="memory_sequence",
+        title=f"Memory of one GPU by recomputation and sequence length: {scenario.name}",
+        caption=f"Peak of a step at one sequence a micro-batch, mesh and ZeRO stage of {run.label}. "
+        "Recomputation and context parallelism are what makes long sequences fit.",
+        panels=panels,
+        unit="GiB",
+        x="sequence length (tokens)",
+        **scenario.limit,
+    )
+
+
+def by_zero(scenario: Scenario) -> Figure:
+    """Memory by ZeRO stage and number of GPUs that share the state."""
+    run = scenario.run
+    rest = run.num_gpus // run.shards // run.mesh.dp
+    sizes = [n for n in powers(max(run.num_gpus, 8)) if rest * n <= max(run.num_gpus, 8)]
+    keep = {axis: size for axis, size in run.mesh.sizes.items() if axis in ("pp", "sp", "tp")}
+    panels: dict[str, list[Bar]] = {}
+    for zero in (0, 1, 2, 3):
+        runs = {n: scenario.varied(keep | {"fsdp": n}, zero=zero) for n in sizes}
+        panels[f"ZeRO {zero}"] = [stack(r, str(n)) for n, r in runs.items() if r is not None]
+    return Bars(
+        name="memory_zero",
+        title=f"Memory of one GPU by ZeRO stage and data-parallel size: {scenario.name}",
+        caption=f"Peak of a step at one sequence of {run.seq_len:,} tokens a micro-batch, recompute {run.remat}. "
+        "ZeRO 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters.",
+        panels=panels,
+        unit="GiB",
+        x="GPUs that share the state",
+        **scenario.limit,
+    )
+
+
+def by_split(scenario: Scenario) -> Figure:
+    """Memory by the axis that splits the model or the sequence."""
+    sizes = powers(min(2 * scenario.cluster.gpus_per_node, 32))
+    panels: dict[str, list[Bar]] = {}
+    for axis, title in SPLITS.items():
+        runs = {size: scenario.varied({axis: size}) for size in sizes}
+        if bars := [stack(run, str(size)) for size, run in runs.items() if run is not None]:
+            panels[title] = bars
+    run = scenario.run
+    return Bars(
+        name="memory_axis",
+        title=f"Memory of one GPU by model axis: {scenario.name}",
+        caption=f"One axis alone, on as many GPUs as the label says (ZeRO {run.zero} shards over cp too); one "
+        f"sequence of {run.seq_len:,} tokens a micro-batch, recompute {run.remat}, pipeline {run.schedule}.",
+        panels=panels,
+        unit="GiB",
+        x="GPUs = size of the axis",
+        **scenario.limit,
+    )
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
+    """The mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
+    batch = scenario.run.global_batch
+    found: list[StepPrediction] = []
+    for sequences in powers(64):
+        run = scenario.varied(mesh, sequences=sequences)
+        if run is not None and run.global_batch == batch:
+            found.append(scenario.estimated(run))
+    fitting = [step for step in found if step.fits] or found[:1]
+    return max(fitting, key=lambda step: step.tokens_per_s_gpu, default=None)
+
+
+def step_parts(scenario: Scenario) -> Figure:
+    """Where the time of a step goes, by the same meshes."""
+    gpus, panels = scenario.cluster.num_gpus, {}
+    for axis, title in SPLITS.items():
+        for size in powers(min(gpus, 2 * scenario.cluster.gpus_per_node, 32)):
+            if gpus % size == 0 and (
+                found := fastest(scenario, {axis: size, "fsdp": gpus // size})
+            ):
+                label = f"{size}" + ("" if found.fits else "*")
+                bar = Bar(label=label, parts=dict(found.parts), note=found.run.label)
+                panels.setdefault(title, []).append(bar)
+    run = scenario.run
+    return Bars(
+        name="step_parts",
+        title=f"Where the time of a step goes: {scenario.name} on {scenario.cluster.num_gpus} GPUs",
+        caption=f"One step of {run.step_tokens:,} tokens by plan/formulas/step_time.py. One axis as large as the label "
+        f"says, fsdp (ZeRO {run.zero}) takes the other GPUs; recompute {run.remat}, and the micro-batch that is "
+        "fastest among those that fit; a star: none fits.",
+        panels=panels,
+        unit="seconds a step",
+        x="size of the axis",
+    )
+
+
+def scaling(scenario: Scenario) -> Figure:
+    """Tokens/s/GPU of every axis alone, as its size grows."""
+    gpus = max(scenario.cluster.num_gpus, 8)
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for title, axes in (("batch split", ("dp", "fsdp")), ("model or sequence split", SPLITS)):
+        for axis in axes:
+            points = [point for size in powers(gpus) if (point := _alone(scenario, axis, size))]
+            if len(points) > 1:
+                panels.setdefault(title, {})[axis] = points
+    run = scenario.run
+    return Lines(
+        name="scaling",
+        title=f"Throughput of each axis alone: {scenario.name} on {scenario.cluster.gpu.name}",
+        caption=f"Tokens/s/GPU by plan/formulas/step_time.py with one axis as large as the number of GPUs, a step of "
+        f"{run.step_tokens:,} tokens, recompute {run.remat}, ZeRO {run.zero} over fsdp, and the micro-batch that is "
+        "fastest among those that fit. A hollow point does not fit into memory and shows one sequence.",
+        panels=panels,
+        x="GPUs = size of the axis",
+        y="tokens/s/GPU",
+        hollow="does not fit",
+    )
+
+
+def _alone(scenario: Scenario, axis: str, size: int) -> Point | None:
+    if (found := fastest(scenario, {axis: size})) is None:
+        return None
+    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
+
+
+def best(
+    models: Sequence[Scenario], max_nodes: int, tell: Callable[[str], None] = lambda text: None
+) -> Figure:
+    """The fastest configuration that fits of each model on 1, 2, 4 ... nodes, by search over the formulas."""
+    nodes, cells = powers(max_nodes), {}
+    cluster = models[0].cluster
+    node = powers(cluster.gpus_per_node)[-1]
+    places = [(scenario, n) for scenario in models for n in nodes]
+    for done, (scenario, n) in enumerate(places):
+        tell(f"searching meshes, {done} of {len(places)}")
+        found = _search(scenario, dataclasses.replace(cluster, num_gpus=n * node))
+        if found is not None:
+            cells[scenario.name, str(n)] = _cell(found)
+    batches = sorted({m.cfg.train.global_batch * m.cfg.data.seq_len for m in models})
+    return Heat(
+        name="best",
+        title="Fastest configuration by model and number of nodes",
+        caption=f"Tokens/s/GPU of the fastest configuration that fits, by the formulas, at "
+        f"{' / '.join(f'{b:,}' for b in batches)} tokens a step, with {node} GPUs of each node, "
+        f"{cluster.gpu.name}; of what this release can train, or of all plans (marked *) where it can train none.",
+        rows=tuple(scenario.name for scenario in models),
+        columns=tuple(map(str, nodes)),
+        cells=cells,
+        unit="tokens/s/GPU",
+        x="nodes",
+        absent="none fits",
+    )
+
+
+def _search(scenario: Scenario, cluster: Cluster) -> Candidate | None:
+    """The fastest that the trainer can run, or else the fastest."""
+    search = Search(scenario.cfg, cluster, shape=scenario.shape)
+    search.predict()
+    return search.winner or next((c for c in search.ranking if c.best.fits), None)
+
+
+def _cell(candidate: Candidate) -> Cell:
+    run = candidate.run
+    axes = [f"{axis}{size}" for axis, size in run.mesh.sizes.items() if size > 1]
+    axes += [f"zero{run.zero}"] if run.zero else []
+    text = (
+        " ".join(axes) + "*" * bool(candidate.refusal),
+        f"mbs{run.sequences} x{run.microbatches} {run.remat}",
+        f"{candidate.best.peak_bytes / GIB:.1f} GiB",
+    )
+    return Cell(value=candidate.best.tokens_per_s_gpu, text="\n".join(text))
+
+
+def cheat_sheet(scenario: Scenario) -> Ratios:
+    """The playbook's cheat-sheet for this model on this cluster."""
+    run, cluster = scenario.run, scenario.cluster
+    rows = cheatsheet.cheat_sheet(run, cluster)
+    names = [f"{row.strategy} ({row.axis} {row.size}){', in use' * row.used}" for row in rows]
+    head = (
+        *("strategy", "batch", "memory", "compute", "communication / computation"),
+        *("sends (GiB a step)", "communication (ms)", "computation (ms)", "ratio", ""),
+    )
+    body = tuple(
+        (
+            name,
+            *(row.batch, row.memory, row.compute, row.communication, row.volume / GIB),
+            *(1e3 * row.communication_s, 1e3 * row.computation_s, row.ratio),
+            "can hide" if row.hidden else "is exposed",
+        )
+        for name, row in zip(names, rows, strict=True)
+    )
+    return Ratios(
+        name="cheat_sheet",
+        title=f"The playbook's cheat-sheet: {scenario.name} on {cluster.num_gpus} {cluster.gpu.name}",
+        caption="Communication over the computation that it can hide behind, by plan/formulas/cheatsheet.py: below "
+        "1 it can hide. Dense peak and data-sheet bandwidths "
+        f"({cluster.intra_gbs:.0f} GB/s in a node, {cluster.inter_gbs:.0f} "
+        f"GB/s a GPU between nodes), {run.tokens:,} tokens of a micro-batch on one GPU. An axis that the run does not "
+        "use has the size that the cluster suggests. n: size of the axis; N, K: heads and kv heads; h: width; T: "
+        "tokens of a micro-batch on one GPU; F: FLOP/s; B: bytes/s.",
+        sheet=Table(head=head, rows=body),
+        ratios={name: row.ratio for name, row in zip(names, rows, strict=True)},
+        x="communication / computation",
+    )
