@@ -7,12 +7,12 @@ import math
 import pytest
 
 from ultrascale_jax.cli.plan_commands import sweep_table as sweep
+from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.sweep_table import Outcome, Table
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.search.search_space import parse_choices
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.config import (
     AXES,
     SCHEDULES,
@@ -25,7 +26,6 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
     meshes,
-    parse_choices,
     with_changes,
 )
 from ultrascale_jax.plan.workload import Run

@@ -18,13 +18,14 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import SCHEMA, StepPrediction
 from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
-from ultrascale_jax.plan.search.search_space import configured, parse_choices
+from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
 
 WIDE = 140

@@ -146,14 +146,11 @@ class Point:
 def _name_groups(ax: Any, names: Sequence[str], hollow: str, **style: Any) -> None:
     """Entries of the legend: a marker for each name, and what a hollow point means."""
     for rank, name in enumerate(names):
-        ax.plot([], [], color=SERIES[rank % len(SERIES)], label=name, **_marker(rank, style))
+        look = {"marker": MARKERS[rank % len(MARKERS)], **style}
+        ax.plot([], [], color=SERIES[rank % len(SERIES)], label=name, **look)
     if hollow:
         empty = {"color": INK, "markerfacecolor": PAPER, "linestyle": "none"}
         ax.plot([], [], marker="o", label=hollow, **empty)
-
-
-def _marker(rank: int, style: Mapping[str, Any]) -> dict[str, Any]:
-    return {"marker": MARKERS[rank % len(MARKERS)], **style}
 
 
 @dataclass(frozen=True, kw_only=True)

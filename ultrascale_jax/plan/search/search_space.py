@@ -13,7 +13,6 @@ Tokens travel to experts in the recipe's way; where ep spans nodes, once to each
 import dataclasses
 import itertools
 import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from ultrascale_jax.config import (
     MeshConfig,
     MoEConfig,
     PipelineConfig,
-    TrainConfig,
     UserError,
     require,
 )
@@ -54,47 +52,10 @@ FIELDS = (
 )
 """What a candidate is made of, and what can be pinned."""
 
-NAMES = {"schedule": SCHEDULES, "stash": STASHES}
-"""Fields whose values are words."""
-
 UNTRAINED = "this release trains no such model"
 
 type Choices = Mapping[str, Sequence[Any]]
 """A field of `FIELDS` to the values it may take; a field that is not named is free."""
-
-
-def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
-    """`tp=8,pp=1` or `fsdp=1,2,4 remat=none,full` as choices.
-
-    Raises:
-      UserError: a field is unknown, given twice, or has a value that it cannot take; the message begins with `name`.
-    """
-    found: dict[str, tuple[Any, ...]] = {}
-    key = ""
-    for word in re.split(r"[,\s]+", text.strip()):
-        left, equals, right = word.rpartition("=")
-        if equals:
-            key = left.replace("-", "_")
-            require(key in FIELDS, name, text, f"{left!r} is none of {', '.join(FIELDS)}")
-            require(key not in found, name, text, f"{key!r} is given twice")
-        require(bool(key and right), name, text, "write it as tp=8,pp=1")
-        found[key] = (*found.get(key, ()), _value(name, text, key, right))
-    return found
-
-
-def _value(name: str, text: str, field: str, word: str) -> int | str:
-    if field == "remat":
-        return TrainConfig(remat=word).remat
-    if field in NAMES:
-        fix = f"{field} is one of {', '.join(NAMES[field])}"
-        require(word in NAMES[field], name, text, fix)
-        return word
-    least, most = (0, 3) if field == "zero" else (1, math.inf)
-    fix = (
-        f"{field} is a number from 0 to 3" if field == "zero" else f"{field} is a number, 1 or more"
-    )
-    require(word.isdecimal() and least <= int(word) <= most, name, text, fix)
-    return int(word)
 
 
 @cache
@@ -169,8 +130,8 @@ def enumerate_runs(
                 _work(cfg, mesh, choices), _schedules(cfg, mesh, choices)
             ):
                 try:
-                    told = _told(cfg, cluster, mesh, work, schedule)
-                    run = Run.of(told, num_gpus, shape)
+                    candidate = _candidate_config(cfg, cluster, mesh, work, schedule)
+                    run = Run.of(candidate, num_gpus, shape)
                     _require_parts(run, choices)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
@@ -188,12 +149,12 @@ def with_changes(
     **train: Any,
 ) -> Config:
     """`cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
-    told = dataclasses.replace(cfg.train, **train)
-    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=told)
+    train_cfg = dataclasses.replace(cfg.train, **train)
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=train_cfg)
 
 
 def configured(cfg: Config, run: Run) -> Config:
-    """What the trainer is told to make `run` of `cfg`."""
+    """Return `cfg` changed to what makes the trainer run `run`."""
     pp = cfg.pp
     if run.mesh.pp > 1:
         pp = PipelineConfig(**{name: getattr(run, name) for name in PIPELINE})
@@ -211,14 +172,14 @@ def configured(cfg: Config, run: Run) -> Config:
     )
 
 
-def _told(
+def _candidate_config(
     cfg: Config,
     cluster: Cluster,
     mesh: MeshConfig,
     work: dict[str, int],
     schedule: dict[str, Any],
 ) -> Config:
-    """What the trainer is told, without recomputation.
+    """The configuration of one candidate, without recomputation.
 
     Raises:
       UserError: there are fewer micro-batches than stages, or no such schedule.
