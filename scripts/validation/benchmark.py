@@ -18,11 +18,11 @@ from scripts.validation import nanotron
 from scripts.validation.nanotron_time import (
     NANOTRON,
     NanotronProfile,
+    NanotronStep,
     estimate_with_stalls,
     stall_s,
 )
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.workload import GIB, Run
 
@@ -204,7 +204,7 @@ def predict(row: Row, profile: NanotronProfile = NANOTRON) -> Prediction:
 
 def step_seconds(row: Row, profile: NanotronProfile) -> tuple[float, ...]:
     """A step that ran and, of pipelines and on 64 nodes, one that stalled."""
-    seconds = sum(Step(row.run, row.cluster, profile).parts().values())
+    seconds = sum(NanotronStep(row.run, row.cluster, profile).parts().values())
     if row.run.mesh.pp == 1 and row.nodes < 64:
         return (seconds,)
     return seconds, seconds + stall_s(row.run, profile)

@@ -3,28 +3,33 @@
 import math
 from dataclasses import dataclass, replace
 
-from scripts.validation.nanotron import nanotron_breakdown, stages, usable_bytes
+from scripts.validation.nanotron import nanotron_breakdown, usable_bytes
+from scripts.validation.nanotron import stages as cut_by_cost
 from ultrascale_jax.plan.formulas.framework import FrameworkProfile
-from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.plan.workload import Group, Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class NanotronProfile(FrameworkProfile):
-    """Constants of nanotron; beyond those of every framework, what a stalled step adds."""
+    """Constants of nanotron beyond those of every framework."""
 
+    host_rank_s: float
+    """More of `host_s` for each rank of the tensor group, where a pipeline runs over several nodes."""
+    tensor: float
+    """Share of the tensor group's communication in a node that is waited for."""
+    reduce: float
+    """Time of reducing the gradients of a step over that of `costs.collective_seconds`."""
+    gather: float
+    """By how much each further node lengthens the gathering of updated parameters (ZeRO-1)."""
+    send_s: float
+    """Handing over to the next stage of a pipeline, beside the bytes."""
     stall_s: float
-    """Of a micro-batch for each neighbour in the pipeline."""
+    """Of a micro-batch for each neighbour in the pipeline, when a step stalls."""
     network_stall_s: float
-    """Of a micro-batch without a pipeline."""
-
-
-def cut(shape: ModelShape, num_stages: int) -> list[tuple[float, float, float]]:
-    """Layers, head and loss of every stage, cut by cost."""
-    return [(stage.layers, stage.head, stage.loss) for stage in stages(shape, num_stages)]
+    """Of a micro-batch without a pipeline, when a step stalls."""
 
 
 NANOTRON = NanotronProfile(
@@ -38,10 +43,8 @@ NANOTRON = NanotronProfile(
     hide=0.18,
     reduce=0.435,
     gather=0.152,
-    reduce_in_backward=True,
     send_s=0.08e-3,
     step_s=0.029,
-    cut=cut,
     stall_s=0.46,
     network_stall_s=0.965,
 )
@@ -50,6 +53,72 @@ and 0.7 of Mosaic's backward. Eager PyTorch makes 50 passes of d_model and 14 of
 rotary embeddings 8, splitting and joining queries, keys and values 12, of gathered inputs 4; silu and product apart)
 and gathers the inputs of products again for the backward pass. The other constants are `benchmark.calibrate` of the
 benchmark's calibration half, rounded."""
+
+
+class NanotronStep(Step):
+    """One step of nanotron: stages are cut by cost and run 1F1B as separate programs; the last backward pass reduces.
+
+    It reduces a tensor at a time, and hides that behind the share `hide` of itself.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, profile: NanotronProfile = NANOTRON):
+        super().__init__(run, cluster, profile)
+        self.constants = profile
+        if run.mesh.pp > 1 and cluster.nodes > 1 and self.tensor.ranks > 1:
+            host_s = profile.host_s + profile.host_rank_s * self.tensor.ranks
+            self.profile = replace(profile, host_s=host_s)
+
+    def parts(self) -> dict[str, float]:
+        """The whole step by what takes it."""
+        m, pp = self.run.microbatches, self.mesh.pp
+        layer, head, loss = self.layer(), self.head(), self.loss()
+        stages: list[tuple[float, float, float]] = [(self.run.rank_layers, 1.0, 1.0)]
+        if pp > 1:
+            stages = [(s.layers, s.head, s.loss) for s in cut_by_cost(self.shape, pp)]
+        layer_s, head_s = sum(layer.values()), sum(head.values())
+        times = [n * layer_s + h * head_s + e * loss for n, h, e in stages]
+        busiest = max(times)
+        layers, heads, losses = stages[times.index(busiest)]
+        slowest = max(busiest, self.logits(stages))
+        parts = {name: m * layers * seconds for name, seconds in layer.items()}
+        for name, seconds in head.items():
+            parts[name] = parts.get(name, 0.0) + m * heads * seconds
+        parts["loss"] = m * losses * loss
+        if pp > 1:
+            parts["bubble"] = sum(times) - busiest
+            parts["exposed pp"] = 2 * (m + pp - 1) * self.hand_over() + m * (slowest - busiest)
+        once = self.once_a_step(self.shape.num_layers / pp, self.profile.hide * slowest * 2 / 3)
+        for name, seconds in once.items():
+            parts[name] = parts.get(name, 0.0) + seconds
+        return parts | {"step overhead": self.profile.step_s}
+
+    def logits(self, stages: list[tuple[float, float, float]]) -> float:
+        """Sending the logits of one micro-batch where the loss is on another stage than the head."""
+        if all(head == loss for _, head, loss in stages):
+            return 0.0
+        size = 2 * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
+        return self.collective("collective-permute", size, self.group("pp"))
+
+    def copies(self) -> float:
+        """None: no program has both passes."""
+        return 0.0
+
+    def tensor_group(self) -> float:
+        """As much of it as is waited for."""
+        return super().tensor_group() * (self.constants.tensor if self.tensor.nodes == 1 else 1.0)
+
+    def hand_over(self) -> float:
+        """Activations to the next stage."""
+        return self.constants.send_s + super().hand_over()
+
+    def summed(self, kind: str, size: float, ranks: Group) -> float:
+        """Gradients of a step over `ranks`, one tensor at a time."""
+        pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
+        return self.constants.reduce * pieces * self.collective(kind, size / pieces, ranks)
+
+    def gathered(self, size: float, ranks: Group) -> float:
+        """Updated parameters of `ranks`, slower over more nodes."""
+        return super().gathered(size, ranks) * (1 + self.constants.gather * (ranks.nodes - 1))
 
 
 def stall_s(run: Run, profile: NanotronProfile = NANOTRON) -> float:
@@ -65,7 +134,7 @@ def estimate_with_stalls(
 ) -> StepPrediction:
     """Predict a step between one that ran and one that stalled, nearer to the likelier."""
     memory = nanotron_breakdown(run).peak_bytes
-    ran = estimate(run, cluster, profile, peak_bytes=memory)
+    ran = NanotronStep(run, cluster, profile).predict(memory)
     stalled = (1 + stall_s(run, profile) / ran.step_s) ** benchmark_stalls(run, cluster)
     stalls = ran.step_s * (stalled - 1)
     return replace(ran, step_s=ran.step_s + stalls, parts={**ran.parts, "stalls": stalls})

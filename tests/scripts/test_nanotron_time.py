@@ -3,8 +3,12 @@
 import pytest
 
 from scripts.validation.nanotron import run_of
-from scripts.validation.nanotron_time import NANOTRON, benchmark_stalls, estimate_with_stalls
-from ultrascale_jax.plan.formulas.step_time import estimate
+from scripts.validation.nanotron_time import (
+    NANOTRON,
+    NanotronStep,
+    benchmark_stalls,
+    estimate_with_stalls,
+)
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
@@ -15,7 +19,7 @@ OUTSIDE = ("bubble", "exposed pp", "exposed fsdp", "optimizer", "step overhead")
 def step(run: Run) -> StepPrediction:
     """A step that ran."""
     cluster = find_cluster("playbook", "h100", run.num_gpus)
-    return estimate(run, cluster, NANOTRON, peak_bytes=0)
+    return NanotronStep(run, cluster).predict(0)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """What a training framework adds to what the machine does: a profile of constants, and this project's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import REMAT_NAMES
-from ultrascale_jax.training.model_shape import ModelShape
 
 RESULTS = {
     "qkv": ("q", "k", "v"),
@@ -33,10 +31,6 @@ class FrameworkProfile:
     """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
     host_s: float
     """Least time of a layer, forward and backward: kernel launches of the host."""
-    host_rank_s: float = 0.0
-    """More of that for each rank of the tensor group, where a pipeline runs over several nodes."""
-    tensor: float = 1.0
-    """Share of the tensor group's communication that is waited for."""
     tensor_passes: int = 8
     """How often a layer gathers or scatters the residual stream, forward and backward."""
     gathers: int = 1
@@ -47,19 +41,8 @@ class FrameworkProfile:
     """The same where half of them travel while experts work on the other half."""
     hide: float
     """Share of the arithmetic beside it that communication of parameters and gradients can hide behind."""
-    reduce: float = 1.0
-    """Time of reducing the gradients of a step over that of `costs.collective_seconds`."""
-    gather: float = 0.0
-    """By how much each further node lengthens the gathering of updated parameters (ZeRO-1 and 2)."""
-    reduce_in_backward: bool = False
-    """Gradients are reduced during the last backward pass, a tensor at a time; else after it, all together."""
-    send_s: float = 0.0
-    """Handing over to the next stage of a pipeline, beside the bytes."""
     step_s: float
     """Once a step: optimizer launches, data, logging."""
-    cut: Callable[[ModelShape, int], list[tuple[float, float, float]]] | None = None
-    """Cuts a model into so many pipeline stages, each a program of its own: layers, share of the head, of the loss.
-    None: equal stages of one program, embedding and head split over all."""
 
 
 ULTRASCALE = FrameworkProfile(

@@ -26,15 +26,8 @@ def estimate(
     peak_bytes: int | None = None,
 ) -> StepPrediction:
     """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer."""
-    parts = Step(run, cluster, profile).parts()
-    return StepPrediction(
-        run=run,
-        gpu=cluster.gpu,
-        source="formula",
-        step_s=sum(parts.values()),
-        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        peak_bytes=breakdown(run).peak_bytes if peak_bytes is None else peak_bytes,
-    )
+    peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
+    return Step(run, cluster, profile).predict(peak)
 
 
 class Step(Arithmetic):
@@ -47,35 +40,32 @@ class Step(Arithmetic):
         )
         self.shards = self.group(*SHARDED[0])
 
+    def predict(self, peak_bytes: int) -> StepPrediction:
+        """Return the step as its parts make it."""
+        parts = self.parts()
+        return StepPrediction(
+            run=self.run,
+            gpu=self.gpu,
+            source="formula",
+            step_s=sum(parts.values()),
+            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+            peak_bytes=peak_bytes,
+        )
+
     def parts(self) -> dict[str, float]:
-        """The whole step by what takes it."""
-        m, pp = self.run.microbatches, self.mesh.pp
-        layer, head, loss = self.layer(), self.head(), self.loss()
-        layer_s, head_s = sum(layer.values()), sum(head.values())
-        stages = self.stages()
-        times = [n * layer_s + h * head_s + e * loss for n, h, e in stages]
-        busiest = max(times)
-        layers, heads, losses = stages[times.index(busiest)]
-        slowest = max(busiest, self.logits(stages))
+        """The whole step by what takes it; stages are equal, embedding, head and loss split over all."""
+        m, share = self.run.microbatches, 1 / self.mesh.pp
+        layers, layer, head, loss = self.run.rank_layers, self.layer(), self.head(), self.loss()
         parts = {name: m * layers * seconds for name, seconds in layer.items()}
         for name, seconds in head.items():
-            parts[name] = parts.get(name, 0.0) + m * heads * seconds
-        parts["loss"] = m * losses * loss
-        if pp > 1 and self.profile.cut:  # 1F1B of separate programs
-            parts["bubble"] = sum(times) - busiest
-            parts["exposed pp"] = 2 * (m + pp - 1) * self.hand_over() + m * (slowest - busiest)
-        elif pp > 1:
-            parts |= self.pipeline(layer_s, heads * head_s + losses * loss)
-        for name, seconds in self.once_a_step(slowest).items():
+            parts[name] = parts.get(name, 0.0) + m * share * seconds
+        parts["loss"] = m * share * loss
+        if self.mesh.pp > 1:
+            head_s = share * sum(head.values()) + share * loss
+            parts |= self.pipeline(sum(layer.values()), head_s)
+        for name, seconds in self.once_a_step(layers).items():
             parts[name] = parts.get(name, 0.0) + seconds
         return parts | {"step overhead": self.profile.step_s}
-
-    def stages(self) -> list[tuple[float, float, float]]:
-        """Layers, and shares of head and loss, of every stage."""
-        pp = self.mesh.pp
-        if self.profile.cut and pp > 1:
-            return self.profile.cut(self.shape, pp)
-        return [(self.run.rank_layers, 1 / pp, 1 / pp)] * pp
 
     def copies(self) -> float:
         """Copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
@@ -84,7 +74,7 @@ class Step(Arithmetic):
         and the W queue is written and read.
         """
         run = self.run
-        if run.mesh.pp == 1 or self.profile.cut or not pipeline_memory.beside(run):
+        if run.mesh.pp == 1 or not pipeline_memory.beside(run):
             return 0.0
         count = sum(n for n, _ in self.layer_params())
         params = count / (self.shards.ranks if run.zero == 3 else 1)
@@ -120,13 +110,6 @@ class Step(Arithmetic):
         sends = counts.ticks["F"] + counts.ticks["B"]
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
 
-    def logits(self, stages: list[tuple[float, float, float]]) -> float:
-        """Sending the logits of one micro-batch where the loss is on another stage than the head."""
-        if all(head == loss for _, head, loss in stages):
-            return 0.0
-        size = 2 * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
-        return self.collective("collective-permute", size, self.group("pp"))
-
     def layer(self) -> dict[str, float]:
         """Forward and backward pass of one micro-batch through one layer."""
         passes, repeated = self.passes, self.recomputed()
@@ -145,10 +128,7 @@ class Step(Arithmetic):
             + self.matrices_of_experts(),
             "exposed offload": self.offload(forward_s + backward_s),
         }
-        host = self.profile.host_s
-        if self.mesh.pp > 1 and self.cluster.nodes > 1 and self.tensor.ranks > 1:
-            host += self.profile.host_rank_s * self.tensor.ranks
-        parts["host"] = max(0.0, host - sum(parts.values()))
+        parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
         return parts
 
     def head(self) -> dict[str, float]:
@@ -218,10 +198,8 @@ class Step(Arithmetic):
         size = 2 * self.run.tokens * self.shape.d_model
         passes = self.profile.tensor_passes
         if self.mesh.sp > 1:
-            seconds = passes * self.collective("all-gather", size, self.tensor)
-        else:
-            seconds = passes / 2 * self.collective("all-reduce", size, self.tensor)
-        return seconds * (self.profile.tensor if self.tensor.nodes == 1 else 1.0)
+            return passes * self.collective("all-gather", size, self.tensor)
+        return passes / 2 * self.collective("all-reduce", size, self.tensor)
 
     def exchanged(self) -> tuple[float, float]:
         """What attention waits for over cp, forward and backward."""
@@ -287,12 +265,11 @@ class Step(Arithmetic):
         """Activations of one micro-batch to the next stage."""
         size = 2 * self.run.tokens * self.shape.d_model / self.mesh.sp
         pp = self.group("pp")
-        return self.profile.send_s + self.collective("collective-permute", size, pp)
+        return self.collective("collective-permute", size, pp)
 
-    def once_a_step(self, slowest: float) -> dict[str, float]:
-        """Gradients summed and parameters gathered outside the micro-batches, and the optimizer."""
-        run, shape, mesh, profile = self.run, self.shape, self.mesh, self.profile
-        layers = shape.num_layers / mesh.pp if profile.cut else run.rank_layers
+    def once_a_step(self, layers: float, hidden: float = 0.0) -> dict[str, float]:
+        """Gradients of `layers` summed, behind `hidden` seconds, parameters gathered, and the optimizer."""
+        run, shape, mesh = self.run, self.shape, self.mesh
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
         reduce = scatter = gather = kept = 0.0
@@ -305,22 +282,22 @@ class Step(Arithmetic):
             if run.zero == 1:
                 scatter += self.summed("reduce-scatter", 4 * count, shards)
             if run.zero in (1, 2):
-                seconds = self.collective("all-gather", 2 * count, shards)
-                gather += seconds * (1 + profile.gather * (shards.nodes - 1))
-        seconds = {"exposed dp": reduce, "exposed fsdp": scatter}
-        if profile.reduce_in_backward:
-            hidden = profile.hide * slowest * 2 / 3
-            seconds = {name: max(0.0, s - hidden) for name, s in seconds.items()}
-        seconds["exposed fsdp"] += gather
+                gather += self.gathered(2 * count, shards)
         # Float32 parameter, gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
         traffic = kept * (14 + 2 * run.moment_bytes)
-        return seconds | {"optimizer": costs.memory_seconds(self.gpu, traffic)}
+        return {
+            "exposed dp": max(0.0, reduce - hidden),
+            "exposed fsdp": max(0.0, scatter - hidden) + gather,
+            "optimizer": costs.memory_seconds(self.gpu, traffic),
+        }
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:
-        """Gradients of a step over `ranks`, one tensor at a time where the backward pass does it."""
-        pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
-        pieces = pieces if self.profile.reduce_in_backward else 1
-        return self.profile.reduce * pieces * self.collective(kind, size / pieces, ranks)
+        """Gradients of a step over `ranks`, all together."""
+        return self.collective(kind, size, ranks)
+
+    def gathered(self, size: float, ranks: Group) -> float:
+        """Updated parameters of `ranks`, all together."""
+        return self.collective("all-gather", size, ranks)
 
     def group(self, *axes: str) -> Group:
         return group(self.mesh, axes, self.cluster.gpus_per_node)
