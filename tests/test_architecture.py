@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import the ones before it; layers on one line may not import each other.
 LAYERS = [
     {"config", "kernels", "hlo"},
-    {"launch"},
+    {"launch", "figures"},
     {"sharding"},
     {"parallel"},
     {"models"},

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ultrascale_jax.plan.report.charts import Cloud, Clouds, Lines, Point
-from ultrascale_jax.plan.report.figure import Figure
+from ultrascale_jax.figures.charts import Cloud, Clouds, Lines, Point
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.report.files import Source
 
 CELLS = (

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.validation import memory_table
+from ultrascale_jax.figures.charts import Lines, Point
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.report.charts import Lines, Point
 from ultrascale_jax.plan.workload import GIB, Run
 
 # Every schedule for lock step with more and more micro-batches, one sequence of 4,096 tokens each.

@@ -7,7 +7,8 @@ import pytest
 
 from ultrascale_jax.cli import plan
 from ultrascale_jax.cli.plan_commands import report as verb
-from ultrascale_jax.plan.report import files, page
+from ultrascale_jax.figures import page
+from ultrascale_jax.plan.report import files
 
 RUNS = Path(__file__).parent.parent / "data/plan/playbook_runs.csv"
 COMPILE = {

@@ -21,9 +21,10 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.figures import page
+from ultrascale_jax.figures.figure import Figure, version
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.report import files, page, plans
-from ultrascale_jax.plan.report.figure import Figure, version
+from ultrascale_jax.plan.report import files, plans
 from ultrascale_jax.plan.workload import GIB
 
 type Tell = Callable[[str], None]

@@ -10,11 +10,11 @@ from typing import Any
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
+from ultrascale_jax.figures.charts import Bar, Bars, Cloud, Clouds, Point
+from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.palette import WHOLE
+from ultrascale_jax.figures.streams import Event, Streams
 from ultrascale_jax.plan.report import runs
-from ultrascale_jax.plan.report.charts import Bar, Bars, Cloud, Clouds, Point
-from ultrascale_jax.plan.report.figure import Figure, Table
-from ultrascale_jax.plan.report.palette import WHOLE
-from ultrascale_jax.plan.report.streams import Event, Streams
 from ultrascale_jax.plan.workload import GIB
 
 NEAR = 1.5

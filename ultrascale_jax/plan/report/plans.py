@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import Config, MeshConfig, UserError
+from ultrascale_jax.figures.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
+from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.plan.formulas import cheatsheet
 from ultrascale_jax.plan.formulas.memory import breakdown, timeline
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report import files, schedules
-from ultrascale_jax.plan.report.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
-from ultrascale_jax.plan.report.figure import Figure, Table
 from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.search.search_space import REMAT, with_changes
 from ultrascale_jax.plan.workload import GIB, Run

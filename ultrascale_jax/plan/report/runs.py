@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.plan.report.charts import Cell, Cloud, Clouds, Heat, Lines, Point
-from ultrascale_jax.plan.report.figure import Figure
+from ultrascale_jax.figures.charts import Cell, Cloud, Clouds, Heat, Lines, Point
+from ultrascale_jax.figures.figure import Figure
 
 COLUMNS = ("model", "nodes", "mbs", "gas", "dp", "pp", "tp", "zero", "tok_s_gpu", "mem_gb")
 """What a CSV of runs must have; of what else there is, `mesh` and `remat` are shown."""

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ultrascale_jax.figures.charts import Lines, Point
+from ultrascale_jax.figures.figure import Figure, Table, legend, rows_of
+from ultrascale_jax.figures.palette import INK, OPERATIONS, PAPER, shade
 from ultrascale_jax.parallel.pipeline.schedules import KINDS, Runtime, Schedule, build
 from ultrascale_jax.parallel.pipeline.table import Op
-from ultrascale_jax.plan.report.charts import Lines, Point
-from ultrascale_jax.plan.report.figure import Figure, Table, legend, rows_of
-from ultrascale_jax.plan.report.palette import INK, OPERATIONS, PAPER, shade
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 

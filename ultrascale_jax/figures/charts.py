@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ultrascale_jax.plan.report.figure import (
+from ultrascale_jax.figures.figure import (
     Figure,
     Table,
     check_numbers,
@@ -14,7 +14,7 @@ from ultrascale_jax.plan.report.figure import (
     number,
     rows_of,
 )
-from ultrascale_jax.plan.report.palette import (
+from ultrascale_jax.figures.palette import (
     INK,
     MARKERS,
     PAPER,

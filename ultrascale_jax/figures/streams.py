@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.plan.report.figure import Figure, Table, check_numbers, legend, rows_of
-from ultrascale_jax.plan.report.palette import LOOP, kind_colours
+from ultrascale_jax.figures.figure import Figure, Table, check_numbers, legend, rows_of
+from ultrascale_jax.figures.palette import LOOP, kind_colours
 
 FINEST = 50_000
 """Part of the step below which neighbours of a timeline are drawn together: the deepest zoom shows 1/5,000 of it."""

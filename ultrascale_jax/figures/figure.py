@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.report.palette import INK, PAPER, STYLE
+from ultrascale_jax.figures.palette import INK, PAPER, STYLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.plan.report.figure import Figure, Table, number
+from ultrascale_jax.figures.figure import Figure, Table, number
 
 MAX_ROWS = 200
 """Rows of one table; the rest is counted."""
