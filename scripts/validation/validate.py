@@ -25,6 +25,7 @@ from scripts.validation.benchmark import Cell, Prediction
 from scripts.validation.nanotron_time import NANOTRON, NanotronProfile
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
+from ultrascale_jax.plan.prediction import SCHEMA
 
 GOALS = (
     ("spearman_least", "rank correlation of throughput, worst cell", 0.9, True),
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
     ]
     predictions = [benchmark.predict(row, profile) for row in chosen]
     found = summarize(predictions)
-    found |= {"verb": "validate", "half": options.half, "left_out": contradictory}
+    found |= {"verb": "validate", "schema": SCHEMA, "half": options.half, "left_out": contradictory}
     found["constants"] = {name: getattr(profile, name) for name in benchmark.FITTED}
     if options.json:
         print(json.dumps(found | {"predictions": [_prediction(p) for p in predictions]}))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from scripts.validation import published
 from scripts.validation.published import Prediction, Row, Summary
+from ultrascale_jax.plan.prediction import SCHEMA
 
 COMPARED = (
     "Compared is the estimate for this project's trainer (software ULTRASCALE), not for theirs."
@@ -26,6 +27,7 @@ def show(rows: Iterable[Row], as_json: bool) -> None:
     if as_json:
         result = {
             "verb": "validate",
+            "schema": SCHEMA,
             "kind": "published",
             "rows": [_row(one) for one in predictions],
             "summary": [dataclasses.asdict(summary) for summary in found],

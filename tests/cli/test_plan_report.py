@@ -66,7 +66,7 @@ def report(capsys, *arguments: object) -> tuple[dict[str, Path], str]:
     """The PNG files by name, and the page's text."""
     plan.main(["report", *map(str, arguments), "--json"])
     answer = json.loads(capsys.readouterr().out)
-    assert answer["verb"] == "report" and answer["complete"] is True
+    assert (answer["verb"], answer["schema"]) == ("report", 1) and answer["complete"] is True
     paths = {Path(file).stem: Path(file) for file in answer["files"]}
     text = paths.pop("report").read_text()
     for name, path in paths.items():

@@ -58,6 +58,10 @@ def test_fixed_fields_stay(capsys):
     ranked = [row for row in result["rows"] if row["section"] == "the best of each mesh"]
     assert len(ranked) > 1
     assert all(row["mesh"].get("tp") == 2 for row in result["rows"])
+    assert result["schema"] == 1
+    for row in result["rows"]:
+        assert sum(row["time_s"].values()) == pytest.approx(row["step_s"])
+        assert row["peak_bytes"] / 2**30 == row["peak_gib"] and row["gpus"] == 8
     assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
 
 

@@ -44,7 +44,11 @@ def test_a_run_that_cannot_fit_is_nan(tmp_path, capsys):
     path = tmp_path / "runs.csv"
     plan.main(["sweep", "llama3_70b", "--out", str(path), "--predict", "--json"])
     result = json.loads(capsys.readouterr().out)
-    assert result["verb"] == "sweep" and result["complete"] and result["csv"] == str(path)
+    assert (
+        (result["verb"], result["schema"]) == ("sweep", 1)
+        and result["complete"]
+        and result["csv"] == str(path)
+    )
     assert result["rows"] and {row["status"] for row in result["rows"]} == {"out of memory"}
     assert {row["tok_s"] for row in result["rows"]} == {None}
     assert {row["mem_gb"] for row in rows(path)} == {"nan"}

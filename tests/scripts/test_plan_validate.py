@@ -31,7 +31,8 @@ def few(tmp_path) -> str:
 def test_json_has_cells_and_totals(capsys):
     plan.main(["validate", str(RUNS), "--json"], VERBS)
     found = json.loads(capsys.readouterr().out)
-    assert (found["verb"], found["half"], found["left_out"]) == ("validate", "test", 20)
+    assert (found["verb"], found["schema"]) == ("validate", 1)
+    assert (found["half"], found["left_out"]) == ("test", 20)
     assert [(c["model"], c["nodes"]) for c in found["cells"]] == [
         (model, nodes) for model in ("1B", "8B") for nodes in (1, 2, 4, 8, 16, 32, 64)
     ]
@@ -120,7 +121,7 @@ def test_published_runs_are_one_line_for_each_model_and_precision(capsys):
 def test_published_runs_as_json(capsys):
     plan.main(["validate", str(PUBLISHED), "--json"], VERBS)
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["verb", "kind", "rows", "summary"]
+    assert list(found) == ["verb", "schema", "kind", "rows", "summary"]
     assert (found["verb"], found["kind"], len(found["rows"])) == ("validate", "published", 93)
     assert sum(one["rows"] for one in found["summary"]) == 93
     for row in found["rows"]:

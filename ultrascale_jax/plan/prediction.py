@@ -1,5 +1,6 @@
 """What the planner says of one optimizer step: the one type that formulas, compiled programs, search and JSON share."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
 
 SCHEMA = 1
-"""Version of the fields of `StepPrediction.summary`, and of all JSON that `ultrascale plan` prints."""
+"""Version of the JSON that `ultrascale plan` prints; a field that goes, or means something else, makes it the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,14 @@ class StepPrediction:
         """Whether the peak is no more than what a run may take of the GPU."""
         return self.peak_bytes <= self.gpu.usable_bytes
 
+    def scaled(self, factor: float) -> "StepPrediction":
+        """Return the same step, `factor` times as long."""
+        parts = {name: factor * seconds for name, seconds in self.parts.items()}
+        return dataclasses.replace(self, step_s=factor * self.step_s, parts=parts)
+
     def summary(self) -> dict[str, Any]:
         """The numbers as JSON has them; bytes and seconds on one GPU."""
         return {
-            "schema": SCHEMA,
             "label": self.run.label,
             "gpus": self.run.num_gpus,
             "gpu": self.gpu.name,

@@ -18,6 +18,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.prediction import SCHEMA
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
@@ -113,6 +114,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
     waiting = [c for c in found if not c.asynchronous]
     return {
         "verb": "compile",
+        "schema": SCHEMA,
         **predict_step(step, timeline, cluster.gpu).summary(),
         **{name: getattr(step, name) for name in MEMORY},
         "synchronous": len(waiting),

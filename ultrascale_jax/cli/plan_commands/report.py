@@ -24,6 +24,7 @@ from ultrascale_jax.config import UserError, require
 from ultrascale_jax.figures import page
 from ultrascale_jax.figures.figure import Figure, version
 from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.report import files, plans
 from ultrascale_jax.plan.workload import GIB
 
@@ -167,7 +168,11 @@ def _write(
         raise UserError(f"out={out!r}: cannot be written: {error.strerror}") from None
     written = [str(folder / f"{f.name}.png") for f, _ in drawn] + [str(folder / "report.html")]
     if as_json:
-        print(json.dumps({"verb": "report", "files": written, "complete": not stopped}))
+        print(
+            json.dumps(
+                {"verb": "report", "schema": SCHEMA, "files": written, "complete": not stopped}
+            )
+        )
     else:
         print("\n".join(written))
     if stopped:

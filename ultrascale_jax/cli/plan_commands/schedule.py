@@ -20,6 +20,7 @@ from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.prediction import SCHEMA
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
@@ -92,7 +93,11 @@ def main(argv: list[str]) -> None:
     numbers = measure(schedule, costs)
     if options.json:
         cells = [[dict(cell) for cell in row] for row in schedule.ticks]
-        print(json.dumps({"verb": "schedule", "costs": costs, **numbers, "table": cells}))
+        print(
+            json.dumps(
+                {"verb": "schedule", "schema": SCHEMA, "costs": costs, **numbers, "table": cells}
+            )
+        )
         return
     print(f"{schedule.text()}\n\n{describe(numbers)}", *written, sep="\n")
 
@@ -188,7 +193,7 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
             found.append((name, str(error)))
     if options.json:
         rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
-        print(json.dumps({"verb": "schedule", "costs": costs, "schedules": rows}))
+        print(json.dumps({"verb": "schedule", "schema": SCHEMA, "costs": costs, "schedules": rows}))
         return
     console = Console() if sys.stdout.isatty() else Console(width=150)
     console.print(

@@ -3,7 +3,6 @@
 Formulas rank every legal configuration; the best few are compiled and timed. --fixed pins what is settled already.
 """
 
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -180,10 +179,10 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
 
 def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
     """One candidate as numbers."""
-    run, step_s = candidate.run, search.step_s(candidate)
-    found = dataclasses.replace(candidate.best, step_s=step_s)
-    return {
-        "label": run.label,
+    run = candidate.run
+    correction = 1.0 if candidate.compiled else search.correction(run)
+    found = candidate.best.scaled(correction)
+    return found.summary() | {
         "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
         "sequences": run.sequences,
         "microbatches": run.microbatches,
@@ -191,11 +190,7 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
         "remat": run.remat,
         "schedule": " ".join(run.pipeline),
         "peak_gib": found.peak_bytes / GIB,
-        "step_s": step_s,
-        "tokens_per_s_gpu": found.tokens_per_s_gpu,
-        "mfu": found.mfu,
-        "source": found.source,
-        "correction": 1.0 if candidate.compiled else search.correction(run),
+        "correction": correction,
         "command": train(recipe, configured(search.cfg, run)),
     }
 

@@ -32,6 +32,7 @@ from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, ModelConfig, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import mfu
@@ -213,7 +214,7 @@ def report(
     """The rows of this grid, the fastest first, as a table or as JSON; a figure that is missing is null there."""
     if options.json:
         label = f"{recipe} on {machine.cluster.num_gpus} {machine.device}"
-        head = {"verb": "sweep", "label": label, "gpus": machine.cluster.num_gpus}
+        head = {"verb": "sweep", "schema": SCHEMA, "label": label, "gpus": machine.cluster.num_gpus}
         rows = [{name: _number(value) for name, value in row.items()} for row in made]
         head |= {"gpu": machine.device, "csv": str(table.path), "complete": complete}
         print(json.dumps(head | {"rows": rows}))
