@@ -31,11 +31,11 @@ class Gpu:
     """One kind of GPU; bandwidths in 1e9 bytes a second and one direction, memory in GiB."""
 
     name: str
-    """What `find_gpu` finds it by."""
+    """Name for `find_gpu`."""
     kind: str
-    """What JAX calls it (`device_kind`); the peaks are found by it."""
+    """JAX's name for it (`device_kind`), which the peaks are found by."""
     memory_gib: float
-    """What CUDA reports as total; nvidia-smi prints some 0.5 GiB more."""
+    """Total as CUDA reports it; nvidia-smi prints some 0.5 GiB more."""
     hbm_gbs: float
     """Bandwidth of the device memory."""
     cores: int
@@ -68,7 +68,7 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """What a run may take."""
+        """Bytes that a run may take."""
         return int(GPU_MEMORY_SHARE * self.memory_gib * 2**30)
 
 

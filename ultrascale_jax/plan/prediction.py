@@ -1,4 +1,4 @@
-"""What the planner says of one optimizer step: the one type that formulas, compiled programs, search and JSON share."""
+"""The prediction of one optimizer step: the type that formulas, compiled programs, search and JSON share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class StepPrediction:
     step_s: float
     """Seconds."""
     parts: Mapping[str, float]
-    """What takes how many of them."""
+    """Seconds by what takes them; together `step_s`."""
     peak_bytes: int
     """Most memory in use at any time."""
 

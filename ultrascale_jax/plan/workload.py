@@ -173,7 +173,7 @@ class Run:
 
     @property
     def exchange(self) -> list[str]:
-        """What is not the default of how attention crosses cp; empty without cp."""
+        """Words for how attention crosses cp, without defaults; empty without cp."""
         if self.mesh.cp == 1:
             return []
         strategy, (_, together) = self.context.strategy, self.ring
@@ -182,7 +182,7 @@ class Run:
 
     @property
     def dispatch(self) -> list[str]:
-        """What is not the default of how tokens travel to their experts; empty without experts."""
+        """Words for how tokens are dispatched to experts, without defaults; empty without experts."""
         if self.shape.experts is None:
             return []
         moe = self.moe
@@ -215,9 +215,9 @@ class Group:
     """GPUs that talk to each other along some mesh axes."""
 
     ranks: int
-    """How many."""
+    """Number of GPUs."""
     per_node: int
-    """How many of them share a node."""
+    """Number of them that share a node."""
 
     @property
     def nodes(self) -> int:

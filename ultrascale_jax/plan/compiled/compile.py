@@ -1,4 +1,4 @@
-"""Compile the training step for GPUs that are not there, and say what it needs.
+"""Compile the training step for GPUs that are not there, and report its memory and time.
 
 XLA's CUDA plugin compiles for a described chip: `hardware.py` has the descriptions, `target_devices` lays out as many
 chips as wanted in hosts, and `compile_step` compiles the very program that `train_step/step.py` would run on them;
@@ -59,7 +59,7 @@ class CompiledStep:
     """One training step as XLA would run it; sizes in bytes on one GPU."""
 
     run: Run
-    """What the step is one of."""
+    """The run that the step belongs to."""
     text: str
     """Scheduled HLO."""
     axes: dict[str, int]
@@ -69,7 +69,7 @@ class CompiledStep:
     temporary_bytes: int
     """Everything else that lives at once, at most."""
     host_bytes: int
-    """What is offloaded to the host's memory."""
+    """Activations offloaded to the host's memory."""
     peak_bytes: int
     """Most memory in use at any time, arguments included."""
     compile_s: float

@@ -1,4 +1,4 @@
-"""How long each instruction of a scheduled program keeps the GPU busy.
+"""Time each instruction of a scheduled program on a GPU.
 
 Matrix products and attention are timed by their shapes (`costs.py`), whatever kernel the text names: without a GPU XLA
 has not chosen one yet. Everything else is timed by the bytes it really touches, not by the size of its operands: a
@@ -27,7 +27,7 @@ from ultrascale_jax.training.flops import mean_keys
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What the GPU does for one instruction."""
+    """Work of the GPU for one instruction."""
 
     kind: Literal["gemm", "attention", "other"]
     seconds: float
@@ -51,7 +51,7 @@ class Operations:
         return {}
 
     def find(self, computation: str, instruction: Instruction) -> Operation | None:
-        """What the GPU does for an instruction that is no collective; none: it takes no time."""
+        """Return the work for an instruction that is no collective; none: it takes no time."""
         key = computation, instruction.name
         if key not in self._known:
             self._known[key] = self._operation(computation, instruction)
@@ -129,7 +129,7 @@ def attention_flops(instruction: Instruction, head_dim: int) -> float:
 
 
 def _precision(dtype: str) -> str:
-    """What `Gpu.peak_flops` calls the tensor cores' rate for an element type; float32 products run as TF32."""
+    """Return the precision of `Gpu.peak_flops` for an element type; float32 products run as TF32."""
     if dtype.startswith("f8"):
         return "fp8"
     return "bf16" if dtype in ("bf16", "f16") else "fp32"

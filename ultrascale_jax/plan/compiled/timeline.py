@@ -1,4 +1,4 @@
-"""How one training step runs on the GPU, second by second, from the program that XLA scheduled.
+"""Replay one training step on a GPU, second by second, from the program that XLA scheduled.
 
 The program is replayed in its own order on one GPU. What computes waits its turn on the compute stream. A collective
 that XLA starts and finishes apart runs beside it:
@@ -311,7 +311,7 @@ def _on_link(collective: collectives.Collective, cluster: Cluster) -> tuple[str,
 
 
 def _members(devices: tuple[int, ...], gpus_per_node: int) -> Group:
-    """How many devices, and how many of them share a node at most."""
+    """Count the devices, and those of them that share a node at most."""
     per_node = Counter(device // gpus_per_node for device in devices)
     return Group(ranks=len(devices), per_node=max(per_node.values()))
 

@@ -1,4 +1,4 @@
-"""What one layer keeps for its backward pass, what that pass has in hand, and the loss: bytes on one GPU.
+"""Bytes of activations on one GPU: kept for the backward pass, in use during it, and of the loss.
 
 The lists were read off XLA's buffer assignment of our step, tensor by tensor (`docs/planning/memory_xla.csv` has the
 runs). In the comments, letters are those of `sharding.py`; `a` is the width of one activation in bytes.

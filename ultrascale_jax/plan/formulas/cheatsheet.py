@@ -66,7 +66,7 @@ class Row:
     communication_s: float
     """Of one micro-batch, and for dp and ZeRO-1 of the step."""
     computation_s: float
-    """What it can hide behind."""
+    """Of the computation that it can hide behind."""
 
     @property
     def ratio(self) -> float:
@@ -87,7 +87,7 @@ def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
 
 
 class _Sheet:
-    """What the rows share."""
+    """Quantities and helpers that the rows share."""
 
     def __init__(self, run: Run, cluster: Cluster):
         self.run, self.shape, self.mesh, self.cluster = run, run.shape, run.mesh, cluster

@@ -1,4 +1,4 @@
-"""What a sequence that is split over cp costs beside the blocks of its attention; no JAX.
+"""Costs of splitting a sequence over cp, beside the blocks of its attention; no JAX.
 
 `parallel/context/ring.py` has the program: before and after the ring the ranks of one place exchange heads for
 sequence; on it a block is computed for each distance while the next keys travel, backward also the float32 sums of

@@ -1,4 +1,4 @@
-"""How long one operation takes: matrix products, attention, memory traffic and collectives, in seconds on one GPU.
+"""Seconds of one operation on one GPU: matrix product, attention, memory traffic, collective.
 
 Every formula is a sum of the work over a rate and of what it costs to begin, so that doubling the work never makes it
 faster. The rates are what published measurements on H100s reach of a data sheet's peak; other GPUs are taken to reach
@@ -131,7 +131,7 @@ def ring_bytes(kind: str, size: float, ranks: int) -> float:
 
 
 def _latency(cluster: Cluster, kind: str, size: float, group: Group) -> float:
-    """What a collective takes beside its start and its bytes."""
+    """Seconds of a collective beside its start and its bytes."""
     ranks, nodes = group.ranks, group.nodes
     if kind in ("collective-permute", "collective-broadcast"):
         far = HOP_S["all-gather"] if cluster.efa else NETWORK_HOP_S

@@ -1,4 +1,4 @@
-"""What tokens that travel to their experts cost: rows of the buffers, of the products, bytes on the links; no JAX.
+"""Costs of dispatching tokens to experts: rows of buffers and of products, bytes on the links; no JAX.
 
 `parallel/experts/exchange.py` has the program and `parallel/experts/capacity.py` its buffers. Routing is taken to be
 balanced, so that no buffer is too small and there is no further round.

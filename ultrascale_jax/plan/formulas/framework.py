@@ -1,4 +1,4 @@
-"""What a training framework adds to what the machine does: a profile of constants, and this project's."""
+"""Constants of a training framework, beside those of the machine; `ULTRASCALE` is this project."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ RESULTS = {
 """Matrix products of a layer and the names that `train.remat` has for their results."""
 
 KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(),), "full": ((),)}
-"""What the policies of `train_step/remat.py` keep."""
+"""Results that the policies of `train_step/remat.py` keep."""
 
 
 @dataclass(frozen=True, kw_only=True)

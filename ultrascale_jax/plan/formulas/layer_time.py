@@ -1,4 +1,4 @@
-"""What one GPU computes for a layer, in seconds: matrix products, attention and memory traffic; no JAX."""
+"""Seconds that one GPU computes for a layer: matrix products, attention and memory traffic; no JAX."""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How much memory one GPU needs, part by part, from formulas; no JAX.
+"""Predict the memory of one GPU, part by part, from formulas; no JAX.
 
 `breakdown` follows `train_step/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
@@ -37,7 +37,7 @@ class Breakdown:
 
 
 def breakdown(run: Run) -> Breakdown:
-    """What `run` needs in this project's trainer, at the moment that needs most.
+    """Predict the bytes that `run` needs in this project's trainer, at the moment that needs most.
 
     That is in the backward pass of a layer, in the loss, where zero 2 scatters a micro-batch's gradients, or, with few
     tokens, in the optimizer, where only the reduced gradients are left.
@@ -59,7 +59,7 @@ def breakdown(run: Run) -> Breakdown:
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
-    """What is there between steps: float32 master parameters, AdamW's moments, the batch of int32."""
+    """Bytes between steps: float32 master parameters, AdamW's moments, the batch of int32."""
     number = rest(run, weights) + weights.vectors
     arrays = 4 if run.document_mask else 3
     return {
@@ -70,7 +70,7 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
 
 
 def sums(run: Run, weights: Weights) -> dict[str, float]:
-    """What lives through all micro-batches: parameters in the type of compute, and float32 sums of gradients.
+    """Bytes that live through all micro-batches: parameters in the type of compute, float32 sums of gradients.
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers one
     layer at a time, and without recomputation keeps the cast shards. Only zero 2 and 3 shard the sums. float32 needs no
@@ -90,7 +90,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
 
 def activations(run: Run, layer: Layer) -> dict[str, float]:
-    """What lives from a layer's forward to its backward pass, over all layers."""
+    """Bytes kept from forward to backward pass, over all layers."""
     parts = {name: run.shape.num_layers * size for name, size in kept(run, layer).items()}
     return {f"activations: {name}": size for name, size in parts.items()} | {
         "activations: document mask": document_mask(run, layer)
@@ -98,7 +98,7 @@ def activations(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """What the backward pass of a layer adds.
+    """Bytes that the backward pass of a layer adds.
 
     Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
     The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
@@ -118,7 +118,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """What the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
+    """Bytes that the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
 
     The hidden states are there gathered, cut into chunks, and as gradients.
     """
@@ -131,7 +131,7 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _scatter(weights: Weights) -> dict[str, float]:
-    """What zero 2's scatter adds after a micro-batch: its gradients, and the one that leaves, transposed."""
+    """Bytes that zero 2's scatter adds after a micro-batch: its gradients, and the one that leaves, transposed."""
     return {
         "gradients": 2 * weights.blocks + 4 * weights.table,
         "communication buffers": 2

@@ -1,4 +1,4 @@
-"""How many parameters one GPU works on, and how many of them it keeps; no JAX."""
+"""Count the parameters that one GPU works on, and those of them that it keeps; no JAX."""
 
 from dataclasses import dataclass
 

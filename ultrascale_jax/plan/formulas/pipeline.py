@@ -1,4 +1,4 @@
-"""What a pipeline does in a step, counted in the very table that the executor runs; no JAX.
+"""Count what a pipeline does in a step, in the table that the executor runs; no JAX.
 
 `parallel/pipeline/program.py` gives the ticks by what runs in them and the slots of every buffer. A table grows with
 the micro-batches; what is counted in it grows by the same amount with each further row of them, once there are a few
@@ -93,7 +93,7 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
 
 
 class Key(NamedTuple):
-    """What a table depends on."""
+    """Arguments that determine a table."""
 
     schedule: str
     ranks: int

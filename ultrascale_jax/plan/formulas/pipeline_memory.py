@@ -1,4 +1,4 @@
-"""How much memory a pipeline needs beside its state, from the slots of the executor's buffers; no JAX.
+"""Predict the memory of a pipeline beside its state, from the slots of the executor's buffers; no JAX.
 
 Between ticks there are the parameters as they are used, float32 sums of gradients, and ring buffers, each with one slot
 more than the table needs, for idle ranks (`parallel/pipeline/executor.py`). Within a tick the largest moment is in the
@@ -43,7 +43,7 @@ def rings(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def _kept(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
-    """What so many stages keep, by kind."""
+    """Bytes that `chunks` stages keep, by kind."""
     layers = chunks * run.chunk_layers
     return {f"activations: {name}": layers * size for name, size in kept(run, layer).items()}
 
@@ -68,7 +68,7 @@ def beside(run: Run) -> bool:
 
 
 def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
-    """What is there at the moments that may need most.
+    """Bytes at the moments that may need most.
 
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """

@@ -1,4 +1,4 @@
-"""How long one step takes, from formulas; no JAX.
+"""Predict the time of one step, from formulas; no JAX.
 
 A step is its micro-batches on the slowest stage of the pipeline, the bubble, the communication that arithmetic does not
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
@@ -86,7 +86,7 @@ class Step(Arithmetic):
         return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
 
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
-        """What the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
+        """Seconds that the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
 
         In lock step a tick takes what it runs on any rank. A tick sends activations forward and gradients back; the
         first stage's input and its gradient, the last one's result and its gradient are summed over all ranks, for all
@@ -158,7 +158,7 @@ class Step(Arithmetic):
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
     def recomputed(self) -> float:
-        """What the backward pass repeats of the forward pass: what is not kept; the last product of a layer never.
+        """Seconds of the forward pass that the backward pass repeats: all that is not kept but a layer's last product.
 
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
         """
@@ -202,7 +202,7 @@ class Step(Arithmetic):
         return passes / 2 * self.collective("all-reduce", size, self.tensor)
 
     def exchanged(self) -> tuple[float, float]:
-        """What attention waits for over cp, forward and backward."""
+        """Seconds that attention waits for cp, forward and backward."""
         if self.mesh.cp == 1:
             return 0.0, 0.0
         passes = self.passes

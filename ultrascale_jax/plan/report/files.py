@@ -57,7 +57,7 @@ def _memory(sources: Sequence[Source]) -> list[Figure]:
 
 
 def memory(contents: Sequence[dict[str, Any]]) -> list[Figure]:
-    """What one GPU holds, from objects as the verb `memory` prints them; one alone is one figure."""
+    """Draw the memory of one GPU from objects as the verb `memory` prints them; one alone is one figure."""
     several = len(contents) > 1
     width = min(18, max(8, 64 // len(contents)))
     peaks, moments = [], {}

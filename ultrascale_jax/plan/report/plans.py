@@ -209,7 +209,7 @@ def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
 
 
 def step_parts(scenario: Scenario) -> Figure:
-    """Where the time of a step goes, by the same meshes."""
+    """Stack the parts of a step's time, by the same meshes."""
     gpus, panels = scenario.cluster.num_gpus, {}
     for axis, title in SPLITS.items():
         for size in powers(min(gpus, 2 * scenario.cluster.gpus_per_node, 32)):

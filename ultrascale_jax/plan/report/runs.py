@@ -12,7 +12,7 @@ from ultrascale_jax.figures.charts import Cell, Cloud, Clouds, Heat, Lines, Poin
 from ultrascale_jax.figures.figure import Figure
 
 COLUMNS = ("model", "nodes", "mbs", "gas", "dp", "pp", "tp", "zero", "tok_s_gpu", "mem_gb")
-"""What a CSV of runs must have; of what else there is, `mesh` and `remat` are shown."""
+"""Columns that a CSV of runs must have; of the others `mesh` and `remat` are shown."""
 FAMILIES = {
     (False, False): "dp",
     (True, False): "dp and tp",

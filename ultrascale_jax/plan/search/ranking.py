@@ -1,4 +1,4 @@
-"""Which of the legal ways to train a model is the fastest that fits.
+"""Find the fastest legal way to train a model that fits.
 
 The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
 maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
@@ -56,7 +56,7 @@ type Evaluate = Callable[[Config], StepPrediction]
 """Compiles one configuration and times it; may raise `NotCompiled`."""
 
 type Kind = tuple[int, int, bool, bool]
-"""What the candidates have in common of which one is compiled to correct the formulas of all."""
+"""Properties that decide how far the formulas err: one compiled candidate corrects all of its kind."""
 
 
 class NotCompiled(Exception):
@@ -194,7 +194,7 @@ class Search:
             self._candidates[done.run] = done
 
     def _next(self, known: set[Kind]) -> Candidate | None:
-        """What to compile next, where something of the kinds in `known` is compiled."""
+        """Choose the candidate to compile next; of the kinds in `known` one is compiled."""
         ours = [c for c in self.ranking if not c.refusal]
         waiting = [c for c in ours if not (c.compiled or c.failure)]
         if not waiting:
@@ -206,7 +206,7 @@ class Search:
 
     @property
     def usable_bytes(self) -> int:
-        """What a run may take on one GPU."""
+        """Bytes that a run may take on one GPU."""
         return self.cluster.gpu.usable_bytes
 
     def correction(self, run: Run) -> float:
@@ -222,7 +222,7 @@ class Search:
 
     @property
     def ranking(self) -> list[Candidate]:
-        """What fits by formula: the compiled by step time, then the rest by formula, then what the compiler refuted."""
+        """Sort what fits by formula: the compiled by step time, the rest by formula, then what the compiler refuted."""
         candidates = self._candidates.values()
         works = any(c.compiled for c in candidates)
 
@@ -273,7 +273,7 @@ class Search:
         return sorted(found, key=lambda c: (not c.best.fits, self.step_s(c)))
 
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
-        """What distinguishes `candidate`, or the reason why it lost to `best`."""
+        """Say what distinguishes `candidate`, or why it lost to `best`."""
         if not candidate.best.fits:
             source = "compiled, it" if candidate.compiled else "it"
             need, usable = (size / GIB for size in (candidate.best.peak_bytes, self.usable_bytes))
@@ -285,7 +285,7 @@ class Search:
         return "; ".join(text for text in (failure, candidate.refusal, slower) if text)
 
     def _difference(self, candidate: Candidate, best: Candidate) -> str:
-        """How much slower or faster than `best`, and the part that costs the most, both from one source."""
+        """Say how much slower or faster than `best`, and which part costs the most, both from one source."""
         share = self.step_s(candidate) / self.step_s(best) - 1
         if abs(share) < 0.001:
             return "as fast"

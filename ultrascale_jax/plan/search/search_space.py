@@ -41,7 +41,7 @@ STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
 
 STASHES = ("residuals", "input")
-"""What a stage keeps from forward to backward pass, from the one that repeats nothing."""
+"""Stashes of a pipeline's stage, from the one that repeats nothing."""
 
 UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
@@ -50,7 +50,7 @@ FIELDS = (
     *(*AXES, "zero", "remat", "microbatches", "sequences"),
     *("schedule", "virtual_stages", "stash"),
 )
-"""What a candidate is made of, and what can be pinned."""
+"""Fields of a candidate that differ, and that can be pinned."""
 
 UNTRAINED = "this release trains no such model"
 
