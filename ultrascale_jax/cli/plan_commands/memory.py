@@ -158,8 +158,8 @@ def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
             counts.append(2 * counts[-1])
         policies = (train.remat, *LIGHTER.get(train.remat, ()))
         for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
-            told = spread if more > 1 else cfg.mesh
-            yield with_changes(cfg, mesh=told, microbatches=count, zero=zero, remat=remat)
+            chosen = spread if more > 1 else cfg.mesh
+            yield with_changes(cfg, mesh=chosen, microbatches=count, zero=zero, remat=remat)
 
 
 def _parts(summary: dict[str, Any]) -> Table:

@@ -117,8 +117,8 @@ def one(
     options: Options,
 ) -> dict[str, str]:
     """The row of one run: from the table, or made and added to it."""
-    told = configured(cfg, run)
-    arguments = words(recipe, told)
+    candidate = configured(cfg, run)
+    arguments = words(recipe, candidate)
     fake = ["--devices", str(options.devices)] if options.devices and not options.predict else []
     said = {
         "model": model_name(cfg.model, recipe),

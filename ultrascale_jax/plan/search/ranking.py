@@ -111,7 +111,7 @@ class Search:
         self._ratios: dict[Kind, list[float]] = {}
 
     def predict(self, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Rank all candidates by formula; `advance` is told how many of how many are done."""
+        """Rank all candidates by formula; `advance` gets the number done, and of all."""
         axes, sizes = [axis for axis in AXES if axis not in ("cp", "ep")], self._pieces()
         within, across = self._parts()
         self._predict(axes, {**sizes, **within, **self._choices}, advance)
