@@ -148,3 +148,11 @@ def test_a_published_run_that_makes_no_sense_is_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert "line 2, mesh='fsdp=8': the sizes multiply to 8" in error
+
+
+def test_the_help_of_the_checkout_names_the_verb(capsys):
+    plan.main(["--help"], VERBS)
+    assert capsys.readouterr().out.rstrip().endswith("In this checkout also: validate")
+    with pytest.raises(SystemExit):
+        plan.main(["guess"], VERBS)
+    assert "sweep, report, validate" in capsys.readouterr().err

@@ -22,16 +22,17 @@ def main(
     argv: Sequence[str] | None = None, more: Mapping[str, Callable[[list[str]], None]] | None = None
 ) -> None:
     """Run the verb that the first word names; `more` has main functions of other verbs, or instead of ours."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, more = list(sys.argv[1:] if argv is None else argv), more or {}
+    others = [verb for verb in more if verb not in VERBS]
     if arguments[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+        print(__doc__, *(f"In this checkout also: {verb}" for verb in others))
         return
     verb = arguments.pop(0) if arguments else ""
-    if more is not None and verb in more:
+    if verb in more:
         more[verb](arguments)
         return
     with command_line.user_errors():
         fix = "is no part of the product; in a checkout: python -m scripts.plan validate RUNS.csv"
         require(verb != "validate", "verb", verb, fix)
-        require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
+        require(verb in VERBS, "verb", verb, f"choose one of {', '.join([*VERBS, *others])}")
     importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}").main(arguments)
