@@ -7,7 +7,12 @@ import pytest
 from ultrascale_jax.config import ContextConfig, MeshConfig
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
-from ultrascale_jax.plan.formulas.activations import document_mask, kept, layer_of, working_set
+from ultrascale_jax.plan.formulas.activations import (
+    document_mask,
+    layer_of,
+    saved_bytes,
+    working_set,
+)
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
@@ -57,18 +62,24 @@ def test_a_run_counts_the_blocks_that_the_program_computes(strategy, window):
 
 def test_the_groups_of_an_exchange_and_of_a_ring():
     run = split(64, ulysses=8)
-    assert context.groups(run, 8) == (Group(ranks=8, per_node=8), Group(ranks=8, per_node=1))
+    assert context.ring_groups(run, 8) == (Group(ranks=8, per_node=8), Group(ranks=8, per_node=1))
     apart = split(16, ulysses=2, sp=4)
-    assert context.groups(apart, 8) == (Group(ranks=2, per_node=2), Group(ranks=8, per_node=1))
-    assert context.groups(split(8), 8) == (Group(ranks=1, per_node=1), Group(ranks=8, per_node=8))
+    assert context.ring_groups(apart, 8) == (Group(ranks=2, per_node=2), Group(ranks=8, per_node=1))
+    assert context.ring_groups(split(8), 8) == (
+        Group(ranks=1, per_node=1),
+        Group(ranks=8, per_node=8),
+    )
 
 
 def test_kv_heads_are_repeated_where_the_ranks_of_a_place_outnumber_them():
     tokens = 131072 / 8
-    assert context.values(split(8)) == (tokens * 4096, tokens * 1024)
-    assert context.values(split(8, sp=4)) == (tokens * 1024, tokens * 256)
-    assert context.values(split(8, sp=4, strategy="ulysses")) == (tokens * 1024, tokens * 1024)
-    assert context.values(split(8, sp=16)) == (tokens * 256, tokens * 128)
+    assert context.query_key_values(split(8)) == (tokens * 4096, tokens * 1024)
+    assert context.query_key_values(split(8, sp=4)) == (tokens * 1024, tokens * 256)
+    assert context.query_key_values(split(8, sp=4, strategy="ulysses")) == (
+        tokens * 1024,
+        tokens * 1024,
+    )
+    assert context.query_key_values(split(8, sp=16)) == (tokens * 256, tokens * 128)
 
 
 def test_a_hop_waits_for_what_its_block_does_not_hide():
@@ -79,15 +90,15 @@ def test_a_hop_waits_for_what_its_block_does_not_hide():
         costs.collective_seconds(cluster, "collective-permute", size * tokens * 1024, ring)
         for size in (4, 8)
     )
-    assert context.waited(run, cluster, 16 * 2 * hop, 16 * 2 * (hop + back)) == (0, 0)
-    forward, backward = context.waited(run, cluster, 16 * hop / 2, 16 * hop)
+    assert context.exposed_seconds(run, cluster, 16 * 2 * hop, 16 * 2 * (hop + back)) == (0, 0)
+    forward, backward = context.exposed_seconds(run, cluster, 16 * hop / 2, 16 * hop)
     assert forward == pytest.approx(15 * hop / 2)
     assert backward == pytest.approx(15 * back)
 
 
 def test_gathered_keys_wait_for_the_scatter_of_their_gradients():
     run, cluster = split(8, strategy="allgather"), find_cluster(None, "h100", 8)
-    forward, backward = context.waited(run, cluster, 1.0, 1.0)
+    forward, backward = context.exposed_seconds(run, cluster, 1.0, 1.0)
     node = Group(ranks=8, per_node=8)
     scattered = costs.collective_seconds(cluster, "reduce-scatter", 8 * 131072 * 1024, node)
     assert (forward, backward) == (0, pytest.approx(scattered))
@@ -100,7 +111,7 @@ def test_heads_are_exchanged_four_times_each_way():
         2 * costs.collective_seconds(cluster, "all-to-all", 2 * tokens * width, node)
         for width in (4096, 1024)
     )
-    assert context.waited(run, cluster, 1.0, 1.0) == (pytest.approx(seconds),) * 2
+    assert context.exposed_seconds(run, cluster, 1.0, 1.0) == (pytest.approx(seconds),) * 2
 
 
 def test_zigzag_has_half_the_attention_of_a_ring_in_natural_order():
@@ -136,9 +147,12 @@ def test_a_split_sequence_keeps_no_scores():
     single = dataclasses.replace(run, precision="fp32", remat="none")
     slow = layer_of(single)
     assert slow.scores == 32 * 2048 * 2048  # those of the own block, for the backward pass alone
-    assert "attention" in kept(single, slow)
+    assert "attention" in saved_bytes(single, slow)
     whole = dataclasses.replace(single, mesh=MeshConfig(fsdp=4))
-    assert kept(whole, layer_of(whole))["attention"] > 4 * kept(single, slow)["attention"]
+    assert (
+        saved_bytes(whole, layer_of(whole))["attention"]
+        > 4 * saved_bytes(single, slow)["attention"]
+    )
 
 
 def test_a_document_mask_is_that_of_a_place():
@@ -154,9 +168,11 @@ def test_a_document_mask_is_that_of_a_place():
 
 
 def test_a_ring_whose_forward_pass_is_repeated_leaves_its_chunks():
-    query, key = context.values(split(8))
+    query, key = context.query_key_values(split(8))
     found = {
-        (strategy, remat): context.left(split(8, strategy=strategy, remat=remat), 2)
+        (strategy, remat): context.repeated_forward_bytes(
+            split(8, strategy=strategy, remat=remat), 2
+        )
         for strategy in ("ring", "zigzag", "allgather", "ulysses")
         for remat in ("full", "selective")
     }
@@ -165,15 +181,15 @@ def test_a_ring_whose_forward_pass_is_repeated_leaves_its_chunks():
     assert found["ring", "full"] == 2 * 4 * key
     assert found["ulysses", "full"] == 0  # one place, no ring
     assert {size for (_, remat), size in found.items() if remat == "selective"} == {0}
-    assert context.left(split(8, remat="save:q,attn_core"), 2) == 0
+    assert context.repeated_forward_bytes(split(8, remat="save:q,attn_core"), 2) == 0
 
 
 def test_gathered_keys_take_all_places():
     zigzag, gathered = (split(32, strategy=name, seq_len=2**20) for name in ("zigzag", "allgather"))
     more = working_set(gathered, layer_of(gathered)) - working_set(zigzag, layer_of(zigzag))
-    query, key = context.values(gathered)
+    query, key = context.query_key_values(gathered)
     layer = layer_of(zigzag)
-    mlp = 2 * 4 * layer.ffn + context.left(zigzag, 2)
+    mlp = 2 * 4 * layer.ffn + context.repeated_forward_bytes(zigzag, 2)
     assert more == 2 * 10 * query + 12 * 32 * key - mlp
 
 

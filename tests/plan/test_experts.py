@@ -31,30 +31,36 @@ def test_rows_are_those_of_the_program():
     visits = hit_fraction(Experts(num=128, per_token=8), 8)
     assert visits == pytest.approx(0.41, abs=0.01)
     assert hop.rows == pytest.approx(1.5 * visits * 8192, abs=8)
-    assert experts.received(run(ep=16)) == 16 * hop.rows
+    assert experts.received_rows(run(ep=16)) == 16 * hop.rows
     assert experts.a2a_stages(run(ep=8))[0].rows == 8192
-    assert experts.rows(run(ep=8)) == 8 * 8192 * 8 * 1.5 / 128
-    assert experts.received(run(ep=1)) == 8192
-    assert experts.received(run(ep=8, dispatch="allgather")) == 8 * 8192
+    assert experts.gemm_rows(run(ep=8)) == 8 * 8192 * 8 * 1.5 / 128
+    assert experts.received_rows(run(ep=1)) == 8192
+    assert experts.received_rows(run(ep=8, dispatch="allgather")) == 8 * 8192
 
 
 def test_a_sequence_group_sends_its_parts_and_works_on_all():
     one, two = run(ep=8), run(ep=8, sp=2)
     assert experts.tokens(two) == experts.tokens(one) / 2
-    assert experts.received(two) == pytest.approx(experts.received(one), rel=1e-2)
-    assert experts.rows(two) == experts.rows(one)
+    assert experts.received_rows(two) == pytest.approx(experts.received_rows(one), rel=1e-2)
+    assert experts.gemm_rows(two) == experts.gemm_rows(one)
 
 
 def test_two_halves_send_as_much_as_the_whole():
     whole, halves = run(ep=8), run(ep=8, overlap=True)
     assert experts.num_chunks(halves) == 2 and experts.num_chunks(run(overlap=True)) == 1
-    assert 2 * experts.received(halves) == pytest.approx(experts.received(whole), rel=1e-2)
-    assert 2 * experts.rows(halves) == experts.rows(whole)
+    assert 2 * experts.received_rows(halves) == pytest.approx(
+        experts.received_rows(whole), rel=1e-2
+    )
+    assert 2 * experts.gemm_rows(halves) == experts.gemm_rows(whole)
 
 
 def test_the_kernel_pads_no_rows():
     ragged = run(ep=8, implementation="mosaic")
-    assert 1.5 * experts.rows(ragged) == experts.rows(run(ep=8)) == experts.slots(ragged)
+    assert (
+        1.5 * experts.gemm_rows(ragged)
+        == experts.gemm_rows(run(ep=8))
+        == experts.expert_capacity(ragged)
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,30 +77,33 @@ def test_the_kernel_pads_no_rows():
     ids=str,
 )
 def test_a_further_round_is_where_a_buffer_may_be_too_small(fields, loops):
-    assert experts.loops(run(**fields)) == loops
+    assert experts.round_loops(run(**fields)) == loops
 
 
 def test_parts_of_ep_talk_across_nodes_and_their_ranks_within():
-    two = experts.links(run("DEEPSEEK_V3", ep=64, nodes=8), 8)
+    two = experts.stage_groups(run("DEEPSEEK_V3", ep=64, nodes=8), 8)
     assert [ranks for _, ranks in two] == [
         Group(ranks=8, per_node=1),
         Group(ranks=8, per_node=8),
     ]
-    (one,) = experts.links(run("DEEPSEEK_V3", ep=64), 8)
+    (one,) = experts.stage_groups(run("DEEPSEEK_V3", ep=64), 8)
     assert one[1] == Group(ranks=64, per_node=8)
-    assert experts.links(run("LLAMA3_8B", ep=8), 8) == []
+    assert experts.stage_groups(run("LLAMA3_8B", ep=8), 8) == []
     # With a tensor group of 2 a node has 4 ranks of ep.
-    assert experts.links(run("DEEPSEEK_V3", ep=64, tp=2), 8)[0][1] == Group(ranks=64, per_node=4)
+    assert experts.stage_groups(run("DEEPSEEK_V3", ep=64, tp=2), 8)[0][1] == Group(
+        ranks=64, per_node=4
+    )
 
 
 def test_a_token_goes_once_to_a_node():
     cluster = find_cluster(None, "h100", 64)
-    far, near = (hop for hop, _ in experts.links(run("DEEPSEEK_V3", ep=64, nodes=8), 8))
+    far, near = (hop for hop, _ in experts.stage_groups(run("DEEPSEEK_V3", ep=64, nodes=8), 8))
     # 4 of 8 groups, each on a node: at most half of the tokens, by 1.5.
     assert far.parts * far.rows < 8 * 0.5 * 1.5 * 8192
     assert near.parts == 8
     alone, nodes = (
-        experts.travelling(run("DEEPSEEK_V3", ep=64, nodes=nodes), cluster) for nodes in (1, 8)
+        experts.dispatch_seconds(run("DEEPSEEK_V3", ep=64, nodes=nodes), cluster)
+        for nodes in (1, 8)
     )
     assert nodes < 0.75 * alone
 
@@ -104,12 +113,14 @@ def test_the_time_of_one_way_by_hand():
     (hop,) = experts.a2a_stages(run(ep=8))
     size = 2 * 2048 * 8 * hop.rows
     node = Group(ranks=8, per_node=8)
-    assert experts.travelling(run(ep=8), cluster) == pytest.approx(
+    assert experts.dispatch_seconds(run(ep=8), cluster) == pytest.approx(
         costs.collective_seconds(cluster, "all-to-all", size, node)
     )
     gathered = run(ep=8, dispatch="allgather")
-    assert experts.travelling(gathered, cluster) == pytest.approx(
+    assert experts.dispatch_seconds(gathered, cluster) == pytest.approx(
         costs.collective_seconds(cluster, "all-gather", 2 * 2048 * 8 * 8192, node)
     )
     capacity = run(ep=8, dispatch="capacity")
-    assert experts.travelling(capacity, cluster) == experts.travelling(run(ep=8), cluster)
+    assert experts.dispatch_seconds(capacity, cluster) == experts.dispatch_seconds(
+        run(ep=8), cluster
+    )

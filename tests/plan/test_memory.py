@@ -12,9 +12,9 @@ import pytest
 from scripts.validation import memory_table
 from ultrascale_jax.config import Experts, MeshConfig
 from ultrascale_jax.configs import shapes
-from ultrascale_jax.plan.formulas.activations import kept, layer_of, loss_chunks
+from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
-from ultrascale_jax.plan.formulas.parameters import rest, weights_of
+from ultrascale_jax.plan.formulas.parameters import sharded_params, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
@@ -158,7 +158,7 @@ def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_
     tp, sp = (layer_of(run_8b({axis: 8})) for axis in ("tp", "sp"))
     assert sp.residual == tp.residual / 8
     assert (sp.ffn, sp.query, sp.key) == (tp.ffn, tp.query, tp.key)
-    assert kept(run_8b({"sp": 8}, remat="full"), sp)["layer inputs"] == 2 * 4096 * 1024
+    assert saved_bytes(run_8b({"sp": 8}, remat="full"), sp)["layer inputs"] == 2 * 4096 * 1024
 
 
 def test_kv_heads_are_repeated_for_a_larger_tensor_group():
@@ -237,7 +237,7 @@ def test_experts_are_split_over_ep_and_other_weights_are_not():
     assert weights_of(one).experts == 32 * 8 * 3 * 4096 * 14336
     assert weights_of(four).experts == weights_of(one).experts / 4
     assert weights_of(four).dense == weights_of(one).dense
-    assert rest(four, weights_of(four)) < rest(one, weights_of(one))
+    assert sharded_params(four, weights_of(four)) < sharded_params(one, weights_of(one))
 
 
 def test_what_a_layer_of_experts_keeps_by_hand():
@@ -246,7 +246,7 @@ def test_what_a_layer_of_experts_keeps_by_hand():
 
     def parts(remat: str) -> dict[str, float]:
         run = run_8b({"ep": 8}, shape=shape, remat=remat)
-        return kept(run, layer_of(run))
+        return saved_bytes(run, layer_of(run))
 
     rows, came = 1.25 * 2 * 8192, 8 * 1.25 * 8192 / 4
     assert not parts("full")["mlp"] and not parts("full")["dispatch"]

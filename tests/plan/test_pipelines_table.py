@@ -9,8 +9,8 @@ import pytest
 from scripts.validation import memory_table, pipelines_table
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.plan.formulas import pipeline
-from ultrascale_jax.plan.formulas.activations import kept, layer_of
-from ultrascale_jax.plan.formulas.pipeline_memory import waiting
+from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
+from ultrascale_jax.plan.formulas.pipeline_memory import w_queue_bytes
 from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.plan.workload import Run
 
@@ -70,7 +70,9 @@ def test_memory_of_afab_grows_by_what_a_stage_keeps():
         run = planned(row)
         layer = layer_of(run)
         # What the layers of a stage keep, and the gradient that waits at the end of the pipeline.
-        stage = run.rank_layers * sum(kept(run, layer).values()) + layer.width * layer.residual
+        stage = (
+            run.rank_layers * sum(saved_bytes(run, layer).values()) + layer.width * layer.residual
+        )
         grown = int(more["temporary_bytes"]) - int(row["temporary_bytes"])
         assert grown == pytest.approx(run.microbatches * stage, rel=0.02)
 
@@ -80,7 +82,7 @@ def test_zero_bubble_takes_no_more_than_interleaving_and_its_w_queue():
         by = {row["schedule"]: row for row in GROWING if row["microbatches"] == m}
         run = planned(by["zb_uniform"])
         chunks = pipeline.counts(run).slots["weights"] + 1
-        queue = chunks * run.chunk_layers * waiting(run, layer_of(run))
+        queue = chunks * run.chunk_layers * w_queue_bytes(run, layer_of(run))
         more = int(by["zb_uniform"]["xla_bytes"]) - int(by["interleaved"]["xla_bytes"])
         assert more < 1.05 * queue
 

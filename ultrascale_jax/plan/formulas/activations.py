@@ -64,16 +64,16 @@ def layer_of(run: Run) -> Layer:
     )
 
 
-def kept(run: Run, layer: Layer) -> dict[str, float]:
+def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that a mean layer keeps from its forward to its backward pass, by kind.
 
     Where a pipeline's layers are of both kinds, each has room for what either keeps.
     """
-    parts, moe = dense_kept(run, layer), run.shape.expert_share
+    parts, moe = dense_saved_bytes(run, layer), run.shape.expert_share
     if moe:
         both = run.mesh.pp > 1 and moe < 1
         parts["mlp"] = parts.get("mlp", 0) * (1 if both else 1 - moe)
-        for name, value in experts_kept(run, layer).items():
+        for name, value in experts_saved_bytes(run, layer).items():
             parts[name] = parts.get(name, 0) + value * (1 if both else moe)
     return parts
 
@@ -89,7 +89,7 @@ def document_mask(run: Run, layer: Layer) -> float:
     return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
 
 
-def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
+def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
     full: its input. selective: the named tensors of `train_step/remat.py`, and cuDNN's residuals, so attention's result
@@ -127,16 +127,16 @@ def dense_kept(run: Run, layer: Layer) -> dict[str, float]:
     return parts
 
 
-def experts_kept(run: Run, layer: Layer) -> dict[str, float]:
+def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that a layer of experts keeps instead of the feed-forward layer, by kind.
 
     selective: the rows that a GPU got, and of them gate and up. none: also the rows by expert, and gate and up through
     silu, product and weights, once in float32; the router's float32 input, but its input gathered over sp not.
     """
     shape, a = run.shape, layer.width
-    rows, ffn = experts.values(run)
+    rows, ffn = experts.expert_values(run)
     shared = shape.shared_width * run.tokens / run.mesh.tensor
-    got = a * experts.hop_rows(run) * shape.d_model
+    got = a * experts.a2a_rows(run) * shape.d_model
     matrices = 2 if shape.gated else 1
     if run.remat == "selective":
         return {"mlp": a * matrices * (ffn + shared), "dispatch": got}
@@ -162,7 +162,7 @@ def working_set(run: Run, layer: Layer) -> float:
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
     mlp = a * ffn * (wide if shape.gated else wide - 1)
-    mlp = max(mlp, experts_in_hand(run, layer)) + context.left(run, a)
+    mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
     return max(mlp, attention) + a * (
@@ -170,7 +170,7 @@ def working_set(run: Run, layer: Layer) -> float:
     )
 
 
-def experts_in_hand(run: Run, layer: Layer) -> float:
+def experts_working_set(run: Run, layer: Layer) -> float:
     """Bytes of activations that the backward pass of the routed experts has in hand.
 
     The rows as they came at each exchange, and by expert, with their gradients; and gate, up, their product's gradient,
@@ -180,22 +180,22 @@ def experts_in_hand(run: Run, layer: Layer) -> float:
     """
     if run.shape.experts is None:
         return 0.0
-    rows, ffn = experts.values(run)
-    got = experts.num_chunks(run) * experts.received(run) * run.shape.d_model
-    came = max(got, experts.hop_rows(run) * run.shape.d_model)
+    rows, ffn = experts.expert_values(run)
+    got = experts.num_chunks(run) * experts.received_rows(run) * run.shape.d_model
+    came = max(got, experts.a2a_rows(run) * run.shape.d_model)
     first = 4 if run.remat in ("none", "selective") else 6
     found = [first * ffn + 2 * rows + 2 * came]
-    if experts.loops(run):
+    if experts.round_loops(run):
         found += [4 * ffn + 2 * rows + 2 * came, 3 * ffn + 3 * rows + 3 * came]
     return layer.width * max(found)
 
 
-def experts_passed(run: Run, layer: Layer) -> float:
+def experts_forward_bytes(run: Run, layer: Layer) -> float:
     """Bytes of activations that the forward pass of the routed experts has in hand: gate, up and their product."""
     if run.shape.experts is None:
         return 0.0
-    rows, ffn = experts.values(run)
-    return layer.width * (3 * ffn + 2 * rows + experts.hop_rows(run) * run.shape.d_model)
+    rows, ffn = experts.expert_values(run)
+    return layer.width * (3 * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model)
 
 
 def loss_chunks(run: Run) -> tuple[int, float]:

@@ -20,7 +20,7 @@ EXCHANGED_BYTES = 8
 """The same of one exchange of heads: copies to and from the order that it wants."""
 
 
-def values(run: Run) -> tuple[float, float]:
+def query_key_values(run: Run) -> tuple[float, float]:
     """Numbers of values in a rank's queries and in its keys, as the ring has them: ranks may share too few kv heads."""
     shape, tensor, together = run.shape, run.mesh.tensor, run.ring[1]
     kv_heads = max(shape.num_kv_heads // tensor, 1)
@@ -29,7 +29,7 @@ def values(run: Run) -> tuple[float, float]:
     return one * shape.num_heads / tensor, one * kv_heads
 
 
-def groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
+def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
     """The ranks of one place of the ring, which are neighbours, and the ring."""
     (places, together), mesh = run.ring, run.mesh
     near = dataclasses.replace(mesh, cp=together, ep=mesh.ep * places)
@@ -42,7 +42,7 @@ def block_share(run: Run) -> float:
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
-def left(run: Run, width: int) -> float:
+def repeated_forward_bytes(run: Run, width: int) -> float:
     """Bytes that the forward pass of a ring, where it is repeated, leaves to the backward pass of the same layer.
 
     XLA finds that both pick the same chunks of the queries, and send the same keys first.
@@ -50,7 +50,7 @@ def left(run: Run, width: int) -> float:
     kept = run.remat in ("none", "selective") or "attn_core" in run.remat
     if kept or not run.steps(run.shape.sliding_window):
         return 0.0
-    query, key = values(run)
+    query, key = query_key_values(run)
     keys = run.ring[0] if run.context.strategy == "allgather" else 2
     return width * ((0 if run.context.strategy == "ring" else 3) * query + 2 * keys * key)
 
@@ -63,29 +63,31 @@ def backward_bytes(run: Run, width: int) -> float:
     """
     if not run.steps(run.shape.sliding_window):
         return 0.0
-    query, key = values(run)
+    query, key = query_key_values(run)
     keys = run.ring[0] if run.context.strategy == "allgather" else 2.5
     return width * 10 * query + (2 * width + 8) * keys * key
 
 
-def joining(run: Run, gpu: Gpu) -> float:
+def merge_seconds(run: Run, gpu: Gpu) -> float:
     """Seconds of one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
     if run.mesh.cp == 1:
         return 0.0
-    steps, query = run.steps(run.shape.sliding_window), values(run)[0]
+    steps, query = run.steps(run.shape.sliding_window), query_key_values(run)[0]
     moved = steps * (WHOLE_BYTES if run.context.strategy == "ring" else HALVES_BYTES)
     moved += EXCHANGED_BYTES * (run.ring[1] > 1)
     return 2 * steps * costs.LAUNCH_S + costs.memory_seconds(gpu, moved * query)
 
 
-def waited(run: Run, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
+def exposed_seconds(
+    run: Run, cluster: Cluster, forward: float, backward: float
+) -> tuple[float, float]:
     """Seconds that a layer waits for cp, forward and backward, where all its blocks together take that long.
 
     A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
     neither exchanges of heads.
     """
-    steps, (query, key) = run.steps(run.shape.sliding_window), values(run)
-    near, ring = groups(run, cluster.gpus_per_node)
+    steps, (query, key) = run.steps(run.shape.sliding_window), query_key_values(run)
+    near, ring = ring_groups(run, cluster.gpus_per_node)
 
     def seconds(kind: str, size: float, ranks: Group) -> float:
         return costs.collective_seconds(cluster, kind, size, ranks)

@@ -32,39 +32,39 @@ def a2a_stages(run: Run) -> list[A2AStage]:
     )
 
 
-def received(run: Run) -> int:
+def received_rows(run: Run) -> int:
     """Rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
     gathered = run.mesh.ep if run.moe.dispatch == "allgather" else 1
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
     return (found[-1] if found else tokens(run) * gathered) * run.mesh.sp
 
 
-def balanced(run: Run) -> float:
+def balanced_rows(run: Run) -> float:
     """Rows of one expert of those tokens if all experts have the same."""
     experts = run.shape.experts
     assert experts is not None
     return tokens(run) * run.mesh.sp * experts.per_token * run.mesh.ep / experts.num
 
 
-def slots(run: Run) -> int:
+def expert_capacity(run: Run) -> int:
     """Rows for which one expert has room: `moe.bound` times the balanced ones."""
-    return capacity.capacity(received(run), balanced(run), run.moe.bound)
+    return capacity.capacity(received_rows(run), balanced_rows(run), run.moe.bound)
 
 
-def rows(run: Run) -> int:
+def gemm_rows(run: Run) -> int:
     """Rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
     ragged = run.moe.implementation == "mosaic"
-    return math.ceil(balanced(run)) if ragged else slots(run)
+    return math.ceil(balanced_rows(run)) if ragged else expert_capacity(run)
 
 
-def hop_rows(run: Run) -> int:
+def a2a_rows(run: Run) -> int:
     """Rows that a GPU gets of all its tokens, in all exchanges together."""
     gathered = run.mesh.ep > 1 and run.moe.dispatch == "allgather"
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
     return num_chunks(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
 
 
-def loops(run: Run) -> int:
+def round_loops(run: Run) -> int:
     """Loops for further rounds, one inside the other: none where a buffer has room for everything."""
     if run.moe.dispatch == "capacity" or run.shape.experts is None:
         return 0
@@ -72,19 +72,19 @@ def loops(run: Run) -> int:
     for hop in a2a_stages(run):
         count += hop.rows < held
         held = hop.parts * hop.rows
-    return count + (slots(run) < received(run))
+    return count + (expert_capacity(run) < received_rows(run))
 
 
-def values(run: Run) -> tuple[float, float]:
+def expert_values(run: Run) -> tuple[float, float]:
     """Values of the rows of a GPU's experts, padding included: as the residual stream has them, and as gate."""
     shape = run.shape
     if shape.experts is None:
         return 0.0, 0.0
-    count = num_chunks(run) * slots(run) * shape.experts.num / run.mesh.ep
+    count = num_chunks(run) * expert_capacity(run) * shape.experts.num / run.mesh.ep
     return count * shape.d_model, count * shape.expert_d_ff / run.mesh.tensor
 
 
-def moved(run: Run) -> float:
+def traffic_bytes(run: Run) -> float:
     """Bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
 
     Read off XLA's programs for 11 runs of Mixtral, Qwen3 and DeepSeek-V3, and fitted to within 8%: so many passes over
@@ -94,8 +94,8 @@ def moved(run: Run) -> float:
     shape, mesh = run.shape, run.mesh
     if shape.experts is None:
         return 0.0
-    (by_expert, gate), depth = values(run), loops(run)
-    came = num_chunks(run) * received(run) * shape.d_model
+    (by_expert, gate), depth = expert_values(run), round_loops(run)
+    came = num_chunks(run) * received_rows(run) * shape.d_model
     matrices = shape.experts.num * shape.expert_params / (mesh.ep * mesh.tensor)
     parts = mesh.fsdp * mesh.cp if run.zero == 3 else 1
     turned = 3.6 if parts > 1 and shape.experts.num > mesh.ep else 0.0
@@ -103,7 +103,7 @@ def moved(run: Run) -> float:
     return 2 * (passes + (turned + 2.8 * depth + 9 / parts) * matrices)
 
 
-def links(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
+def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
     """The exchanges, and the ranks of each: one of each part of ep, then those of a part."""
     mesh, nodes, experts = run.mesh, run.moe.nodes, run.shape.experts
     if experts is None:
@@ -116,7 +116,7 @@ def links(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
     ]
 
 
-def travelling(run: Run, cluster: Cluster) -> float:
+def dispatch_seconds(run: Run, cluster: Cluster) -> float:
     """Seconds of one way of a GPU's tokens, in bfloat16, to the experts or back, and over the sequence group."""
 
     def seconds(kind: str, count: int, ranks: Group) -> float:
@@ -125,8 +125,8 @@ def travelling(run: Run, cluster: Cluster) -> float:
     def along(axis: str) -> Group:
         return group(run.mesh, (axis,), cluster.gpus_per_node)
 
-    found = seconds("all-gather", received(run), along("sp"))
-    for hop, ranks in links(run, cluster.gpus_per_node):
+    found = seconds("all-gather", received_rows(run), along("sp"))
+    for hop, ranks in stage_groups(run, cluster.gpus_per_node):
         found += seconds("all-to-all", hop.parts * hop.rows, ranks)
     if run.moe.dispatch == "allgather":
         found += seconds("all-gather", tokens(run) * run.mesh.ep, along("ep"))

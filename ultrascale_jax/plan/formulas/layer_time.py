@@ -106,7 +106,7 @@ class Arithmetic:
         if experts is None:
             return []
         count = experts_of.num_chunks(self.run) * experts.num / self.mesh.ep
-        return [(experts_of.rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
+        return [(experts_of.gemm_rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
     def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
         """The products of a forward pass, or the two for each of the backward pass."""
@@ -124,7 +124,7 @@ class Arithmetic:
         flops = 12 * query * self.keys() / self.profile.attention
         flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
-        joining = context.joining(run, self.gpu)
+        joining = context.merge_seconds(run, self.gpu)
         return (
             costs.attention_seconds(self.gpu, flops / 3, **one) + joining,
             costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one) + joining,
@@ -147,5 +147,5 @@ class Arithmetic:
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
         width = (shape.d_model + d_ff / 2) / self.tensor.ranks
         passes = self.profile.passes * (1 if self.run.precision == "bf16" else 2)
-        size = 2 * passes * self.run.tokens * width + moe * experts_of.moved(self.run)
+        size = 2 * passes * self.run.tokens * width + moe * experts_of.traffic_bytes(self.run)
         return costs.memory_seconds(self.gpu, size)

@@ -13,12 +13,17 @@ from ultrascale_jax.plan.formulas import pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
     document_mask,
-    kept,
     layer_of,
     loss_chunks,
+    saved_bytes,
     working_set,
 )
-from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, rest, weights_of
+from ultrascale_jax.plan.formulas.parameters import (
+    Weights,
+    expert_matrices,
+    sharded_params,
+    weights_of,
+)
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
 
@@ -43,7 +48,7 @@ def breakdown(run: Run) -> Breakdown:
     tokens, in the optimizer, where only the reduced gradients are left.
     """
     weights, layer = weights_of(run), layer_of(run)
-    resting, moments = state(run, weights), [{"gradients": 4 * rest(run, weights)}]
+    resting, moments = state(run, weights), [{"gradients": 4 * sharded_params(run, weights)}]
     if run.mesh.pp > 1:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
@@ -60,7 +65,7 @@ def breakdown(run: Run) -> Breakdown:
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
     """Bytes between steps: float32 master parameters, AdamW's moments, the batch of int32."""
-    number = rest(run, weights) + weights.vectors
+    number = sharded_params(run, weights) + weights.vectors
     arrays = 4 if run.document_mask else 3
     return {
         "master parameters": 4 * number,
@@ -79,19 +84,21 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
     if run.zero == 3:
-        used = rest(run, weights, tables=False) * (cast and run.remat == "none")
+        used = sharded_params(run, weights, tables=False) * (cast and run.remat == "none")
     else:
         used = (weights.blocks + weights.tables * several) * (cast or run.zero > 0)
     whole = weights.blocks + weights.tables
     return {
         "compute parameters": width * used,
-        "accumulation buffer": 4 * several * (rest(run, weights) if run.zero >= 2 else whole),
+        "accumulation buffer": 4
+        * several
+        * (sharded_params(run, weights) if run.zero >= 2 else whole),
     }
 
 
 def activations(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes kept from forward to backward pass, over all layers."""
-    parts = {name: run.shape.num_layers * size for name, size in kept(run, layer).items()}
+    parts = {name: run.shape.num_layers * size for name, size in saved_bytes(run, layer).items()}
     return {f"activations: {name}": size for name, size in parts.items()} | {
         "activations: document mask": document_mask(run, layer)
     }
@@ -108,7 +115,11 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
-    blocks = 4 * rest(run, weights, tables=False) if run.zero == 3 else layer.width * weights.blocks
+    blocks = (
+        4 * sharded_params(run, weights, tables=False)
+        if run.zero == 3
+        else layer.width * weights.blocks
+    )
     head = 4 if loss_chunks(run)[0] > 1 else layer.width
     return {
         "gradients": blocks + head * weights.table,
@@ -155,7 +166,7 @@ def timeline(run: Run) -> list[tuple[str, int]]:
         ("model init", int(start)),
         ("accumulators", int(waiting)),
         ("forward-backward peak", peak),
-        ("optimizer step", int(start + 4 * rest(run, weights))),
+        ("optimizer step", int(start + 4 * sharded_params(run, weights))),
         ("second forward-backward peak", peak),
     ]
 

@@ -73,7 +73,7 @@ def expert_matrices(run: Run) -> int:
     All matrices gathered or cut out, where several experts are gathered at once the same in another order, and the
     gradients of each loop for further rounds; those of a loop in another begin with zeros.
     """
-    found, matrices, loops = run.shape.experts, run.shape.matrices, experts.loops(run)
+    found, matrices, loops = run.shape.experts, run.shape.matrices, experts.round_loops(run)
     if found is None:
         return 0
     gathered = run.zero == 3 and run.mesh.fsdp * run.mesh.cp > 1
@@ -81,7 +81,7 @@ def expert_matrices(run: Run) -> int:
     return matrices * (copies + loops) + 2 * max(loops - 1, 0)
 
 
-def rest(run: Run, weights: Weights, *, tables: bool = True) -> float:
+def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
     """Matrix parameters that one GPU keeps where ZeRO shards them: over (fsdp, cp, ep), experts over (fsdp, cp)."""
     dense = weights.dense + weights.tables * tables
     if run.zero == 0:

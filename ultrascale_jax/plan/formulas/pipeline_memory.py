@@ -10,12 +10,12 @@ from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
     document_mask,
-    experts_passed,
-    kept,
+    experts_forward_bytes,
     loss_chunks,
+    saved_bytes,
     working_set,
 )
-from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, rest
+from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, sharded_params
 from ultrascale_jax.plan.workload import Run
 
 
@@ -24,31 +24,33 @@ def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     whole = weights.blocks + weights.tables
     cast = run.precision != "fp32" or 0 < run.zero < 3
     return {
-        "compute parameters": layer.width * cast * (rest(run, weights) if run.zero == 3 else whole),
-        "accumulation buffer": 4 * (rest(run, weights) if run.zero >= 2 else whole),
+        "compute parameters": layer.width
+        * cast
+        * (sharded_params(run, weights) if run.zero == 3 else whole),
+        "accumulation buffer": 4 * (sharded_params(run, weights) if run.zero >= 2 else whole),
     }
 
 
-def rings(run: Run, layer: Layer) -> dict[str, float]:
+def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
     """The ring buffers, and the values of this tick."""
     slots, stashes = pipeline.counts(run).slots, run.stash == "residuals"
     chunks = slots["residuals"] + 1 if stashes else 0
-    parts = _kept(run, layer, chunks)
+    parts = _saved(run, layer, chunks)
     sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
     parts["activations: stage inputs"] = sent * layer.width * layer.residual
     if slots["weights"]:
-        queue = (slots["weights"] + 1) * run.chunk_layers * waiting(run, layer)
+        queue = (slots["weights"] + 1) * run.chunk_layers * w_queue_bytes(run, layer)
         parts["activations: W queue"] = queue
     return parts
 
 
-def _kept(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
+def _saved(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
     """Bytes that `chunks` stages keep, by kind."""
     layers = chunks * run.chunk_layers
-    return {f"activations: {name}": layers * size for name, size in kept(run, layer).items()}
+    return {f"activations: {name}": layers * size for name, size in saved_bytes(run, layer).items()}
 
 
-def waiting(run: Run, layer: Layer) -> float:
+def w_queue_bytes(run: Run, layer: Layer) -> float:
     """Bytes with which the weight gradients of one layer wait: what its matrix products read, and their cotangents.
 
     The product of gate and up is made again, except where it is kept. What the norms give waits as it is kept: with
@@ -61,7 +63,7 @@ def waiting(run: Run, layer: Layer) -> float:
     return 2 * norms + a * values
 
 
-def beside(run: Run) -> bool:
+def overlaps_passes(run: Run) -> bool:
     """Whether a tick has forward and backward passes, of different stages."""
     ticks = pipeline.counts(run).ticks
     return ticks["F"] + ticks["B"] > ticks["all"]
@@ -72,13 +74,13 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """
-    living = sums(run, weights, layer) | rings(run, layer)
+    living = sums(run, weights, layer) | ring_buffers(run, layer)
     loss = living | _head(run, weights, layer)
-    if not beside(run):
+    if not overlaps_passes(run):
         tables = (
             weights.tables
             if run.zero < 2
-            else rest(run, weights) - rest(run, weights, tables=False)
+            else sharded_params(run, weights) - sharded_params(run, weights, tables=False)
         )
         loss["accumulation buffer"] = 4 * tables
     return [living | _layers(run, weights, layer), loss]
@@ -91,17 +93,17 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     and written; what the next layer's backward pass reads is read ahead. A stage of which the input alone is stashed
     has its forward pass repeated.
     """
-    a, both = layer.width, beside(run)
+    a, both = layer.width, overlaps_passes(run)
     params = weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
-    ahead = sum(kept(run, layer).values()) if both and run.stash == "residuals" else 0
-    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_passed(run, layer)
+    ahead = sum(saved_bytes(run, layer).values()) if both and run.stash == "residuals" else 0
+    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run, layer)
     copies = a * expert_matrices(run) * weights.routed
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
         "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
         "workspace": working_set(run, layer) + both * forward + ahead + copies,
         "activations: document mask": (1 + both) * document_mask(run, layer),
-        **(_kept(run, layer, 1) if run.stash == "input" else {}),
+        **(_saved(run, layer, 1) if run.stash == "input" else {}),
     }
 
 

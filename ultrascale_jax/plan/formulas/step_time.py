@@ -6,7 +6,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 
 from ultrascale_jax.config import TrainConfig
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
-from ultrascale_jax.plan.formulas.activations import kept, layer_of
+from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
 from ultrascale_jax.plan.formulas.layer_time import Arithmetic, Product
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -74,15 +74,15 @@ class Step(Arithmetic):
         and the W queue is written and read.
         """
         run = self.run
-        if run.mesh.pp == 1 or not pipeline_memory.beside(run):
+        if run.mesh.pp == 1 or not pipeline_memory.overlaps_passes(run):
             return 0.0
         count = sum(n for n, _ in self.layer_params())
         params = count / (self.shards.ranks if run.zero == 3 else 1)
         sums = count / (self.shards.ranks if run.zero >= 2 else 1)
         layer = layer_of(run)
-        activations = 2 * sum(kept(run, layer).values())
+        activations = 2 * sum(saved_bytes(run, layer).values())
         if pipeline.counts(run).slots["weights"]:
-            activations += 2 * pipeline_memory.waiting(run, layer)
+            activations += 2 * pipeline_memory.w_queue_bytes(run, layer)
         return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
 
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
@@ -206,7 +206,9 @@ class Step(Arithmetic):
         if self.mesh.cp == 1:
             return 0.0, 0.0
         passes = self.passes
-        return context.waited(self.run, self.cluster, passes.attention, passes.attention_backward)
+        return context.exposed_seconds(
+            self.run, self.cluster, passes.attention, passes.attention_backward
+        )
 
     def experts(self) -> float:
         """Tokens to their experts and back, forward and backward, and there again if what came is not kept."""
@@ -217,7 +219,7 @@ class Step(Arithmetic):
         ways = self.shape.expert_share * (4 if kept else 5)
         halves = experts.num_chunks(self.run) == 2
         waited = self.profile.overlapped if halves else self.profile.travel
-        return waited * ways * experts.travelling(self.run, self.cluster)
+        return waited * ways * experts.dispatch_seconds(self.run, self.cluster)
 
     def layer_params(self) -> list[tuple[float, Group]]:
         """Parameters of a mean layer on one GPU, whole over the axes of ZeRO, and the GPUs that share them."""
