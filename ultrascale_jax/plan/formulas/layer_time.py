@@ -37,7 +37,7 @@ class Passes:
         return self.backward_products + self.attention_backward + self.traffic * 2 / 3
 
 
-class Arithmetic:
+class LayerTime:
     """The arithmetic of `run` on one GPU of `cluster` by `profile`."""
 
     def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):

@@ -8,7 +8,7 @@ from ultrascale_jax.config import TrainConfig
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
-from ultrascale_jax.plan.formulas.layer_time import Arithmetic, Product
+from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -30,11 +30,14 @@ def estimate(
     return Step(run, cluster, profile).predict(peak)
 
 
-class Step(Arithmetic):
+class Step:
     """The terms of one step on one GPU, in seconds."""
 
     def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):
-        super().__init__(run, cluster, profile)
+        self.run, self.cluster, self.profile = run, cluster, profile
+        self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
+        self.layer_time = LayerTime(run, cluster, profile)
+        self.passes, self.tensor = self.layer_time.passes, self.layer_time.tensor
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
@@ -135,8 +138,8 @@ class Step(Arithmetic):
         """Output projection of one micro-batch, and gathering its table and the embedding's."""
         shape, n = self.shape, self.tensor.ranks
         shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, shape.d_model, 1)]
-        forward = self.gemms(shapes, backward=False, fp8=False)
-        backward = self.gemms(shapes, backward=True, fp8=False)
+        forward = self.layer_time.gemms(shapes, backward=False, fp8=False)
+        backward = self.layer_time.gemms(shapes, backward=True, fp8=False)
         tables = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.d_model
         params = [(tables / n, self.shards)]
         return {
