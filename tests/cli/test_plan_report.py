@@ -81,7 +81,7 @@ def test_measured_runs_become_the_playbooks_figures(tmp_path, capsys):
     assert set(paths) == {"best", "families", "axis_sizes", "runs"}
     for shown in ("7,503", "dp2 pp4 mbs1 gas128 z1 63.1 GiB", "40,150", "playbook_runs.csv"):
         assert shown in text
-    assert f"python -m scripts.plan report {RUNS} --out {tmp_path}" in text
+    assert f"ultrascale plan report {RUNS} --out {tmp_path}" in text
     assert "matplotlib" in text and "SHA-256" in text
 
 
