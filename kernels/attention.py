@@ -22,7 +22,7 @@ FIRST = -(2**31)
 """An index before any."""
 
 UNSEEN = -1e30
-"""The score of a key that may not be seen: finite, so that a query without any has a log-sum-exp."""
+"""Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
     recompute: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Softmax(q k^T / sqrt(H)) v over the keys that each query may see.
+    """Compute softmax(q k^T / sqrt(H)) v over the keys that each query may see.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -75,7 +75,7 @@ def attention_forward(
     window: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to one block of the keys, with what it takes to join blocks.
+    """Compute attention to one block of the keys, and its log-sum-exp, by which blocks are joined.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -120,7 +120,7 @@ def attention_backward(
     window: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What one block of the keys adds to the gradients of q, k and v, in their types.
+    """Return the gradients of q, k and v from one block of the keys, in their types.
 
     Args:
       q, k, v, visible, ranges, causal, window, implementation: as given to `attention_forward`.
@@ -159,7 +159,7 @@ def visible_keys(
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Which keys each query sees, `[B or 1, T, S]` bool: none after it, of its document, in its window.
+    """Return the keys that each query sees, `[B or 1, T, S]` bool: none after it, of its document, in its window.
 
     `q_index` and `k_index` are `[T]` or `[B, T]`, and `[S]` or `[B, S]`; `segment_ids` and `window` as `attention`'s.
     """
@@ -179,7 +179,7 @@ def visible_ranges(
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
 ) -> Ranges:
-    """What `visible_keys` says, as a range of the keys for each query, `[B or 1, T]` int32; nothing is `[T, S]`.
+    """Return `visible_keys` as one range of keys a query, `[B or 1, T]` int32; no array is `[T, S]`.
 
     It is one range where the ids of documents do not decrease, and indices increase along each document.
     """
@@ -195,7 +195,7 @@ def visible_ranges(
 
 
 def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str:
-    """`cudnn`, `mosaic` or `xla`, as `implementation` and these arrays say."""
+    """Choose `cudnn`, `mosaic` or `xla` by `implementation` and these arrays."""
     if implementation not in ("auto", "cudnn", "mosaic", "xla"):
         raise ValueError(f"implementation={implementation!r}: must be auto, cudnn, mosaic or xla")
     if implementation == "mosaic":
@@ -220,7 +220,7 @@ def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str
 
 
 def cudnn_applies(q: jax.Array, k: jax.Array, masked: bool = False, causal: bool = True) -> bool:
-    """Whether cuDNN's flash attention takes these shapes and types, on the platform that is compiled for."""
+    """Return whether cuDNN's flash attention accepts these shapes and types on the platform of the compilation."""
     (T, _, head_dim), S = q.shape[1:], k.shape[1]
     fits = (
         q.dtype in (jnp.bfloat16, jnp.float16)
@@ -252,7 +252,7 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.
 
 
 def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
-    """How many of the keys `[S]` come before or at each query `[T]`, by document and then by index: by bisection."""
+    """Count the keys `[S]` before or at each query `[T]`, by document and then by index, by bisection."""
     S, count = k_index.shape[0], jnp.zeros_like(q_index)
     for bit in reversed(range(S.bit_length())):
         more = count + (1 << bit)
@@ -264,7 +264,7 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
 
 
 def _ranges(q, k, visible, ranges, causal, window) -> Ranges:
-    """`ranges`, or what `causal` and `window` say."""
+    """Return `ranges`, or those that `causal` and `window` mean."""
     if visible is not None:
         raise ValueError(
             "implementation='mosaic': takes no `visible`; give `ranges` of visible_ranges"
@@ -278,21 +278,21 @@ def _ranges(q, k, visible, ranges, causal, window) -> Ranges:
 
 
 def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
-    """The arrays and then the ranges, `[B, T]`: all typed as varying over the same mesh axes."""
+    """Return the arrays and then the ranges, `[B, T]`, typed as varying over the same mesh axes."""
     bounds = (jnp.broadcast_to(x, arrays[0].shape[:2]) for x in ranges)
     *others, start, end = vary_alike(*arrays, *bounds)
     return *others, Ranges(start, end)
 
 
 def _within(ranges: Ranges, S: int) -> jax.Array:
-    """The keys in the ranges, as `visible_keys` says them."""
+    """Return the keys in the ranges in the form of `visible_keys`."""
     start, end = (x[:, :, None] for x in ranges)
     k_index = jnp.arange(S, dtype=jnp.int32)[None, None]
     return (k_index >= start) & (k_index < end)
 
 
 def _visible(q, k, visible, causal, window):
-    """`visible` and what `causal` and `window` say, as one mask; none: all."""
+    """Return `visible`, `causal` and `window` as one mask; None for all keys."""
     if not causal:
         return visible
     ordered = visible_keys(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), window=window)
@@ -300,7 +300,7 @@ def _visible(q, k, visible, causal, window):
 
 
 def _scores(q, k, visible):
-    """Scaled scores `[B, K, G, T, S]` float32, a large negative number where a key may not be seen."""
+    """Return scaled scores `[B, K, G, T, S]` float32, a large negative number for masked keys."""
     q_BKGTH = _group(q, k.shape[2])
     B, K, G, T, H = q_BKGTH.shape
     # G and T become one dim, and heads come first, so only these arrays are transposed and never the scores.
@@ -311,7 +311,7 @@ def _scores(q, k, visible):
 
 
 def _weighted(probabilities_BKGTS, v):
-    """The values' mean `[B, K, G, T, H]` under these probabilities."""
+    """Return the values' mean `[B, K, G, T, H]` under these probabilities."""
     B, K, G, T, S = probabilities_BKGTS.shape
     probabilities = probabilities_BKGTS.astype(v.dtype).reshape(B, K, G * T, S)
     out = jnp.einsum("BKQS,BKSH->BKQH", probabilities, jnp.moveaxis(v, 1, 2))
@@ -319,26 +319,26 @@ def _weighted(probabilities_BKGTS, v):
 
 
 def _group(x_BTNH, K: int):
-    """`[B, T, N, H]` to `[B, K, G, T, H]`."""
+    """Reshape `[B, T, N, H]` to `[B, K, G, T, H]`."""
     B, T, N, H = x_BTNH.shape
     return jnp.moveaxis(x_BTNH.reshape(B, T, K, N // K, H), 1, 3)
 
 
 def _ungroup(x_BKGTH):
-    """`[B, K, G, T, H]` to `[B, T, N, H]`."""
+    """Reshape `[B, K, G, T, H]` to `[B, T, N, H]`."""
     B, K, G, T, H = x_BKGTH.shape
     return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
 
 
 def _heads(x_BKGT):
-    """`[B, K, G, T]` to `[B, N, T]`."""
+    """Reshape `[B, K, G, T]` to `[B, N, T]`."""
     B, K, G, T = x_BKGT.shape
     return x_BKGT.reshape(B, K * G, T)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _recomputed(q, k, v, q_index, segment_ids, window):
-    """The reference, whose backward pass starts from q, k and v alone."""
+    """Run the reference; its backward pass starts from q, k and v alone."""
     return attention_reference(q, k, v, q_index, segment_ids, window)
 
 
@@ -360,7 +360,7 @@ _recomputed.defvjp(_recomputed_forward, _recomputed_backward)
 
 @jax.custom_vjp
 def _fused(q, k, v, ranges: Ranges) -> jax.Array:
-    """Our kernel, whose backward pass starts from the result and the log-sum-exp."""
+    """Run our kernel; its backward pass starts from the result and the log-sum-exp."""
     return mosaic.forward(q, k, v, ranges)[0]
 
 

@@ -1,4 +1,4 @@
-"""cuDNN's flash attention with its float32 log-sum-exp, and the backward pass from a given one.
+"""Call cuDNN's flash attention with its float32 log-sum-exp, and its backward pass from a given one.
 
 `jax.nn.dot_product_attention` returns the log-sum-exp in bfloat16 and hides the backward pass, so ring attention needs
 the primitives below it. They are private to JAX: this file is the only one that knows them, and what differs between
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 MASKED = -1e9
-"""Added to the scores of keys that a query may not see: finite, so that a row without any has a log-sum-exp."""
+"""Added to masked scores: finite, so that a query without any key has a log-sum-exp."""
 
 
 def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
-    """Result `[B, T, N, H]` in q's type and log-sum-exp `[B, N, T]` float32; arguments as `attention_forward`'s."""
+    """Return the result `[B, T, N, H]` in q's type and log-sum-exp `[B, N, T]` float32; see `attention_forward`."""
     optional = _optional(q, visible)
     params = _params(q, optional, causal, window)
     return private._dot_product_attention_fwd_p_wrapper.bind(
@@ -23,7 +23,7 @@ def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(q, k, v, out, lse, dout, visible, causal, window):
-    """Gradients of q, k and v in their types, from the whole softmax's `out` and `lse`."""
+    """Return gradients of q, k and v in their types, from the whole softmax's `out` and `lse`."""
     optional = _optional(q, visible)
     params = _params(q, optional, causal, window)
     return tuple(
@@ -34,7 +34,7 @@ def backward(q, k, v, out, lse, dout, visible, causal, window):
 
 
 def _optional(q, visible) -> list[jax.Array]:
-    """Bias, lengths and offsets of packed sequences, page tables: empty where not used."""
+    """Return bias, lengths and offsets of packed sequences, and page tables: empty if unused."""
     # Not constants: those JAX carries round a loop over layers, and XLA of JAX 0.11 crashes where they are not used.
     bias = q[0, 0, 0, :1]
     unused = bias.astype(jnp.int32)

@@ -34,7 +34,7 @@ TILE = 128
 HEAD_DIMS = (64, 128)
 
 STAGES = 4
-"""Half tiles that are loaded ahead in the backward pass: 193 of 227 KiB of shared memory, with the own ones."""
+"""Half tiles loaded ahead in the backward pass: with the program's own ones 193 of 227 KiB of shared memory."""
 
 COMPUTE = 2
 """Warpgroups that compute; the one after them loads."""
@@ -46,14 +46,14 @@ LOG2_E = math.log2(math.e)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 WGMMA = plgpu.Layout.WGMMA
 ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
-"""Layouts of a value for each row, and for each column, of what is in the layout of a product."""
+"""Layouts of one value a row, and one value a column, of an array in the layout of a product."""
 
 BY_HEAD = ("lse", "delta")
 """Arrays `[B, N, T]`; the others are `[B, T, N, H]`."""
 
 
 class Ranges(NamedTuple):
-    """What each query sees: keys `start <= s < end`, both `[B, T]` int32, start >= end where it sees none."""
+    """The keys that each query sees: `start <= s < end`, both `[B, T]` int32; start >= end for no keys."""
 
     start: jax.Array
     end: jax.Array
@@ -61,23 +61,23 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """What a program has in shared memory."""
+    """The arrays of a program in shared memory."""
 
     own: list[str]
-    """Inputs of which each warpgroup has the rows of its half of the program's tile."""
+    """Inputs of which each warpgroup holds the rows of its half of the program's tile."""
     ahead: list[list[str]]
-    """Groups of inputs of which the visited tiles are loaded ahead; those of a group share barriers."""
+    """Groups of inputs whose visited tiles are loaded ahead; those of a group share barriers."""
     where: Callable
-    """`where(program, step)`: the first row of a step's tile, and the head."""
+    """`where(program, step)` gives the first row of a step's tile, and the head."""
     rows: int = HALF
     """Of a visited tile."""
     stages: int = STAGES
-    """Tiles that are loaded ahead."""
+    """Number of tiles loaded ahead."""
     repeat: int = 1
-    """Heads for which the tiles are visited."""
+    """Heads whose tiles the program visits."""
 
     def scratch(self, H: int) -> dict[str, Any]:
-        """Buffers by the inputs' names, and barriers."""
+        """Return buffers by the inputs' names, and barriers."""
 
         def buffer(name: str, count: int, rows: int) -> Any:
             if name in BY_HEAD:
@@ -102,29 +102,29 @@ class Loads:
 
 @dataclass(frozen=True)
 class Program:
-    """What one program works on; its arrays in global and in shared memory, by name."""
+    """The work of one program: its arrays in global and in shared memory, by name."""
 
     batch: Any
     head: Any
     tile: Any
     first: Any
-    """The first of the tiles that it visits."""
+    """The first visited tile."""
     count: Any
-    """How many it visits, of each head."""
+    """Number of visited tiles of each head."""
     g: dict[str, Any]
     s: dict[str, Any]
     full: list[Any]
-    """Of each group of arrays that are loaded together: barriers of its buffers, which complete when they are there."""
+    """For each group of arrays loaded together: barriers of its buffers, which complete on arrival."""
     free: list[Any]
-    """And when they have been read."""
+    """Barriers that complete when the arrays have been read."""
     turn: Any
 
     def index(self, name: str, wg) -> tuple[Any, ...]:
-        """Where a warpgroup's half of the own tile is in global memory."""
+        """Index a warpgroup's half of the program's own tile in global memory."""
         return _index(name, self.batch, self.tile * TILE + wg * HALF, HALF, self.head)
 
     def inside(self, half) -> tuple[Any, Any]:
-        """The keys that all queries of half a tile see."""
+        """Return the keys that all queries of half a tile see."""
         return self.g["inside"][self.batch, half, 0], self.g["inside"][self.batch, half, 1]
 
     def take_turns(self) -> None:
@@ -136,7 +136,7 @@ class Program:
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each query to its range of the keys.
+    """Compute attention of each query to its range of the keys.
 
     Args:
       q: queries `[B, T, N, H]` bfloat16; T is a multiple of 128, H is 64 or 128.
@@ -175,7 +175,7 @@ def forward(
 
 
 def _attend(p: Program, wg, *, stages: int) -> None:
-    """Half a tile of the result and its log-sum-exp."""
+    """Compute half a tile of the result and its log-sum-exp."""
     H = p.s["q"].shape[2]
     scale = LOG2_E / math.sqrt(H)
     (k_full, v_full), (k_free, v_free) = p.full, p.free
@@ -232,7 +232,7 @@ def _attend(p: Program, wg, *, stages: int) -> None:
 def backward(
     q, k, v, out, lse, dout, ranges: Ranges, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v in their types, from a result and a log-sum-exp that may be of more keys than these.
+    """Return gradients of q, k and v in their types; result and log-sum-exp may be of more keys than these.
 
     Args:
       q, k, v, ranges, staged: as given to `forward`.
@@ -281,7 +281,7 @@ def backward(
 
 
 def _pull_back_keys(p: Program, wg, *, group: int) -> None:
-    """Gradients of half a tile of keys and values; scores are `[keys, queries]` here."""
+    """Compute gradients of half a tile of keys and values; scores are `[keys, queries]` here."""
     H = p.s["k"].shape[2]
     scale, key = 1 / math.sqrt(H), p.tile * TILE + wg * HALF
     k_s, v_s = p.s["k"].at[wg], p.s["v"].at[wg]
@@ -313,7 +313,7 @@ def _pull_back_keys(p: Program, wg, *, group: int) -> None:
 
 
 def _pull_back_queries(p: Program, wg) -> None:
-    """The gradient of half a tile of queries."""
+    """Compute the gradient of half a tile of queries."""
     H = p.s["q"].shape[2]
     scale = 1 / math.sqrt(H)
     q_s, do_s = p.s["q"].at[wg], p.s["do"].at[wg]
@@ -344,14 +344,14 @@ def _pull_back_queries(p: Program, wg) -> None:
 
 
 def _steps(ranges: Ranges, queries: int, keys: int, S: int) -> jax.Array:
-    """The tiles of keys that each tile of queries needs, `[B, T / queries, 2]`: the first one, and how many."""
+    """Return the tiles of keys that each tile of queries needs, `[B, T / queries, 2]`: the first, and the number."""
     start, end = _reach(ranges, queries, S)
     first = start // keys
     return jnp.stack([first, jnp.maximum(-(-end // keys) - first, 0)], axis=-1)
 
 
 def _query_steps(ranges: Ranges, S: int) -> jax.Array:
-    """The half tiles of queries that each tile of keys needs, `[B, S / 128, 2]`: the first one, and how many."""
+    """Return the half tiles of queries that each tile of keys needs, `[B, S / 128, 2]`: the first, and the number."""
     start, end = _reach(ranges, HALF, S)
     key = jnp.arange(0, S, TILE, dtype=jnp.int32)[None, :, None]
     meet = (start[:, None] < key + TILE) & (end[:, None] > key)
@@ -362,20 +362,20 @@ def _query_steps(ranges: Ranges, S: int) -> jax.Array:
 
 
 def _reach(ranges: Ranges, queries: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """The first key that any query of a tile sees, and the one after the last, `[B, T / queries]` both."""
+    """Return the first key that any query of a tile sees, and the one after the last, `[B, T / queries]` both."""
     start, end = (x.reshape(x.shape[0], -1, queries) for x in ranges)
     some = start < end
     return jnp.where(some, start, S).min(2), jnp.where(some, end, 0).max(2)
 
 
 def _inside(ranges: Ranges) -> jax.Array:
-    """The range of keys that all queries of half a tile see, `[B, T / 64, 2]`."""
+    """Return the range of keys that all queries of half a tile see, `[B, T / 64, 2]`."""
     start, end = (x.reshape(x.shape[0], -1, HALF) for x in ranges)
     return jnp.stack([start.max(2), end.min(2)], axis=-1)
 
 
 def _products(*pairs) -> tuple[jax.Array, ...]:
-    """Each pair's a b^T, of half tiles."""
+    """Return a b^T of each pair of half tiles."""
 
     def run(*accs):
         for acc, (a_s, b_s) in zip(accs, pairs, strict=True):
@@ -386,7 +386,7 @@ def _products(*pairs) -> tuple[jax.Array, ...]:
 
 
 def _mask(p: Program, half, shape: tuple[int, ...], *, of_keys: bool = False) -> Callable:
-    """A function `(scores, first key)` that puts -inf where these queries, half a tile, do not see a key.
+    """Return a function `(scores, first key)` that puts -inf on keys that these queries, half a tile, do not see.
 
     Scores are `[queries, keys]`, or of keys `[keys, queries]`.
     """
@@ -416,7 +416,7 @@ def _mask(p: Program, half, shape: tuple[int, ...], *, of_keys: bool = False) ->
 
 
 def _operand(p: Program, name: str, x, wg):
-    """The left operand of a product: in registers, or in this warpgroup's part of a buffer if there is one."""
+    """Return the left operand of a product: in registers, or in this warpgroup's part of a buffer if there is one."""
     if name not in p.s:
         return x
     p.s[name].at[wg][...] = x
@@ -425,12 +425,12 @@ def _operand(p: Program, name: str, x, wg):
 
 
 def _along(x, shape: tuple[int, ...], dim: int):
-    """`x` for each index of `dim`, the same along the other one."""
+    """Broadcast `x` along the dim other than `dim`."""
     return lax.broadcast_in_dim(x, shape, [dim])
 
 
 def _index(name: str, batch, start, size: int, head) -> tuple[Any, ...]:
-    """Where rows of one head are in global memory."""
+    """Index the rows of one head in global memory."""
     rows = pl.ds(start, size)
     return (batch, head, rows) if name in BY_HEAD else (batch, rows, head)
 

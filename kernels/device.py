@@ -1,4 +1,4 @@
-"""Which GPU a kernel is compiled for, and which implementation is taken there."""
+"""Find the GPU that a kernel is compiled for, and choose the implementation for it."""
 
 from typing import Any
 
@@ -7,33 +7,33 @@ from jax import lax
 
 
 def device() -> Any:
-    """A device of the mesh, which may be absent (deviceless compilation), or of this process."""
+    """Return a device of the mesh, which may be absent (deviceless compilation), or of this process."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def on_gpu() -> bool:
-    """Whether it is a GPU at all."""
+    """Return whether the device is a GPU."""
     return device().platform in ("gpu", "cuda")
 
 
 def is_hopper(kind: str) -> bool:
-    """Whether GPUs of this kind have the kernels' instructions (sm_90a)."""
+    """Return whether GPUs of this kind have the kernels' instructions (sm_90a)."""
     return any(name in kind for name in ("H100", "H200", "H800", "H20"))
 
 
 def on_hopper() -> bool:
-    """Whether the kernels' instructions are there."""
+    """Return whether the device has the kernels' instructions."""
     return is_hopper(device().device_kind)
 
 
 def cores() -> int:
-    """SMs of the GPU that is compiled for."""
+    """Return the number of SMs of the GPU of the compilation."""
     absent = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].core_count if absent is None else absent.num_cores
 
 
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays typed as varying over the mesh axes over which any does, as results and gradients do."""
+    """Return the arrays typed as varying over all mesh axes over which any of them does, as results and gradients."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
     missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]
     return [
@@ -45,7 +45,7 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def choose(
     implementation: str, *, fits: bool, needs: str, got: str, field: str = "implementation"
 ) -> bool:
-    """Whether the Mosaic kernel is taken: when it is asked for, since none has been measured yet for `auto`.
+    """Return whether to use the Mosaic kernel: only on request, because none has been measured yet for `auto`.
 
     Args:
       implementation: `auto`, `mosaic` or `xla`.

@@ -1,4 +1,4 @@
-"""Product of two fp8 arrays with a scale for every block of 128 along the contracted dim (DeepSeek-V3's recipe).
+"""Multiply two fp8 arrays with a scale for every block of 128 along the contracted dim (DeepSeek-V3's recipe).
 
 The reference multiplies in float32 what the scales and values say: the exact definition, and slow. The kernel
 (`fp8_matmul_mosaic.py`) multiplies fp8. Nothing here is differentiable: call it inside a `custom_vjp`.
@@ -19,7 +19,7 @@ def fp8_matmul(
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str = "auto",
 ) -> jax.Array:
-    """`a b^T`: both contracted along their last dim. Sums are float32.
+    """Return `a b^T`, contracted along the last dim of both. Sums are float32.
 
     Args:
       a: `[M, K]` in blocks of 1 x 128: scales `[M, ceil(K / 128)]`.
@@ -61,7 +61,7 @@ def fp8_matmul(
 
 
 def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:
-    """Whether these are the shapes of values and scales that `fp8_matmul` takes."""
+    """Return whether these are the shapes of values and scales that `fp8_matmul` takes."""
     if len(a) not in (2, 3) or len(b) != len(a) or (*a[:-2], a[-1]) != (*b[:-2], b[-1]):
         return False
     blocks = -(-a[-1] // BLOCK)
@@ -70,7 +70,7 @@ def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:
 
 
 def _reference(a: Quantized, b: Quantized, out_dtype) -> jax.Array:
-    """The definition of `fp8_matmul`."""
+    """Compute `fp8_matmul` by its definition."""
     y = jnp.einsum(
         "...mk,...nk->...mn",
         *(dequantize(q, jnp.float32) for q in (a, b)),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ultrascale_jax.kernels.pipeline_mosaic import STRIP, WARPGROUPS, launch, pipeline, quiesce
 
 BLOCK = 128
-"""Elements of the contracted dim that have one scale: 128 bytes, the width of the swizzle. All dims are multiples."""
+"""Elements of the contracted dim with one scale: 128 bytes, the width of the swizzle. All dims are multiples."""
 
 TYPES = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -26,10 +26,10 @@ ROWS = 64
 """Rows that a warpgroup multiplies at a time."""
 
 WAVE = WARPGROUPS * ROWS
-"""Rows that all do."""
+"""Rows that all warpgroups multiply at a time."""
 
 PARTS = range(0, BLOCK, 64)
-"""Columns at which the parts of a sum start: scales of rows of b are in registers for one part at a time."""
+"""First columns of the parts of a sum: registers hold scales of rows of b for one part at a time."""
 
 SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
@@ -43,7 +43,7 @@ def products(
     *,
     programs: int | None = None,
 ) -> jax.Array:
-    """`a b^T` of each group, with scales.
+    """Return `a b^T` of each group, with scales.
 
     Args:
       a: `[G, M, K]` of one of `TYPES`; M, N and K are multiples of 128.
@@ -116,7 +116,7 @@ def products(
 
 
 def _specs(row: Any, column: Any, *, waves: int, by_rows: bool) -> list:
-    """Blocks of a for each wave, of b, scales of a, and with `by_rows` scales of b."""
+    """Return specs of the blocks of a for each wave, of b, scales of a, and with `by_rows` scales of b."""
     a = [((WAVE, BLOCK), lambda k, n=n: (row * waves + n, k)) for n in range(waves)]
     b = (BLOCK, BLOCK), lambda k: (column, k)
     scales = [((1, waves * WAVE), lambda k: (k, row)), ((1, BLOCK), lambda k: (k, column))]
@@ -127,7 +127,7 @@ def _specs(row: Any, column: Any, *, waves: int, by_rows: bool) -> list:
 
 
 def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
-    """The sums after one more block of the contracted dim; `refs` are operands, their barriers, and the sums before.
+    """Add one more block of the contracted dim to the sums; `refs` are operands, their barriers, and the sums before.
 
     A wave waits for its own rows of a. The wait also keeps the compiler from spreading the additions of one wave over
     the next one, for which there are not enough registers.
@@ -177,5 +177,5 @@ def _store(total: tuple, out_s: Any, rows_g: Any, column: Any) -> None:
 
 
 def _load(scales_s: Any, reduced: int) -> jax.Array:
-    """Scales for an accumulator's rows (`reduced` 1) or columns (0)."""
+    """Load scales for an accumulator's rows (`reduced` 1) or columns (0)."""
     return plgpu.load(scales_s, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)

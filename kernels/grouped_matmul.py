@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows sorted by expert, each times its expert's matrix.
+"""Multiply grouped rows: rows sorted by expert, each times its expert's matrix.
 
 The reference gives every expert a padded part of one batched product, `[E, C, D] x [E, D, F]`. C is a multiple of the
 mean, not the largest group: where an expert has more rows, all take another turn. So it is exact for any sizes, its
@@ -26,7 +26,7 @@ def grouped_matmul(
     bound: float = 1.5,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Each row times the matrix of its expert; differentiable in `x` and `w`.
+    """Multiply each row by the matrix of its expert; differentiable in `x` and `w`.
 
     Args:
       x: `[R, D]`, sorted by expert.
@@ -55,7 +55,7 @@ def grouped_matmul(
 
 
 def mosaic_applies(x: jax.Array, w: jax.Array) -> bool:
-    """Whether the kernel takes these shapes and types, on the GPU that is compiled for."""
+    """Return whether the kernel accepts these shapes and types on the GPU of the compilation."""
     return _fits(x, w) and on_hopper()
 
 
@@ -66,7 +66,7 @@ def _fits(x: jax.Array, w: jax.Array) -> bool:
 
 
 def _capacity(R: int, E: int, bound: float) -> int:
-    """Rows of an expert in one turn: a multiple of 8, as the GPU's matrix units like it, but never more than all."""
+    """Return an expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all."""
     return min(R, 8 * math.ceil(bound * R / E / 8))
 
 
@@ -96,10 +96,10 @@ _grouped_matmul.defvjp(_forward, _backward)
 def products(
     x: jax.Array, w: jax.Array, sizes: jax.Array, capacity: int, *, transposed: bool = False
 ) -> jax.Array:
-    """The definition: `grouped_matmul`, or with `transposed` that of w's transposes, `[E, F, D]`; no gradients."""
+    """Compute `grouped_matmul` by its definition, with `transposed` by w's transposes `[E, F, D]`; no gradients."""
     R, E = x.shape[0], w.shape[0]
     subscripts = "ECF,EDF->ECD" if transposed else "ECD,EDF->ECF"
-    # Which expert a row is of, and its number there; rows after the last group are of the last expert.
+    # The expert of a row, and the row's number there; rows after the last group are of the last expert.
     row = jnp.arange(R)
     expert = jnp.sum(row[:, None] >= jnp.cumsum(sizes)[None, :-1], axis=1)
     number = row - _starts(sizes)[expert]
@@ -117,7 +117,7 @@ def products(
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, capacity: int) -> jax.Array:
-    """For each expert the transpose of its rows of x times its rows of dy, `[E, D, F]` float32."""
+    """Return for each expert the transpose of its rows of x times its rows of dy, `[E, D, F]` float32."""
 
     def turn(n, dw):
         blocks = (_padded(a, sizes, capacity, n) for a in (x, dy))
@@ -128,7 +128,7 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, capacity: int
 
 
 def _turns(turn: Callable, y: jax.Array, sizes: jax.Array, capacity: int, R: int) -> jax.Array:
-    """`turn(n, y)` for n = 0, 1, ... while an expert has rows left; the first is no part of the loop."""
+    """Run `turn(n, y)` for n = 0, 1, ... while an expert has rows left; the first is no part of the loop."""
     y = turn(0, y)
     if capacity >= R:
         return y
@@ -138,7 +138,7 @@ def _turns(turn: Callable, y: jax.Array, sizes: jax.Array, capacity: int, R: int
 
 
 def _padded(x: jax.Array, sizes: jax.Array, capacity: int, turn: jax.Array | int) -> jax.Array:
-    """Each expert's rows in this turn, `[E, C, D]`, zeros where it has none."""
+    """Return each expert's rows in this turn, `[E, C, D]`, zeros for missing rows."""
     number = turn * capacity + jnp.arange(capacity)
     row = _starts(sizes)[:, None] + number[None, :]
     rows = jnp.take(x, row, axis=0, mode="clip")

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ultrascale_jax.kernels.pipeline_mosaic import STAGES, STRIP, WARPGROUPS, launch, pipeline
 
 ALIGNED = 8
-"""Rows at whose multiples a copy from global memory starts."""
+"""A copy from global memory starts at multiples of so many rows."""
 
 ROWS = 128
 """Rows of a forward tile."""
@@ -38,7 +38,7 @@ MULTIPLE = 128
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 ROW_BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-"""The same order in memory where there are 64 columns, but any row may be the first of a copy."""
+"""The same order in memory for 64 columns, but any row may be the first of a copy."""
 
 
 def products(
@@ -49,7 +49,7 @@ def products(
     transposed: bool = False,
     programs: int | None = None,
 ) -> jax.Array:
-    """Each row times the matrix of its expert.
+    """Multiply each row by the matrix of its expert.
 
     Args:
       x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
@@ -114,7 +114,7 @@ def products(
 def weight_gradient(
     x: jax.Array, dy: jax.Array, sizes: jax.Array, *, programs: int | None = None
 ) -> jax.Array:
-    """For each expert the transpose of its rows of `x` times its rows of `dy`.
+    """Return for each expert the transpose of its rows of `x` times its rows of `dy`.
 
     Args:
       x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
@@ -194,7 +194,7 @@ def _clear_foreign_rows(block_s, first, end) -> None:
 
 
 def _half(size: int) -> int:
-    """What one warpgroup has of a tile along a dim of this size."""
+    """Return the part of one warpgroup in a tile along a dim of this size."""
     return 128 if size % (WARPGROUPS * 128) == 0 else 64
 
 
@@ -218,7 +218,7 @@ def _row_tiles(sizes: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _groups(sizes: jax.Array) -> jax.Array:
-    """Every group as a column of start, number of its first own row, rows up to its end."""
+    """Return every group as a column of start, number of its first own row, rows up to its end."""
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
     aligned = starts // ALIGNED * ALIGNED
@@ -244,7 +244,7 @@ def _epilogue(shape: tuple[int, int], out_s: Any, store: Callable) -> Callable:
 
 
 def _store_rows(out_s, y_g, start, first, rows, columns) -> None:
-    """Copy `rows` rows from `first` on; TMA wants their number to be known, so by powers of two."""
+    """Copy `rows` rows from `first` on, by powers of two, because TMA needs a known number of rows."""
     size = ROWS
     while size:
 

@@ -1,4 +1,4 @@
-"""Output head and cross-entropy in one, without the logits in memory; of the whole vocabulary or a piece of it.
+"""Fuse output head and cross-entropy without the logits in memory, for the whole vocabulary or a piece of it.
 
 The forward pass keeps each token's log-sum-exp. The backward pass computes the logits again, for a chunk of the
 vocabulary at a time, and from them their gradient in the inputs' type, which two plain products take: so what it holds
@@ -18,7 +18,7 @@ from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.device import choose, vary_alike
 
 CHUNK_BYTES = 2**28
-"""Upper bound of one chunk's logits in float32; with the kernels of their gradients."""
+"""Upper bound of one chunk's logits in float32; with the kernels, of their gradients."""
 
 
 def linear_cross_entropy(
@@ -32,7 +32,7 @@ def linear_cross_entropy(
     axes: Collection[str] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum of the negative log-likelihoods of `targets`; differentiable in `x` and `head`.
+    """Return the weighted sum of the negative log-likelihoods of `targets`; differentiable in `x` and `head`.
 
     Args:
       x: `[M, D]` hidden states.
@@ -59,7 +59,7 @@ def linear_cross_entropy(
         needs=f"bfloat16, M in multiples of {mosaic.ROWS}, D of {mosaic.DEPTH} and V of {mosaic.ALIGNED}",
         got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
     )
-    # What is not counted, or is no word of this piece, hits no column.
+    # A target that does not count, or is no word of this piece, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
     counted = jnp.where(targets >= 0, weight, 0.0)
     arrays = vary_alike(x, head, columns)
@@ -68,7 +68,7 @@ def linear_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _cross_entropy(x, head, columns, counted, z_loss: float, axes: tuple[str, ...], fused: bool):
-    """`linear_cross_entropy` of targets as columns of `head`, and with each token's weight."""
+    """Compute `linear_cross_entropy` of targets as columns of `head`, with each token's weight."""
     return _forward(x, head, columns, counted, z_loss, axes, fused)[0]
 
 
@@ -97,7 +97,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _statistics(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each token's log-sum-exp, and its target's logit (0 where that is no column): a chunk of tokens at a time."""
+    """Return each token's log-sum-exp, and its target's logit (0 if that is no column), a chunk of tokens at a time."""
     (M, D), V = x.shape, head.shape[1]
     most = max(CHUNK_BYTES // (4 * V), 1)
     rows = next(rows for rows in range(min(M, most), 0, -1) if M % rows == 0)
@@ -114,7 +114,7 @@ def _statistics(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.
 
 
 def _gradients(x, head, columns, lse, scale, gold_scale, fused: bool) -> tuple:
-    """Gradients of x, float32, and head: a chunk of the vocabulary at a time."""
+    """Return gradients of x, float32, and head, a chunk of the vocabulary at a time."""
     (M, D), V = x.shape, head.shape[1]
     count = math.ceil(M * V * (x.dtype.itemsize if fused else 4) / CHUNK_BYTES)
     width = mosaic.WIDTH * math.ceil(V / (count * mosaic.WIDTH))
@@ -145,5 +145,5 @@ def _logits(x: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def _hits(logits: jax.Array, columns: jax.Array) -> jax.Array:
-    """Where a token's target is."""
+    """Return a mask of each token's target."""
     return lax.broadcasted_iota(jnp.int32, logits.shape, 1) == columns[:, None]

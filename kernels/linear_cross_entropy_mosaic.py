@@ -1,4 +1,4 @@
-"""Matrix product with the output head on Hopper GPUs, whose results, the logits, are never in memory.
+"""Multiply by the output head on Hopper GPUs; the results, the logits, are never in memory.
 
 Both kernels compute them tile by tile, 128 tokens x 256 words in float32 registers, half of the words in either
 warpgroup:
@@ -25,7 +25,7 @@ ROWS = 128
 """Tokens of a tile."""
 
 HALF = 128
-"""Words that a warpgroup has of it."""
+"""Words of a warpgroup's part of a tile."""
 
 WIDTH = WARPGROUPS * HALF
 
@@ -33,10 +33,10 @@ DEPTH = 64
 """Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
 
 ALIGNED = 32
-"""The vocabulary is a multiple: TMA swizzles parts of rows of 64 bytes or, where they divide it, of 128."""
+"""The vocabulary is a multiple of it: TMA swizzles parts of rows of 64 or, if they divide the row, 128 bytes."""
 
 LOWEST = -1e30
-"""Logit of what is no word."""
+"""Logit of a column that is no word."""
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -44,7 +44,7 @@ BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 def statistics(
     x: jax.Array, head: jax.Array, targets: jax.Array, *, programs: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """For each token the log-sum-exp of its logits, and the logit of its target (0 where that is no column of head).
+    """Return for each token the log-sum-exp of its logits, and its target's logit (0 if that is no column of head).
 
     Args:
       x: `[M, D]` bfloat16; M is a multiple of 128, D of 64.
@@ -87,7 +87,7 @@ def gradient(
     *,
     programs: int | None = None,
 ) -> jax.Array:
-    """`scale * exp(logits - lse) - gold_scale * (word is target)` of the words from `start` on.
+    """Return `scale * exp(logits - lse) - gold_scale * (word is target)` of the words from `start` on.
 
     Args:
       x, head, targets, programs: as in `statistics`.
@@ -190,15 +190,15 @@ def _for_each_tile(
 
 
 def _load(rows_g: Any, rows: Any) -> jax.Array:
-    """Values of a tile's tokens."""
+    """Load the values of a tile's tokens."""
     return plgpu.load(rows_g.at[rows], layout=BY_ROW, optimized=False)
 
 
 def _numbers(logits: jax.Array) -> jax.Array:
-    """The number of each logit's column."""
+    """Return the column number of each logit."""
     return plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
 
 
 def _spread(row: jax.Array, logits: jax.Array) -> jax.Array:
-    """A token's value for each of its logits."""
+    """Broadcast a token's value to each of its logits."""
     return lax.broadcast_in_dim(row, logits.shape, [0])

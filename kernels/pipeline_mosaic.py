@@ -1,4 +1,4 @@
-"""What kernels of matrix products on Hopper GPUs share: one program on each SM, which takes every n-th tile.
+"""Share the loop of matrix-product kernels on Hopper GPUs: one program on each SM takes every n-th tile.
 
 Two of its warpgroups multiply, a third one loads ahead by TMA.
 """
@@ -15,13 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ultrascale_jax.kernels.device import cores, vary_alike
 
 STAGES = 4
-"""Steps that are loaded ahead; with the buffers of the results they nearly fill shared memory (227 KiB)."""
+"""Steps loaded ahead; with the buffers of the results they nearly fill shared memory (227 KiB)."""
 
 WARPGROUPS = 2
-"""Those that multiply."""
+"""Warpgroups that multiply."""
 
 STRIP = 16
-"""Rows of tiles whose columns follow each other, so that the tiles under way share operands in the L2 cache."""
+"""Rows of tiles whose columns are consecutive, so that concurrent tiles share operands in the L2 cache."""
 
 
 def launch(
@@ -31,7 +31,7 @@ def launch(
     programs: int | None,
     operands: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The results of `body`, typed as varying over the mesh axes over which an operand does.
+    """Run `body` and return its results, typed as varying over the mesh axes over which an operand does.
 
     Args:
       body: gets the operands and the results, in global memory; its axes are `program` and `wg`.
@@ -63,7 +63,7 @@ def pipeline(
     *,
     waits: bool = False,
 ) -> Any:
-    """`step` over the blocks of one tile; `around` gets a function that runs it, of the first state.
+    """Run `step` over the blocks of one tile; `around` gets a function that runs it from the first state.
 
     Where the stages divide the steps, the next tile's blocks are loaded while this one's results are stored: the loads
     of `tile` 0, this program's first, fill the stages, those of later ones wait for them, and `quiesce` ends it.
@@ -94,7 +94,7 @@ def pipeline(
 
 
 def quiesce(buffers: Any, steps: int, tiles: int) -> None:
-    """Wait until what was loaded last has been used; the pipeline's own end of a chain wants two tiles at least."""
+    """Wait until the last loaded blocks have been used; the pipeline's own end of a chain needs two tiles at least."""
     if steps % STAGES:
         return
     loads = (lax.axis_index("wg") == WARPGROUPS) & (lax.axis_index("program") < tiles)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-"""The integer type of elements of so many bytes."""
+"""Unsigned integer type of elements of so many bytes."""
 
 
 @jax.jit  # so that arrays of one shape and sharding, as parameters and their moments, are traced and lowered once
 def sums(x: jax.Array) -> jax.Array:
-    """The two sums over `x`: uint32 `[2]`, replicated.
+    """Return the two sums over `x`: uint32 `[2]`, replicated.
 
     In a region that is manual over all axes they are those of this device's piece alone.
 
@@ -35,25 +35,25 @@ def sums(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def all_sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """`sums` of each array, in one program that communicates nothing but sums."""
+    """Return `sums` of each array, by one program whose only communication is sums."""
     return {name: sums(x) for name, x in arrays.items()}
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """The fingerprint of each array as 16 hexadecimal digits; the host waits for the devices."""
+    """Return the fingerprint of each array as 16 hexadecimal digits; the host waits for the devices."""
     values = jax.device_get(all_sums(arrays))
     return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The elements' bits as uint32."""
+    """Return the elements' bits as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
 
 
 def _iota(x: jax.Array, dim: int) -> jax.Array:
-    """The index of each element of `x` in `dim`, split over the devices as `x` is."""
+    """Return the index of each element of `x` in `dim`, split over the devices as `x` is."""
     sharding = jax.typeof(x).sharding
     explicit = not sharding.mesh.empty and not sharding.mesh.manual_axes
     return jax.lax.broadcasted_iota(
@@ -62,7 +62,7 @@ def _iota(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit depends on all (the end of MurmurHash3)."""
+    """Apply a bijection of uint32 in which every bit depends on all (the end of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -21,13 +21,13 @@ type Groups = dict[str, dict]
 
 
 def named(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays by their whole name, as `params/blocks/attn/w_q`."""
+    """Return arrays by their whole name, as `params/blocks/attn/w_q`."""
     leaves = jax.tree_util.tree_flatten_with_path(groups)[0]
     return {name(keys): leaf for keys, leaf in leaves}
 
 
 def name(keys: tuple) -> str:
-    """The whole name of the array that these keys of nested dictionaries lead to."""
+    """Return the whole name of the array that these keys of nested dictionaries lead to."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -48,24 +48,24 @@ def with_retired(shapes: Groups, known: Mapping[str, tuple]) -> Groups:
 
 
 def split(state: TrainState) -> dict[str, dict]:
-    """`state` (or its shapes) as the two groups of a checkpoint, nested dictionaries by attribute path."""
+    """Split `state` (or its shapes) into the two groups of a checkpoint, nested dictionaries by attribute path."""
     tree = flatten(state)
     return {PARAMS: tree.pop("params"), TRAIN: tree}
 
 
 def join(groups: dict[str, dict], like: TrainState) -> TrainState:
-    """The inverse of `split`, in the structure of `like`."""
+    """Invert `split`, in the structure of `like`."""
     return unflatten({"params": groups[PARAMS], **groups[TRAIN]}, like)
 
 
 def _path(keys: tuple) -> list[str]:
-    """Attribute path of a leaf; an `nnx.Param` is a node of its own (`value`), which the name does not need."""
+    """Return the attribute path of a leaf, without the node (`value`) that an `nnx.Param` adds."""
     words = [jax.tree_util.keystr((key,), simple=True) for key in keys]
     return words[:-1] if len(words) > 1 and words[-1] in ("value", "raw_value") else words
 
 
 def flatten(tree) -> dict:
-    """Leaves of a tree of modules and dataclasses as nested dictionaries, by attribute path."""
+    """Return the leaves of a tree of modules and dataclasses as nested dictionaries, by attribute path."""
     nested: dict = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         *outer, last = _path(keys)

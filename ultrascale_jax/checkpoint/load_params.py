@@ -1,4 +1,4 @@
-"""The model of a run's checkpoint, for those who do not train it."""
+"""Load the model of a run's checkpoint without training it."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from ultrascale_jax.train_step.state import (
 def load_params(
     run_dir: str | Path, mesh: Mesh, step: int | None = None
 ) -> tuple[Config, Transformer]:
-    """Config and model of a run's checkpoint (default: the newest good one), on `mesh`, without the optimizer state.
+    """Load config and model of a run's checkpoint (default: the newest good one) on `mesh`, without optimizer state.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
     the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.

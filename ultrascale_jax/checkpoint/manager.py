@@ -1,4 +1,4 @@
-"""The checkpoints of a run. Orbax is spoken to here, and in `restoring.py` and `load_params.py`, which read them.
+"""Save and restore a run's checkpoints. Only this file, `restoring.py` and `load_params.py` call Orbax.
 
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters) and, as
 JSON in `_CHECKPOINT_METADATA`, what the run was: its config, where it stood in the data, the library versions, and the
@@ -48,7 +48,7 @@ from ultrascale_jax.train_step.state import (
 
 
 class SaveFailed(UserError):
-    """The last save of a run, or `checkpoint.max_failures` in a row, did not come about; a restart may help."""
+    """The last save of a run, or `checkpoint.max_failures` in a row, failed; a restart may help."""
 
     exit_code = CRASHED
 
@@ -81,7 +81,7 @@ class Checkpoints:
         self._before_save = before_save
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
-        """Step of the save under way: known to all processes alike, as one may be stuck and others done."""
+        """Step of the save under way, which all processes know alike: one may be stuck while others are done."""
         self._in_a_row = self.failures = 0
         self._probe = saving.Probe(self.folder)
         self._prepare()
@@ -122,7 +122,7 @@ class Checkpoints:
         self._listed()
 
     def _listed(self) -> tuple[list[int], list[str]]:
-        """Steps, and names put aside, as process 0 sees them: on NFS another host's listing may be a minute old."""
+        """Return steps, and names put aside, as process 0 sees them: on NFS other hosts may see an old listing."""
         found, aside = found_by_process0(lambda: (steps(self.folder), quarantined(self.folder)))
         return found, aside
 
@@ -157,7 +157,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_) -> None:
-        """Wait for what is under way; what goes wrong now is told, and hides no exception."""
+        """Wait for the save under way; report an error now, so that it hides no exception."""
         problem = self._finish()
         if problem is not None:
             self._in_a_row += 1
@@ -169,7 +169,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest complete step, or none."""
+        """Return the newest complete step, or None."""
         if self._opened is None:
             return max(steps(self.folder), default=None)
         return None if self._opened.latest is None else self._opened.latest.step
@@ -217,7 +217,7 @@ class Checkpoints:
         self._saving = saving.Writing(self.folder / str(step), wait, self._events)
 
     def _settle(self, *, must: bool = False) -> bool:
-        """Take note, on all processes alike, of how the save under way ended; whether it still has not."""
+        """Note, on all processes alike, how the save under way ended; return whether it is still under way."""
         if self._begun is None:
             return False
         step, problem = self._begun, agree(self._finish())
@@ -228,7 +228,7 @@ class Checkpoints:
         return stuck
 
     def _finish(self) -> str | None:
-        """What went wrong with the save under way; unless it is stuck it is over afterwards."""
+        """Return the error of the save under way; unless it is stuck, it is over afterwards."""
         if self._saving is None:
             return None
         problem = self._saving.result(self._stall_s)
@@ -242,7 +242,7 @@ class Checkpoints:
         return problem
 
     def _count(self, step: int, problem: str | None, *, must: bool) -> None:
-        """Take note of how the save of `step` ended. Raises `SaveFailed` if it must not fail, or too many have."""
+        """Note how the save of `step` ended. Raises `SaveFailed` if it must not fail, or too many have."""
         if problem is None:
             self._in_a_row = 0
             return
@@ -302,11 +302,11 @@ class Checkpoints:
         return None
 
     def meta(self, step: int) -> dict:
-        """The JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
+        """Return the JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
         return metadata(self.folder / str(step))
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
+        """Restore the state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
         return self._load(step, abstract, restoring.opened(self.folder / str(step))[0])
 
     def _load(self, step: int, abstract: TrainState, meta: dict) -> TrainState:
@@ -349,7 +349,7 @@ class _Rotation:
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Where the run of `cfg` keeps its checkpoints. Raises `NotRegular` for a link: a run renames and deletes there."""
+    """Return the checkpoint folder of `cfg`. Raises `NotRegular` for a link: a run renames and deletes there."""
     return folder_of(Path(cfg.log.run_dir).resolve(), cfg.checkpoint.dir, make=False)
 
 

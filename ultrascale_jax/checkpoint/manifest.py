@@ -1,4 +1,4 @@
-"""The SHA-256 manifest of a checkpoint: which files it has, how long they are and what is in them.
+"""Write and check a checkpoint's manifest: the names, sizes and SHA-256 of its files.
 
 It is written when the checkpoint is complete, so one without it is not damaged, only unproven: something ended its
 writer in the moment between. What a manifest names is compared with the files that are there and never opened by that
@@ -42,7 +42,7 @@ class Doubtful(Unreadable):
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Paths below `folder`, as `a/b`, and their sizes in bytes, in order; the manifest itself is left out.
+    """Return paths below `folder`, as `a/b`, and their sizes in bytes, in order, without the manifest itself.
 
     Raises `Damaged` for a link, or anything else that is neither file nor folder.
     """
@@ -79,7 +79,7 @@ def write(folder: Path, hashed: Callable[[], None] = lambda: None) -> tuple[int,
 
 
 def check(folder: Path, part: int = 0, of: int = 1, *, contents: bool = True) -> bool:
-    """Compare the files of `folder` with its manifest; false if it has none.
+    """Compare the files of `folder` with its manifest; return False if it has none.
 
     All names and sizes are compared, and the contents of every `of`-th file from number `part` on: so many processes
     share the work. Without `contents` nothing but the manifest is read.
@@ -125,7 +125,7 @@ def read_all(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, list]:
-    """Entries of a manifest, `[bytes, SHA-256]` by name."""
+    """Read the entries of a manifest, `[bytes, SHA-256]` by name."""
     try:
         manifest = json.loads(read_regular(path))
         entries = manifest["files"]
@@ -146,5 +146,5 @@ def _digest(path: Path, *, anew: bool = False) -> str:
 
 
 def digest_of(value: object) -> str:
-    """SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A checkpoint every `checkpoint.every` steps, and of the last step of a process."""
+"""Save a checkpoint every `checkpoint.every` steps, and at the last step of a process."""
 
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -13,7 +13,7 @@ class PeriodicSave(Hook):
     """
 
     def __init__(self, checkpoints: Checkpoints, fingerprint: str):
-        """`fingerprint`: of the training data."""
+        """`fingerprint` is that of the training data."""
         self._checkpoints, self._fingerprint = checkpoints, fingerprint
         self._late = self._skipped = False
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint only if it is what was saved: first its files, then, on the devices, its arrays.
+"""Read a checkpoint only if it is unchanged: check first its files, then, on the devices, its arrays.
 
 The manifest finds what a disk or a hand did to a file, and names it. The fingerprints find what happened to an array
 anywhere between the devices that saved it and those that have it now, on whatever mesh, and name it; they also decide
@@ -28,17 +28,17 @@ from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.multihost import agree, hosts
 
 LOOK_S = 60.0
-"""How long a process looks for a checkpoint that process 0 sees: as long as NFS keeps what it knows of a folder."""
+"""Seconds that a process looks for a checkpoint that process 0 sees: as long as NFS caches a folder."""
 
 LONGEST = 500
-"""Bytes of an error that are told."""
+"""Bytes of an error that are reported."""
 
 UNPROVEN = "has no manifest (its writer was ended in between); its arrays have their fingerprints"
 UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
 
 
 def found_by_process0[Value](find: Callable[[], Value]) -> Value:
-    """What `find` finds on process 0, as JSON carries it, on all; the others do not look, as they may see less.
+    """Return `find()` of process 0, as JSON carries it, on all processes; the others may see less, so they do not look.
 
     Raises on all processes what `find` raises: `Damaged` or another `UserError`, and `Unreadable` for an `OSError`.
     """
@@ -50,7 +50,7 @@ def found_by_process0[Value](find: Callable[[], Value]) -> Value:
 
 
 def raise_on_all(error: UserError | None) -> None:
-    """Raise, on all processes, what one of them has found: what is damaged is damaged for all."""
+    """Raise one process's error on all processes: a checkpoint that is damaged for one is damaged for all."""
     for kind in (Damaged, Unreadable, Doubtful, UserError):
         mine = error is not None and type(error) is kind
         problem = agree(str(error) if mine else None)
@@ -59,7 +59,7 @@ def raise_on_all(error: UserError | None) -> None:
 
 
 def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | None]:
-    """What `do` returns, or the `UserError` that it means."""
+    """Return `do()`, or its `UserError`."""
     try:
         return do(), None
     except (Damaged, Unreadable) as error:
@@ -73,14 +73,14 @@ def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | No
 
 
 def record(groups: Groups) -> dict[str, list]:
-    """Type, shape and fingerprint of each array, for the metadata; the host waits for the devices, not for a copy."""
+    """Return type, shape and fingerprint of each array, for the metadata; wait for the devices, not for a copy."""
     arrays = named(groups)
     marks = fingerprints(arrays)
     return {name: [str(x.dtype), list(x.shape), marks[name]] for name, x in arrays.items()}
 
 
 def opened(place: Path) -> tuple[dict, str | None]:
-    """Metadata of the checkpoint at `place`, whose files are as they were saved, and what is to be told of it.
+    """Check the files of the checkpoint at `place`; return its metadata, and a message for the user or None.
 
     Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them.
     """
@@ -108,7 +108,7 @@ def opened(place: Path) -> tuple[dict, str | None]:
 
 
 def load(place: Path, meta: dict, shapes: Groups) -> Groups:
-    """Arrays of the checkpoint at `place`, which `opened` looked at, in the shardings of `shapes` and the saved types.
+    """Load the arrays of the checkpoint at `place`, which `opened` checked, in the shardings of `shapes`.
 
     With them come the retired ones (`layout.RETIRED`), which Orbax would not leave out.
 
@@ -160,7 +160,7 @@ def _loaded(place: Path, shapes: Groups, sealed: bool) -> Groups:
 
 
 def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
-    """What it means that the checkpoint at `place` does not load because of `root`.
+    """Return the exception for a checkpoint at `place` that does not load because of `root`.
 
     TensorStore raises one type for all that goes wrong, so nothing is read from its words: a manifest that holds has
     proven the files, and a file that cannot be read is found by reading all of them. What remains is `Doubtful`.
@@ -173,7 +173,7 @@ def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
 
 
 def unparsable(place: Path) -> str | None:
-    """Why Orbax cannot parse the metadata at `place`, though it has parsed that of another; none if a disk fails."""
+    """Return why Orbax cannot parse the metadata at `place`, though it parsed another's; None if a disk fails."""
     _, fault = _tried(lambda: manifest.files(place))
     if fault is None:
         try:
@@ -186,7 +186,7 @@ def unparsable(place: Path) -> str | None:
 def newest[Found](
     steps: Sequence[int], take: Callable[[int], Found], damaged: Callable[[int, str], None]
 ) -> tuple[int, Found] | None:
-    """The newest of `steps` (ascending) that is what was saved, and `take` of it; none if all are damaged.
+    """Return the newest of `steps` (ascending) that is unchanged, and `take` of it; None if all are damaged.
 
     Whether a `Doubtful` checkpoint or a host is at fault is found by experiment: an older one is loaded on the same
     hosts, and if it loads, the doubtful one again. One that fails twice is damaged. `damaged` gets the step and the
@@ -228,7 +228,7 @@ def newest[Found](
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first cause of an exception: Orbax wraps it, and says something else."""
+    """Return the first cause of an exception, which Orbax wraps in another message."""
     while True:
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if cause is None:
@@ -237,7 +237,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _await(path: Path) -> None:
-    """Return when this process sees `path`, which process 0 has seen. Raises `FileNotFoundError` after `LOOK_S`."""
+    """Wait until this process sees `path`, which process 0 has seen. Raises `FileNotFoundError` after `LOOK_S`."""
     until = time.monotonic() + LOOK_S
     while True:
         # A listing asks an NFS server anew where a name that was not there is remembered.
@@ -249,17 +249,17 @@ def _await(path: Path) -> None:
 
 
 def cast[Tree](tree: Tree, like: Tree) -> Tree:
-    """Arrays in the types of `like`: a run may be allowed to change them."""
+    """Cast arrays to the types of `like`: a run may be allowed to change them."""
     return jax.tree.map(lambda x, s: x if x.dtype == s.dtype else x.astype(s.dtype), tree, like)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without TensorStore's account of all its settings."""
+    """Return an error's message without TensorStore's list of all its settings."""
     return next(iter(str(error).splitlines()), "").partition(" [tensorstore_spec")[0][:LONGEST]
 
 
 def entries(meta: dict) -> dict[str, tuple] | None:
-    """Type, shape and fingerprint by array; none for an old checkpoint. Raises `Damaged` where they are no such."""
+    """Return type, shape and fingerprint by array; None for an old checkpoint. Raises `Damaged` if malformed."""
     if "arrays" not in meta:
         return None
     try:
@@ -289,7 +289,7 @@ def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
 
 
 def _different(known: Mapping[str, tuple], loaded: Groups) -> str | None:
-    """Which arrays are not what was saved, in words; none if all are."""
+    """Name the arrays that have changed since they were saved; None if there are none."""
     marks = fingerprints(named(loaded))
     wrong = [name for name, mark in marks.items() if mark != known[name][2]]
     more = f", nor are {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -1,4 +1,4 @@
-"""What a run is: its config, data and library versions, and what of them a resumed run may change."""
+"""Describe a run by its config, data and library versions, and check what a resumed run may change."""
 
 import dataclasses
 import importlib.metadata
@@ -15,7 +15,7 @@ SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype", "optim.stochastic_rounding"),
     *("train.seed", "train.global_batch"),
 )
-"""Fields that a resumed run must share with its checkpoint: another value is another model or another data order.
+"""Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 
 Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
 """
@@ -24,13 +24,13 @@ FREE = (
     *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
     *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
 )
-"""Fields that a resumed run may change without a word."""
+"""Fields that a resumed run may change silently."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def describe(cfg: Config, step: int, fingerprint: str) -> dict:
-    """What is saved beside the arrays after `step` optimizer steps on the data of `fingerprint`."""
+    """Return the metadata to save after `step` optimizer steps on the data of `fingerprint`."""
     return {
         "config": json.loads(json.dumps(dataclasses.asdict(cfg))),
         "data": {"step": step, "fingerprint": fingerprint, "seed": cfg.train.seed},
@@ -39,13 +39,13 @@ def describe(cfg: Config, step: int, fingerprint: str) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries whose change may change numbers."""
+    """Return the versions of Python and of the libraries that may change numbers."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {"python": platform.python_version(), **libraries}
 
 
 def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> list[str]:
-    """Changes since the checkpoint at `place` that are allowed but worth a line.
+    """Return the changes since the checkpoint at `place` that are allowed but worth a line.
 
     Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
     """
@@ -90,7 +90,7 @@ def config_from_dict(values: dict) -> Config:
 
 
 def saved_config(run_dir: Path) -> Config:
-    """The config that a run left behind. Raises `UserError` where it is missing or damaged."""
+    """Read the config of an earlier run. Raises `UserError` if it is missing or damaged."""
     path = run_dir / "config.json"
     fix = "holds no config.json; give the run directory of a training run"
     require(path.is_file(), "run_dir", str(run_dir), fix)
@@ -98,7 +98,7 @@ def saved_config(run_dir: Path) -> Config:
 
 
 def fields(cfg: Config) -> dict[str, object]:
-    """Dotted names of all fields and their values."""
+    """Return the dotted names of all fields and their values."""
     flat: dict[str, object] = {}
     for section, values in json.loads(json.dumps(dataclasses.asdict(cfg))).items():
         flat |= {f"{section}.{name}": value for name, value in values.items()}
@@ -128,7 +128,7 @@ def _dataclass_from_dict(kind, values: dict, name: str):
 
 
 def _fits(value: object, hint: typing.Any) -> bool:
-    """Whether a value of JSON, its lists made tuples, is of the type `hint`."""
+    """Return whether a value of JSON, its lists made tuples, is of the type `hint`."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while training goes on, and what becomes of a disk that is full, gone or does not answer.
+"""Write a checkpoint while training continues, and survive a disk that is full, gone or does not answer.
 
 Orbax writes and commits in its own threads; a thread here waits for them and then hashes what was written. Whatever
 goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
@@ -23,17 +23,17 @@ from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
 
 TOLD_S = 60.0
-"""How often a save that is being waited for is told."""
+"""Seconds between two messages about a save that the process waits for."""
 
 STALL_S = 1200.0
 """How long writing a save, or hashing one file of it, may take before training goes on without it; as long as Orbax
 waits for other processes."""
 
 PROBE_S = 30.0
-"""How long the disk may take to answer a question before a save begins."""
+"""Seconds that the disk may take to answer a probe before a save begins."""
 
 LEAVE_S = 30.0
-"""How long a process whose disk does not answer may take to end."""
+"""Seconds that a process whose disk does not answer may take to end."""
 
 STALLED = "is still being written"
 
@@ -44,7 +44,7 @@ class Writing:
     def __init__(self, place: Path, wait: Callable[[], Any], events: Events | None):
         self.place = place
         self.begun = self.moved = time.monotonic()
-        """When it began, and when it was last seen to come on."""
+        """Its start, and the last time that it made progress."""
         self.problem: str | None = None
         self._wait, self._events = wait, events
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -52,11 +52,11 @@ class Writing:
 
     @property
     def alive(self) -> bool:
-        """Whether it is not over."""
+        """Return whether it is not over."""
         return self._thread.is_alive()
 
     def result(self, stall_s: float) -> str | None:
-        """What went wrong, or none; waits until the save is over, or has not come on for `stall_s` seconds."""
+        """Wait until the save is over, or made no progress for `stall_s` seconds; return its error, or None."""
         told = self.begun + TOLD_S
         while self.alive:
             now = time.monotonic()
@@ -92,15 +92,15 @@ class Writing:
 
 
 class TimedProbe:
-    """What is asked of a disk again and again, and answered in a thread, because the disk may not answer."""
+    """Runs a filesystem check in a thread, with a timeout, because the disk may not answer."""
 
     def __init__(self, ask: Callable[[], str | None], unanswered: str | None):
-        """`ask` finds a problem or none; `unanswered` stands for it while it does not come back."""
+        """`ask` returns a problem or None; `unanswered` replaces it while `ask` does not return."""
         self._ask, self._unanswered = ask, unanswered
         self._thread: threading.Thread | None = None
 
     def __call__(self, wait_s: float = PROBE_S) -> str | None:
-        """The problem, or none, after `wait_s` seconds at most; at once while it is not answered."""
+        """Return the problem or None, after `wait_s` seconds at most, and at once while a check is unanswered."""
         if self._thread is None or not self._thread.is_alive():
             self._answer: str | None = None
             self._thread = threading.Thread(target=self._run, name="question", daemon=True)
@@ -113,14 +113,14 @@ class TimedProbe:
 
 
 class Probe(TimedProbe):
-    """Asks, before each save, whether a folder can be written."""
+    """Checks, before each save, whether the process can write in a folder."""
 
     def __init__(self, folder: Path):
         super().__init__(self._try, f"{folder} does not answer")
         self._folder = folder
         self._device: int | None = None
         self.lasting = False
-        """Whether what was found last remains until somebody mends it."""
+        """Whether the last problem remains until somebody fixes it."""
 
     def _try(self) -> str | None:
         self.lasting = False
@@ -155,7 +155,7 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that was killed while it asked `Probe` left in `folder`; no other may be asking."""
+    """Remove the files of a process that was killed during a `Probe` in `folder`; no other may be probing."""
     for left in folder.glob(".probe-*"):
         left.unlink(missing_ok=True)
 
@@ -173,7 +173,7 @@ def leave_in_time() -> None:
 
 
 def quieten_orbax() -> None:
-    """Drop Orbax's own account of what went wrong, a thousand lines long: it raises the error as well."""
+    """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
     # When a load fails, the reads that were not begun are dropped.
     warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: which there are, what they say of themselves, and putting a damaged one aside."""
+"""List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
 
 import json
 import os
@@ -15,7 +15,7 @@ CORRUPT = ".corrupt"
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in `folder`, oldest first.
+    """Return the steps of the complete checkpoints in `folder`, oldest first.
 
     Raises `UserError` for a link in a checkpoint's place: it would let one be read from, or deleted, anywhere.
     """
@@ -30,7 +30,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def quarantined(folder: Path) -> list[str]:
-    """Names of the checkpoints that were put aside, as `40.corrupt`."""
+    """Return the names of the checkpoints that were put aside, as `40.corrupt`."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else ()
     return [entry.name for entry in entries if CORRUPT in entry.name]
 
@@ -46,12 +46,12 @@ def quarantine(place: Path) -> Path:
 
 
 def with_digest(meta: dict) -> dict:
-    """Add the digest by which `metadata` finds out, without a manifest too, that a name or a value has changed."""
+    """Add the digest that lets `metadata` detect a changed name or value without a manifest."""
     return meta | {"sha256": digest_of(meta)}
 
 
 def metadata(place: Path) -> dict:
-    """What the checkpoint at `place` says of itself: `config`, `data`, `versions`, and `arrays` unless it is old.
+    """Return the metadata of the checkpoint at `place`: `config`, `data`, `versions`, and `arrays` unless it is old.
 
     Raises `Damaged` where that is missing, is not as it was saved or is of another step, and `OSError` where the disk
     fails. Older ones have no digest.

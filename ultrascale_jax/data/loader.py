@@ -38,7 +38,7 @@ class UnreadableError(OSError):
 
 
 class Loader:
-    """The batches of one split of `data.source`; making one checks every token of the sources.
+    """Read the batches of one split of `data.source`; the constructor checks every token of the sources.
 
     `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
@@ -85,7 +85,7 @@ class Loader:
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
         self.num_sequences: int = sum(len(part) for _, _, part in samples)
-        """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
+        """Return the rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
         self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
         places = [(name, weight, Places(name, part)) for name, weight, part in samples]
         self._places = _shuffle_and_mix(places, self._key()) if self.num_sequences else None
@@ -104,7 +104,7 @@ class Loader:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with documents, tokenizer and packing, but not with paths, seed or batch size."""
+        """Return a digest of documents, tokenizer and packing; paths, seed and batch size do not change it."""
         content = {
             "sources": [corpus.fingerprint for corpus in self.sources.corpora],
             "weights": self.sources.weights,
@@ -114,15 +114,15 @@ class Loader:
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Rows of the global batch of a step, int32 [rows, T] by name."""
+        """Return the rows of the global batch of a step, int32 [rows, T] by name."""
         return self._ordered(self._load(step, range(self.global_batch)[rows]))
 
     def batch_hash(self, step: int) -> str:
-        """Hash of the tokens and targets of the whole global batch, the same on every mesh."""
+        """Hash the tokens and targets of the whole global batch; every mesh gives the same hash."""
         return batch_hash(self._load(step, range(self.global_batch)))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
-        """The places in files from which each row of a step's global batch is read; by default all rows."""
+        """Return the places in files from which a step's global batch is read, for all rows or the given ones."""
         if self._places is None:
             return []
         rows = range(self.global_batch) if rows is None else rows
@@ -132,7 +132,7 @@ class Loader:
     def device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
-        """Yield step, batch on the devices and the batch's hash, from `start_step` on without end.
+        """Yield step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
         Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
         all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
@@ -187,7 +187,7 @@ class Loader:
         return ("train", self.seed) if self.split == "train" else ("eval",)
 
     def _split_samples(self) -> list[tuple[str, float, PackedSamples | SyntheticSamples]]:
-        """Name, weight and samples of every source that has a whole row in this split."""
+        """Return name, weight and samples of every source that has a whole row in this split."""
         corpora = [corpus for corpus in self.sources.corpora if isinstance(corpus, Corpus)]
         held_out = held_out_hashes([corpus.hashes for corpus in corpora], self.data.eval_fraction)
         samples = []
@@ -221,7 +221,7 @@ class Loader:
         return batch
 
     def _check(self, step: int, rows: Sequence[int] | np.ndarray, batch: Batch) -> None:
-        """The sources were sound when they were opened, but a shard may be altered under the run."""
+        """Check a batch again: the sources were sound when they were opened, but a shard may change under the run."""
         tokens, targets, size = batch["tokens"], batch["targets"], self.vocab_size
         least = min(int(tokens.min()), int(targets.min()) + 1)
         if least >= 0 and max(int(tokens.max()), int(targets.max())) < size:
@@ -244,7 +244,7 @@ class Loader:
 
 
 def batch_hash(batch: Batch) -> str:
-    """32 hexadecimal digits of the tokens and targets of a batch."""
+    """Return 32 hexadecimal digits that hash the tokens and targets of a batch."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("tokens", "targets"):
         digest.update(np.ascontiguousarray(batch[name], "<i4"))
@@ -252,7 +252,7 @@ def batch_hash(batch: Batch) -> str:
 
 
 def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarray:
-    """Hashes of the documents that no training split may see.
+    """Return the hashes of the documents that no training split may see.
 
     Of every corpus the `fraction` with the smallest hashes, at least one if it has two different
     documents. They are held out of all corpora, so a text that occurs twice, in one source or in
@@ -271,7 +271,7 @@ def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarra
 
 
 def _shuffle_and_mix(samples, key: tuple) -> grain.MapDataset:
-    """One endless dataset: every source reshuffled each epoch, mixed by weight, all by index."""
+    """Make one endless dataset: reshuffle every source each epoch, and mix them by weight, all by index."""
     parts = []
     for i, (_, _, part) in enumerate(samples):
         dataset = grain.MapDataset.source(part)

@@ -15,7 +15,7 @@ from ultrascale_jax.data.sources import Synthetic
 Batch = dict[str, np.ndarray]
 
 Place = tuple[str, int, int]
-"""A file, the number of a token in it, and how many tokens from there on."""
+"""A file, the number of a token in it, and the count of tokens from there on."""
 
 ENDLESS = 1 << 31
 """Length given to sequences that have no end; Grain wants one."""
@@ -25,7 +25,7 @@ class PackedSamples:
     """Rows cut from the documents of one corpus, in an order set by `key`."""
 
     shuffled = True
-    """Whether its rows are put in another order in every epoch."""
+    """Whether every epoch shuffles the rows."""
 
     def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
         """`chosen`: int64 [documents] indices into the corpus."""
@@ -49,7 +49,7 @@ class PackedSamples:
         return [(*self._corpus.place(start), stop - start) for start, stop in self._spans(i)]
 
     def _spans(self, i: int) -> list[tuple[int, int]]:
-        """First token, and one past the last, of each document's piece in row i; counted through the corpus."""
+        """Return the first token, and one past the last, of each document's piece in row i, counted in the corpus."""
         start = i * self._data.seq_len
         stop = start + self._data.seq_len + 1
         first = int(np.searchsorted(self._begins, start, side="right")) - 1
@@ -81,12 +81,12 @@ class SyntheticSamples:
         return _row(tokens, lengths, self._data.document_mask)
 
     def places(self, i: int) -> list[Place]:
-        """Random rows lie nowhere: the number of the row takes the place of the token's."""
+        """Return the number of the row in place of the token's: random rows are in no file."""
         return [("synthetic", int(i), self._data.seq_len + 1)]
 
 
 def nth_token(places: list[Place], n: int) -> tuple[str, int]:
-    """The file of the n-th token of a row, counted from 0, and its number there."""
+    """Return the file of the n-th token of a row, counted from 0, and the token's number in the file."""
     for file, first, count in places:
         if n < count:
             return file, first + n
@@ -95,7 +95,7 @@ def nth_token(places: list[Place], n: int) -> tuple[str, int]:
 
 
 class Places:
-    """The places of samples, in their stead."""
+    """Samples of `Places` instead of tokens."""
 
     def __init__(self, name: str, samples: PackedSamples | SyntheticSamples):
         self._name, self._samples, self.shuffled = name, samples, samples.shuffled

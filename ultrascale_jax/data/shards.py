@@ -41,13 +41,13 @@ MOST_MAPS = 30_000 if _OPEN_FILES == resource.RLIM_INFINITY else min(30_000, _OP
 
 
 def text_hash(text: bytes) -> int:
-    """64 bits that tell documents apart, for the held-out split and for restarts."""
+    """Return 64 bits that tell documents apart, for the held-out split and for restarts."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Token ids in a file, mapped into memory where they are read."""
+    """Token ids in a file, memory-mapped on first use."""
 
     path: Path
     dtype: np.dtype
@@ -82,9 +82,9 @@ class Corpus:
     hashes: np.ndarray
     """uint64 [documents]: `text_hash` of each document."""
     fingerprint: str
-    """Changes with the documents or their tokens."""
+    """A digest that changes with the documents or their tokens."""
     names: tuple[str, ...] = ()
-    """The file of each array; without names they are counted."""
+    """The file of each array; arrays without names are numbered."""
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -124,7 +124,7 @@ class Shard:
     documents_sha256: str
 
     def fault(self, folder: Path, dtype: np.dtype, vocab_size: int) -> str | None:
-        """Check the files of this shard: an error that names the file, None if they are sound."""
+        """Check the files of this shard. Returns an error that names the file, or None if they are sound."""
         sizes = {
             "tokens": self.tokens * dtype.itemsize,
             "documents": self.documents * DOCUMENT.itemsize,
@@ -164,7 +164,7 @@ class Index:
     """Vocabulary of the tokenizer."""
     shards: tuple[Shard, ...] = ()
     settings: dict = dataclasses.field(default_factory=dict)
-    """What `prepare_data` was asked for, so that a restart with other settings is refused."""
+    """The settings of `prepare_data`, so that a restart with other settings is refused."""
     complete: bool = False
     """False until the last shard is written."""
     format: str = FORMAT
@@ -289,7 +289,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
 
 
 def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
-    """This process's index and their number, among the processes that see the very same files.
+    """Return this process's index, and the number of processes, among those that see the very same files.
 
     Hosts that share a disk see the same inodes; hosts with a copy each do not, and check their own.
     """
@@ -307,7 +307,7 @@ def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
 
 
 def _scan(path: Path, dtype: np.dtype, vocab_size: int) -> tuple[str, tuple[int, int] | None]:
-    """SHA-256 of a token file, and the first token outside the vocabulary with its place."""
+    """Return the SHA-256 of a token file, and the first token outside the vocabulary with its place."""
     digest = hashlib.sha256()
     outside, at = None, 0
     with open(path, "rb") as file:

@@ -44,7 +44,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything that a run reads, in the order of `data.source`."""
+    """All sources of a run, in the order of `data.source`."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -72,7 +72,7 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
 
 
 def parse_mixture(source: str) -> list[tuple[str, float]]:
-    """`a@0.7,b@0.3` as names and weights; a comma parts sources only before the name of a kind."""
+    """Parse `a@0.7,b@0.3` into names and weights; a comma parts sources only before the name of a kind."""
     mixture = []
     for part in re.split(r",\s*(?=python-stdlib|synthetic|text:|tokens:)", source):
         match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
@@ -114,7 +114,7 @@ def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> C
 
 
 def stdlib_paths() -> list[Path]:
-    """The .py files of the running Python's standard library, without tests and tables."""
+    """Return the .py files of the running Python's standard library, without tests and tables."""
     paths = []
     for folder, subfolders, files in Path(sysconfig.get_path("stdlib")).walk():
         # The build's own settings (config-*, _sysconfigdata) differ from machine to machine.
@@ -130,7 +130,7 @@ def stdlib_paths() -> list[Path]:
 
 
 def _read_files(name: str, paths: list[Path], skip_undecodable: bool) -> list[tuple[Path, str]]:
-    """The files that are not empty, as text."""
+    """Read the files as text, and leave empty ones out."""
     files = []
     for path in filter(Path.is_file, paths):
         try:

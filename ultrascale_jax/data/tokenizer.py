@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 28
 """Largest `tokenizer.json` that is read; that of Gemma, with 256,000 tokens, has 33 MB."""
 
 RANDOM = ("dropout", "alpha", "nbest_size")
-"""Settings by which a model of the library would encode a text in another way each time."""
+"""Settings that would make the library encode one text in another way each time."""
 
 ENCODE_FIX = "cannot encode the text, as where a regular expression of it does not end; use another tokenizer"
 
@@ -59,7 +59,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the bytes; what is not UTF-8, and ids above 255, read as U+FFFD."""
+        """Decode bytes as text; invalid UTF-8 and ids above 255 become U+FFFD."""
         # 0xFF occurs nowhere in UTF-8, so it always decodes to the replacement character.
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
 
@@ -93,7 +93,7 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(content + mark).hexdigest()
 
     def _encode_all_alike(self) -> bool:
-        """Switch truncation, padding and random merges off; whether there were any."""
+        """Switch truncation, padding and random merges off; return whether any was on."""
         own, model = self._tokenizer, self._tokenizer.model
         random = [name for name in RANDOM if getattr(model, name, None)]
         changed = bool(own.truncation or own.padding or random)
@@ -105,7 +105,7 @@ class JsonTokenizer:
 
     @contextlib.contextmanager
     def _refused(self, fix: str) -> Iterator[None]:
-        """Raise what the library raises as a `UserError`; a panic in its Rust code is not even an `Exception`."""
+        """Raise the library's errors as `UserError`; a panic in its Rust code is not even an `Exception`."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -131,17 +131,17 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a `tokenizer.json`."""
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, or the path of a `tokenizer.json`."""
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(name)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned type that holds ids below `vocab_size`."""
+    """Return the smallest unsigned type that holds ids below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents end to end, each followed by the separator.
+    """Encode documents end to end, each followed by the separator.
 
     Returns:
         All tokens as one flat array of `token_dtype`, and the length of every document, its

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: safetensors straight into any sharding, and back.
+"""Load safetensors of Hugging Face checkpoints into any sharding, and save them.
 
 Both directions follow the table in `tensors.py`. Loading maps the files into memory and copies
 only the slices that this process's devices hold; saving gathers one tensor of one layer at a time.
@@ -29,7 +29,7 @@ from ultrascale_jax.models.transformer import Transformer
 
 
 def load(path: str | Path, abstract: Transformer) -> Transformer:
-    """The parameters in a Hugging Face folder, in the shapes, types and shardings of `abstract`.
+    """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
 
     Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `order_of` has them. Each process
     reads what its own devices hold, one parameter at a time. Raises
@@ -54,7 +54,7 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 
 
 def _dotted(key_path: Any) -> str:
-    """`blocks.attn.w_q` for a leaf's path; the leaf of an `nnx.Param` is its `value`."""
+    """Return `blocks.attn.w_q` for a leaf's path, without the `value` of an `nnx.Param`."""
     return jax.tree_util.keystr(key_path, simple=True, separator=".").removesuffix(".value")
 
 
@@ -66,7 +66,7 @@ def _read(
     dtype: np.dtype,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """One device's part of a parameter, copied layer by layer, expert by expert, out of the mapped files."""
+    """Read one device's part of a parameter, layer by layer, expert by expert, from the mapped files."""
     bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     if not tensor.stacked:
         return _read_one(files, tensor, tensor.name, bounds).astype(dtype)
@@ -86,7 +86,7 @@ def _read(
 def _read_one(
     files: Mapping[str, Any], tensor: Tensor, name: str, bounds: Sequence[range]
 ) -> np.ndarray:
-    """Those `bounds` of one tensor, in our order of dims."""
+    """Read these `bounds` of one tensor, in our order of dims."""
     sizes, wanted = tensor.sizes, dict(zip(tensor.unstacked, bounds, strict=True))
     where, inner = [], {}
     for group in tensor.groups:
@@ -94,7 +94,7 @@ def _read_one(
         where.append(slice(outer.start * width, outer.stop * width))
         inner |= {letter: sizes[letter] for letter in group[1:]}
     piece = files[name].get_slice(name)[tuple(where)]
-    # What a head has comes whole with it; no axis ever splits it, but a caller's sharding may.
+    # Read heads whole: no axis ever splits one, but a caller's sharding may.
     lengths = {letter: len(bound) for letter, bound in wanted.items()} | inner
     piece = piece.reshape([lengths[letter] for letter in tensor.stored])
     for letter in inner:
@@ -216,7 +216,7 @@ def _type(tensor: Tensor, dtype: str) -> str:
 def _plan(
     cfg: ModelConfig, table: Mapping[str, Tensor], max_bytes: int, dtype: str
 ) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """The tensors of each file as (name, our path, where in its stack); a tensor is never split.
+    """Return the tensors of each file as (name, our path, index in its stack); a tensor is never split.
 
     Where is empty, or the layer, counted from the first that has the parameter, and the expert.
     """
@@ -242,7 +242,7 @@ def _plan(
 
 
 def _gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
-    """One tensor as it is stored, gathered from all devices."""
+    """Return one tensor in its stored form, gathered from all devices."""
     order = tuple(tensor.order.index(dim) for dim in range(len(tensor.order)))
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)

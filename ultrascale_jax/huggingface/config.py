@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` to `ModelConfig` and back.
+"""Convert Hugging Face's `config.json` to `ModelConfig` and back.
 
 A key that would make `transformers` compute something else than our decoder is refused, never
 skipped: a model that loads is the same model. Absent keys take the default that the family has in
@@ -56,7 +56,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The model that a Hugging Face folder (or its `config.json`) describes.
+    """Return the model that a Hugging Face folder (or its `config.json`) describes.
 
     Raises `ValueError` naming the key, its value and what is supported where the model is not
     exactly ours.
@@ -67,7 +67,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model that the object in a `config.json` describes; raises as `read_config`."""
+    """Return the model that the object in a `config.json` describes; raises as `read_config`."""
     model_type, supported = str(raw.get("model_type")), ", ".join(FAMILIES)
     require(model_type in FAMILIES, "model_type", model_type, f"supported are {supported}")
     family = FAMILIES[model_type]
@@ -110,7 +110,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
-    """Base and stretch: `rope_theta`, `rope_scaling` of transformers 4, `rope_parameters` of 5."""
+    """Return base and scaling from `rope_theta`, `rope_scaling` of transformers 4, or `rope_parameters` of 5."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or {}
     require(isinstance(rope, dict), key, rope, "must be an object")
@@ -148,7 +148,7 @@ def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | 
 
 
 def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family) -> RopeScaling:
-    """YaRN with the defaults that `transformers` has for keys that are absent, null or 0."""
+    """Return YaRN with the defaults of `transformers` for keys that are absent, null or 0."""
     keys = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
     given = {key: number(rope, key) for key in keys if rope.get(key)}
     truncate, fix = rope.get("truncate", True), "supported is true, or no such key"
@@ -172,7 +172,7 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
 
 
 def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, int]:
-    """`sliding_window` and `first_window_layer`; (None, 0) where no layer has a window."""
+    """Return `sliding_window` and `first_window_layer`; (None, 0) if no layer has a window."""
     window, first = None, 0
     if family.window != "none":
         on = not family.window_switch or bool(raw.get("use_sliding_window"))
@@ -193,7 +193,7 @@ def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[in
 
 
 def _first_window_layer(kinds: Any, window: int | None, family: Family, num_layers: int) -> int:
-    """The first windowed layer of `layer_types`: full layers, and from there on windowed ones."""
+    """Return the first windowed layer of `layer_types`: full layers, then windowed ones."""
     full, windowed = "full_attention", "sliding_attention"
     fix = f"supported are {num_layers} layers, {full} up to one layer and {windowed} from there on"
     require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
@@ -209,7 +209,7 @@ def _first_window_layer(kinds: Any, window: int | None, family: Family, num_laye
 
 
 def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds this model.
+    """Return the `config.json` with which `transformers` builds this model.
 
     Raises `ValueError` where no family of `FAMILIES` has this combination of fields.
     """
@@ -256,7 +256,7 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
 
 
 def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
-    """The keys of a stretch; `transformers` has no type for ntk, which is exactly a larger base."""
+    """Return the keys of a scaling; `transformers` has no type for ntk, which is exactly a larger base."""
     if scaling.kind == "ntk":
         return {"rope_theta": scaling.base(cfg.rope_theta, cfg.rotary_dim)}
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -279,7 +279,7 @@ def _effective_window(cfg: ModelConfig) -> int | None:
 
 
 def _model_type(cfg: ModelConfig) -> str:
-    """The family that computes exactly this model."""
+    """Return the family that computes exactly this model."""
     window = _effective_window(cfg)
     has_latent = cfg.latent is not None
     features = (cfg.norm_placement, cfg.qk_norm, cfg.qkv_bias, has_latent)

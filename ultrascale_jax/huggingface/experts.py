@@ -1,4 +1,4 @@
-"""Experts and latent attention in a `config.json`: the keys of Mixtral, Qwen3-MoE and DeepSeek-V3, both ways."""
+"""Convert experts and latent attention from and to the keys of Mixtral, Qwen3-MoE and DeepSeek-V3."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ DENSE = "mlp_only_layers"
 
 
 def count_keys(model_type: str) -> tuple[str, ...]:
-    """The keys that say how many experts a layer of this family has."""
+    """Return the keys for the number of experts of a layer of this family."""
     keys = FAMILIES[model_type].expert_keys
     return (keys["num"], ALIAS.get(keys["num"], "num_local_experts")) if keys else ()
 
 
 def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """The experts that the keys describe; none where the family has none, or no layer of this model."""
+    """Return the experts that the keys describe; None if the family has none, or no layer of this model."""
     model_type = raw["model_type"]
     family = FAMILIES[model_type]
     if family.experts is None:
@@ -43,7 +43,7 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
 
 
 def _count(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The number of experts by the family's own name, whichever key has it."""
+    """Return the number of experts by the family's own name, whichever key has it."""
     keys = count_keys(model_type)
     given = {key: raw[key] for key in keys if raw.get(key) is not None}
     fix = f"differs from {keys[0]}, which is the same"
@@ -52,7 +52,7 @@ def _count(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _dense_layers(raw: Mapping[str, Any]) -> int:
-    """How many layers Qwen3-MoE's `mlp_only_layers` makes dense; they must be the first ones."""
+    """Return how many layers Qwen3-MoE's `mlp_only_layers` makes dense; they must be the first ones."""
     layers = raw.get(DENSE) or []
     first = isinstance(layers, list) and layers == list(range(len(layers)))
     require(first, DENSE, layers, "supported are the first layers alone, as [0, 1]")
@@ -60,7 +60,7 @@ def _dense_layers(raw: Mapping[str, Any]) -> int:
 
 
 def read_latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
-    """DeepSeek's latent attention and the width of a head, with and without positions together."""
+    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
     rope_dim = integer(raw, "qk_rope_head_dim", 64)
     width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
     require(width is None or width == rope_dim, "head_dim", width, fix)
@@ -76,7 +76,7 @@ def read_latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
 
 
 def expert_dict(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
-    """The keys of the experts; raises `UserError` where the family has them otherwise."""
+    """Return the keys of the experts. Raises `UserError` if the family cannot express them."""
     family, experts = FAMILIES[model_type], cfg.experts
     if family.experts is None:
         return {}
@@ -100,7 +100,7 @@ def expert_dict(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def latent_dict(cfg: ModelConfig) -> dict[str, Any]:
-    """The keys of DeepSeek's attention, and those by which its own code and others know its router."""
+    """Return the keys of DeepSeek's attention, and the router's keys that its own code and others read."""
     latent = cfg.latent
     if latent is None:
         return {}

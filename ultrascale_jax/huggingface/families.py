@@ -1,4 +1,4 @@
-"""The families of Hugging Face models that are exactly ours, and how one key of their `config.json` is read."""
+"""The families of Hugging Face models that are exactly ours, and the meaning of their `config.json` keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from ultrascale_jax.config import LARGEST, Experts, in_float32, require
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: what its code does, and what an absent key means."""
+    """One `model_type`: the behaviour of its code, and the meaning of an absent key."""
 
     architecture: str
     """The only class whose weights have the names of `huggingface/checkpoint.py`."""
@@ -26,15 +26,15 @@ class Family:
     head_dim: int | None = None
     rope_theta: float = 10000.0
     latent: bool = False
-    """Multi-head latent attention, whose keys `huggingface/experts.py` knows."""
+    """Multi-head latent attention, with the keys of `huggingface/experts.py`."""
     experts: Experts | None = None
-    """Experts as absent keys make them, or none; what no key says is always so."""
+    """Experts that absent keys mean, or None; values without a key always hold."""
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     """Field of `Experts` to its key."""
 
     @property
     def features(self) -> tuple:
-        """What tells families apart."""
+        """Return the features that distinguish families."""
         attention = (self.norm_placement, self.qk_norm, self.qkv_bias, self.latent)
         return *attention, self.experts is not None
 
@@ -122,7 +122,7 @@ def integer(
     null: int | None = None,
     minimum: int = 1,
 ) -> int:
-    """An integer from `minimum` on; `default` where the key is absent, `null` where its value is null."""
+    """Return an integer from `minimum` on; `default` for an absent key, `null` for a null value."""
     value = raw.get(key, default)
     value = null if value is None else value
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -134,7 +134,7 @@ def integer(
 
 
 def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A positive number; `default` where the key is absent."""
+    """Return a positive number; `default` for an absent key."""
     value = raw.get(key, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     good = is_number and value > 0 and in_float32(value)
@@ -143,7 +143,7 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
 
 
 def flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    """True or false; `default` where the key is absent."""
+    """Return true or false; `default` for an absent key."""
     value = raw.get(key, default)
     require(isinstance(value, bool), key, value, "must be true or false")
     return value

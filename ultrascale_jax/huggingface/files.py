@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint, opened without trusting what they say.
+"""Open the files of a Hugging Face checkpoint without trusting their contents.
 
 Only JSON and safetensors are ever opened, and only inside the checkpoint's own folder: an index is
 somebody else's text, so the file names in it are checked before the first one is touched.
@@ -21,7 +21,7 @@ PLAIN_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name to the open file that holds it."""
+    """Return the open file of each tensor, by the tensor's name."""
     files: dict[str, Any] = {}
     for name, promised in weight_files(folder).items():
         path = inside(folder, name)
@@ -42,7 +42,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
-    """The safetensors files to open, each with the tensors that the index promises there."""
+    """Return the safetensors files to open, each with the tensors that the index promises there."""
     single, index = "model.safetensors", "model.safetensors.index.json"
     if (folder / single).exists():
         return {single: set()}
@@ -64,7 +64,7 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The regular file `name` of `folder`, refused if it is a link that leaves the folder.
+    """Return the regular file `name` of `folder`; refuse a link that leaves the folder.
 
     The Hub's own cache, whose snapshots are links into the `blobs` beside them, is one folder in
     this sense.

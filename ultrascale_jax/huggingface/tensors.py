@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint our parameters are, and how their dims lie there.
+"""Map our parameters to tensors of a Hugging Face checkpoint, and to the order of their dims.
 
 Dims are letters of `sharding.py`. A parameter of the blocks is stacked over the layers that have it, and over their
 experts; a checkpoint has a tensor for each of them.
@@ -21,17 +21,17 @@ class Tensor:
     dims: str
     """Our dims, without the leading L of a stacked parameter."""
     stored: str
-    """The same dims as the tensor has them, without E; NH, KH, NI and NW are one dim there."""
+    """Dims in the tensor's order, without E; NH, KH, NI and NW are one dim there."""
     sizes: Mapping[str, int]
     """Size of each dim."""
     layers: range = range(0)
-    """The layers that have it."""
+    """The layers that have the parameter."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
 
     @property
     def stacked(self) -> bool:
-        """Whether there is one tensor per layer."""
+        """Whether each layer has a tensor of its own."""
         return "{}" in self.name
 
     @property
@@ -46,7 +46,7 @@ class Tensor:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Where each of our dims is in the tensor."""
+        """Position of each of our dims in the tensor."""
         return tuple(self.stored.index(letter) for letter in self.unstacked)
 
     @property
@@ -67,7 +67,7 @@ class Tensor:
 
 
 def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Our parameter's path (`blocks.attn.w_q`) to its tensor."""
+    """Return the tensor of each of our parameters, by its path (`blocks.attn.w_q`)."""
     norms = ("input_layernorm", "post_attention_layernorm")
     if cfg.norm_placement == "post":
         norms = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -109,7 +109,7 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
 
 
 type Rows = list[tuple[str, str, str, str]]
-"""Of parameters of the blocks: our name, the tensor's, our dims, and the tensor's."""
+"""For parameters of the blocks: our name, the tensor's name, our dims, and the tensor's dims."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
 
@@ -145,7 +145,7 @@ def _latent_attention(latent: LatentAttention) -> Rows:
 
 
 def _gated(ours: str, name: str, expert: str = "") -> Rows:
-    """The three matrices of a gated layer, or of each expert."""
+    """Return the three matrices of a gated layer, or of each expert."""
     return [
         (f"{ours}.w_gate", f"{name}gate_proj", f"{expert}DF", "FD"),
         (f"{ours}.w_up", f"{name}up_proj", f"{expert}DF", "FD"),

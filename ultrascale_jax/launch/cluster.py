@@ -19,21 +19,21 @@ class Launch:
     """One process's place in a job: address, number of processes, rank."""
 
     method: str
-    """Where it was read from: `command line`, `environment`, `torchrun`, `slurm`, `ompi` or `kubernetes`."""
+    """The source of these values: `command line`, `environment`, `torchrun`, `slurm`, `ompi` or `kubernetes`."""
     address: str | None = None
-    """`host:port` of process 0; none: JAX asks the cluster."""
+    """`host:port` of process 0; None if JAX asks the cluster."""
     num_processes: int | None = None
-    """How many there are; none: JAX asks the cluster."""
+    """Number of processes; None if JAX asks the cluster."""
     process_id: int | None = None
-    """Which one this is; none: JAX asks the cluster."""
+    """Number of this process; None if JAX asks the cluster."""
     local_device_ids: tuple[int, ...] | None = None
-    """GPUs of this host that the process takes; none: all that it sees."""
+    """GPUs of this host that the process takes; None for all that it sees."""
     expected_gpus: int | None = None
-    """GPUs that the cluster says are this process's; none: it does not say."""
+    """GPUs that the cluster gave this process; None if it does not say."""
 
 
 def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch | None:
-    """The launch that `dist` and `environ` describe, or none for a process on its own.
+    """Return the launch that `dist` and `environ` describe, or None for a process on its own.
 
     Raises:
         UserError: something is missing or cannot be; the message names the field or the variable.
@@ -58,11 +58,11 @@ def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch
 
 @dataclass(frozen=True)
 class Said:
-    """The value given for one setting, and who gave it."""
+    """The value of one setting, and its source."""
 
     value: str | None
     by: str
-    """The option or variable that said it, or would have."""
+    """The option or variable that sets it, or would have set it."""
 
 
 def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, Said]:
@@ -80,7 +80,7 @@ def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, Said]:
 
 
 def _plain(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
-    """A number of processes, an address, and this process's number (or the index in a Kubernetes job)."""
+    """Read a number of processes, an address, and this process's number (or the index in a Kubernetes job)."""
     count, number = given["num_processes"], given["process_id"]
     if count.value is None:
         return None
@@ -112,7 +112,7 @@ def _address(environ: Mapping[str, str], given: Mapping[str, Said]) -> str:
 
 
 def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, Said]) -> None:
-    """A process that was told part of a launch, or stands beside `srun`, is no process on its own."""
+    """Refuse a process that has part of a launch, or that runs beside `srun`: it is no process on its own."""
     for said in (given["address"], given["process_id"]):
         fix = "there is no JAX_NUM_PROCESSES (--dist.num-processes); give it too, or neither"
         require(said.value is None, said.by, said.value, fix)
@@ -126,7 +126,7 @@ def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, Said]) -> 
 
 
 def _torchrun(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
-    """torchrun, and launchers that set what it sets (PyTorchJob, Ray, many a script)."""
+    """Read the variables of torchrun, which other launchers set too (PyTorchJob, Ray, many scripts)."""
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
     num_processes = _number(environ, "WORLD_SIZE", 1)
@@ -154,7 +154,7 @@ def _torchrun(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch |
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    """A task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
+    """Read a task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not all(name in environ for name in names):
         return None
@@ -178,7 +178,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Tasks of the step on this node, from `8(x2),4` and the node's number; none: SLURM does not say."""
+    """Return the number of tasks on this node, from `8(x2),4` and the node's number; None if SLURM does not say."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
     tasks: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -189,7 +189,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _ompi(environ: Mapping[str, str]) -> Launch | None:
-    """A process of `mpirun`. Open MPI 4 tells where its launcher is, and the name that Open MPI 5 gives a job does too.
+    """Read a process of `mpirun`. Open MPI 4 has its launcher's address, Open MPI 5 a job name that contains it.
 
     Process 0 is taken to be on the launcher's host, where `mpirun` puts it unless told otherwise.
     """
@@ -220,7 +220,7 @@ def _ompi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
-    """A pod of an indexed job that was told nothing more: JAX asks the cluster's API, if it may."""
+    """Read a pod of an indexed job that has no other settings: JAX asks the cluster's API, if it may."""
     indexed = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
     return Launch(method="kubernetes") if indexed else None
 
@@ -228,7 +228,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
 def own_gpus(
     environ: Mapping[str, str], local_id: int, per_node: int | None, on_node: int | None = None
 ) -> tuple[int, ...] | None:
-    """The GPUs of the `local_id`-th of `per_node` processes of a node, counted among those that it sees; none: all.
+    """Return the GPUs of the `local_id`-th of `per_node` processes, counted among those it sees; None for all.
 
     A process alone on its node takes all. Several that see the same GPUs share them evenly; where each sees only some
     of the `on_node` there are, the launcher has shared them out already.
@@ -250,7 +250,7 @@ def own_gpus(
 
 
 def _visible(environ: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA, or the container around it, lets this process see; none: not said.
+    """Return the GPUs that CUDA, or the container, shows this process; None if neither says.
 
     Container runtimes read NVIDIA_VISIBLE_DEVICES and number what is left anew; CUDA_VISIBLE_DEVICES chooses from it.
     """

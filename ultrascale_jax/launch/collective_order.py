@@ -121,7 +121,7 @@ def raise_unordered(name: str, pairs: list[Unordered]) -> None:
 
 
 def _kinds(program: Module) -> dict[str, set[str]]:
-    """The kinds of collectives that each computation runs, directly or in what it calls."""
+    """Return the kinds of collectives that each computation runs, directly or in its calls."""
     kinds: dict[str, set[str]] = {name: set() for name in program.computations}
     grew = True
     while grew:
@@ -134,7 +134,7 @@ def _kinds(program: Module) -> dict[str, set[str]]:
 
 
 def _own_kinds(instruction: Instruction, kinds: dict[str, set[str]]) -> set[str]:
-    """The kinds of collectives that an instruction is or runs."""
+    """Return the kinds of collectives that an instruction is or runs."""
     match = COLLECTIVE.match(instruction.opcode)
     if match:
         return {match[1]}

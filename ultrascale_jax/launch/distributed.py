@@ -54,11 +54,11 @@ CPU_FLAGS = {
 """XLA flags for one process on the CPU; `collective_order.enforce` replaces them in a job of many."""
 
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
-"""Environment variables by which gRPC would go through a proxy."""
+"""Environment variables that send gRPC through a proxy."""
 
 
 _failures = Failures()
-"""What this process does when it, or another one of its job, fails."""
+"""Ends this process when it, or another one of its job, fails."""
 
 
 def initialize(dist: DistConfig | None = None) -> Launch | None:
@@ -117,12 +117,12 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
 def guarded(
     record: Callable[..., None] | None = None, *, refusals: bool = True
 ) -> AbstractContextManager[None]:
-    """Around all that a script does after `initialize`: see `Failures.guarded`."""
+    """Guard all that a script does after `initialize`: see `Failures.guarded`."""
     return _failures.guarded(record, refusals=refusals)
 
 
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
-    """Refuse a job that has not the devices that it should have.
+    """Refuse a job whose devices are not the ones that it should have.
 
     That is `dist.expect_devices`; without it, what the cluster says it gave this process.
 
@@ -152,7 +152,7 @@ def check_devices(launch: Launch | None, dist: DistConfig) -> None:
 
 
 def _tls(dist: DistConfig) -> dict[str, Any]:
-    """Options of `jax.distributed.initialize` for mutual TLS."""
+    """Return the options of `jax.distributed.initialize` for mutual TLS."""
     if not dist.mtls_cert:
         return {}
     known = inspect.signature(jax.distributed.initialize).parameters
@@ -167,7 +167,7 @@ def _tls(dist: DistConfig) -> dict[str, Any]:
 
 
 def _avoid_proxies(host: str) -> None:
-    """Let gRPC, and nothing else, go to `host` without the proxy that the environment may name; it would hang."""
+    """Exclude `host` from the environment's proxy, for gRPC alone: through the proxy it would hang."""
     names = [name for name in os.environ if name.lower() in PROXIES]
     if names:
         kept = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
@@ -177,7 +177,7 @@ def _avoid_proxies(host: str) -> None:
 
 
 def _watch_each_other(dist: DistConfig) -> None:
-    """Make the failure of one process end all, and let none leave while another may still fail."""
+    """Make the failure of one process end all, and keep each process until no other may still fail."""
     global _failures
     client = global_state.client
     assert client is not None
@@ -213,7 +213,7 @@ def _wants_cpu(environ: Mapping[str, str]) -> bool:
 
 
 class StopRequest:
-    """Whether the job was told to stop (SIGTERM), asked by all processes at the same points inside its `with` block.
+    """Stop request (SIGTERM) of the job; inside its `with` block all processes ask for it at the same points.
 
     A process on its own listens here; a second signal changes nothing, so a save is not cut short. In a job of many JAX
     itself listens since they joined, and `reached` is true on all of them at the same question, whichever of them was
@@ -236,7 +236,7 @@ class StopRequest:
         self._stack.close()
 
     def reached(self) -> bool:
-        """Whether to stop here, after a save if there is something to save; every process asks at the same points."""
+        """Return whether to stop here, after a save if anything needs one; every process asks at the same points."""
         if self._alone:
             return self._sigterm.received
         return multihost_utils.reached_preemption_sync_point(next(self._questions))

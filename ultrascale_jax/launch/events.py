@@ -25,17 +25,17 @@ from ultrascale_jax.launch.run_files import NotRegular, open_regular, read_regul
 FILE_NAME = "events.jsonl"
 
 ATTEMPT = "US_ATTEMPT"
-"""Environment variable by which a supervisor tells its processes how often they have been started before."""
+"""Environment variable that tells processes how often their supervisor has restarted them."""
 
 
 LARGEST = sys.float_info.max
 
 UNREADABLE = (ValueError, RecursionError)
-"""What `json.loads` raises: also for integers of more than 4,300 digits, and for brackets without end."""
+"""Exceptions of `json.loads`, also for integers of more than 4,300 digits and for brackets without end."""
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Whether a supervisor started this process, and would start it again."""
+    """Return whether a supervisor started this process, and would start it again."""
     return ATTEMPT in environ
 
 
@@ -49,7 +49,7 @@ class Events:
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
 
     def check(self) -> None:
-        """Raise `NotRegular` if the place of the file is taken by something else; other faults stop no run."""
+        """Raise `NotRegular` if something else is in place of the file; other faults stop no run."""
         try:
             os.close(open_regular(self.path, os.O_WRONLY | os.O_APPEND))
         except NotRegular:
@@ -58,7 +58,7 @@ class Events:
             return
 
     def record(self, kind: str, **details: object) -> None:
-        """Append one event: who and when, then `details`."""
+        """Append one event: rank and time, then `details`."""
         row = {
             **now(),
             "kind": kind,
@@ -80,7 +80,7 @@ class Events:
 
 
 def now() -> dict[str, float | str]:
-    """This moment: in unix seconds, and in seconds since a start of this machine, which `boot` names."""
+    """Return this moment in unix seconds, and in seconds since the boot of this machine that `boot` names."""
     return {"time": time.time(), "monotonic": time.monotonic(), "boot": boot()}
 
 
@@ -92,13 +92,13 @@ def boot() -> str:
 
 
 def say(text: str, file: IO[str] | None = None) -> None:
-    """Print one line to `file`, or stdout, at once; where nothing can be written, it is left out and stops nothing."""
+    """Print one line to `file`, or stdout, at once; drop it if nothing can be written."""
     with contextlib.suppress(OSError):
         print(text, file=file, flush=True)
 
 
 def read_events(path: Path) -> list[dict]:
-    """Events of a file, or of a run directory, in its order; lines that are no events are left out.
+    """Return the events of a file, or of a run directory, in its order, without lines that are no events.
 
     There are none where the file cannot be read, which is told on stderr.
     """
@@ -126,7 +126,7 @@ def read_events(path: Path) -> list[dict]:
 
 
 def read_last(path: Path) -> dict:
-    """The last whole row of a file of JSON rows, as `metrics.jsonl`, read from its end; empty if there is none."""
+    """Return the last whole row of a file of JSON rows, as `metrics.jsonl`, read from its end; empty if none."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
@@ -144,7 +144,7 @@ def read_last(path: Path) -> dict:
 
 
 def to_json(row: Mapping[str, object]) -> str:
-    """`row` as one line of strict JSON; numbers that are not finite become null, and None leaves its key out."""
+    """Return `row` as one line of strict JSON; numbers that are not finite become null, keys with None are left out."""
     kept = {name: _finite(value) for name, value in row.items() if value is not None}
     return json.dumps(kept, allow_nan=False, default=str)
 
@@ -160,18 +160,18 @@ def _finite(value: object) -> object:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value`, which somebody else may have written, is a number that a float can hold."""
+    """Return whether `value`, read from a file, is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -LARGEST <= value <= LARGEST
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number that a process can have counted to."""
+    """Return whether `value` is a whole number that a process can have counted to."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def printable(value: object, longest: int = 200) -> str:
-    """Text of others for a terminal: one line, at most `longest` characters, control characters escaped."""
+    """Return foreign text for a terminal: one line, at most `longest` characters, control characters escaped."""
     text = str(value)[:longest]
     return text if text.isprintable() else ascii(text)[1:-1][:longest]

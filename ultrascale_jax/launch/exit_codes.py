@@ -1,13 +1,13 @@
 """Exit codes, which a supervisor acts upon; 0 is done, or stopped by SIGTERM after saving."""
 
 REFUSED = 2
-"""A `UserError`: something the user can mend, and a restart cannot."""
+"""A `UserError`: the user can fix it, a restart cannot."""
 
 STOPPED = 3
 """The run diverged, or all its checkpoints are damaged: a restart would not help either."""
 
 CRASHED = 70
-"""An exception ended it (EX_SOFTWARE of sysexits.h); a restart may help."""
+"""An exception ended the process (EX_SOFTWARE of sysexits.h); a restart may help."""
 
 HUNG = 71
-"""Its watchdog saw no progress; a restart may help."""
+"""The watchdog saw no progress; a restart may help."""

@@ -1,4 +1,4 @@
-"""When one process of a job fails all end within seconds, and process 0 says last what came first.
+"""End all processes of a job within seconds of the first that fails, and let process 0 print the first cause last.
 
 A process that ends in the ordinary way waits in JAX's shutdown barrier for the others, and they wait in a collective
 for it: for ever. So one that fails leaves at once (`os._exit`), and tells the others why through the key-value store of
@@ -27,19 +27,19 @@ from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED
 KEY = "ultrascale/failure"
 POLL_S = 0.5
 LINGER_S = 2.0
-"""How long process 0, in which the key-value store lives, stays for the others to read the cause."""
+"""Seconds that process 0, which holds the key-value store, stays for the others to read the cause."""
 
 LIMIT_S = 6.0
-"""How long a failing process may take to tell, at most."""
+"""Seconds that a failing process may take to report, at most."""
 
 LONGEST = 20_000
-"""Characters of a traceback that is sent to others: its end says most."""
+"""Characters of a traceback sent to other processes: its end says most."""
 
 INTERRUPTED = 130
-"""Exit code of a process that Ctrl-C ended, as of a shell."""
+"""Exit code of a process that Ctrl-C ended, as shells give it."""
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-"""Names of environment variables whose values are kept out of all that is written."""
+"""Names of environment variables whose values are removed from all that is written."""
 
 
 LOST = r"onnection (closed|reset)|heartbeat|UNAVAILABLE"
@@ -50,7 +50,7 @@ HINT = (
 
 
 class Store(Protocol):
-    """The part of `jaxlib`'s `DistributedRuntimeClient` that is used here."""
+    """The methods of `jaxlib`'s `DistributedRuntimeClient` that `Failures` uses."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -61,7 +61,7 @@ class Failures:
     """End this process when it fails, and when another one has failed; one instance per process."""
 
     def __init__(self, rank: int = 0, store: Store | None = None):
-        """For process `rank` of a job whose processes share `store`, or for one on its own."""
+        """Make it for process `rank` of a job whose processes share `store`, or for a process on its own."""
         self._rank, self._store = rank, store
         self._record: Callable[..., None] | None = None
         self._once = threading.Lock()
@@ -69,13 +69,13 @@ class Failures:
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
 
     def start(self) -> None:
-        """Catch what nobody else catches, in any thread, and watch the others."""
+        """Catch uncaught exceptions, in any thread, and watch the other processes."""
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         self._thread.start()
 
     def stop(self) -> None:
-        """This process ends in the ordinary way; JAX's client must not be asked while it shuts down."""
+        """Stop watching: this process ends in the ordinary way; JAX's client cannot be asked while it shuts down."""
         self._done.set()
         self._thread.join(timeout=10.0)
 
@@ -83,7 +83,7 @@ class Failures:
     def guarded(
         self, record: Callable[..., None] | None = None, *, refusals: bool = True
     ) -> Iterator[None]:
-        """Whatever leaves the block, the `SystemExit` of a failure too, is on record and ends the job.
+        """Record any exception that leaves the block, the `SystemExit` of a failure too, and end the job with it.
 
         Args:
             record: writes an event, as `Events.record`.
@@ -117,7 +117,7 @@ class Failures:
             self._end(first, own)
 
     def _watch(self) -> None:
-        """The thread: end this process when another one has failed."""
+        """Run in a thread: end this process when another one has failed."""
         while not self._done.wait(POLL_S):
             first = self._read()
             if first is not None and not self._done.is_set():
@@ -126,7 +126,7 @@ class Failures:
 
     @contextlib.contextmanager
     def _last_act(self, code: int) -> Iterator[None]:
-        """The process ends after the block, or `LIMIT_S` after its beginning: a disk or the network may hang.
+        """End the process after the block, or `LIMIT_S` after its beginning: a disk or the network may hang.
 
         A second thread that fails waits here for that end.
         """
@@ -136,14 +136,14 @@ class Failures:
         last.daemon = True
         last.start()
         try:
-            # What was printed before should stand before.
+            # Flush earlier output, so that it comes first.
             _flush()
             yield
         finally:
             os._exit(code)
 
     def _end(self, first: Mapping, own: Mapping | None) -> NoReturn:
-        """Say what came first, last on process 0, and leave with its exit code."""
+        """Print the first cause, last on process 0, and leave with its exit code."""
         who = f"rank {first['rank']} ({first['host']}, pid {first['pid']})"
         quiet, words = first["quiet"], ""
         if self._rank == 0:
@@ -181,7 +181,7 @@ class Failures:
         }
 
     def _publish(self, own: dict) -> tuple[Mapping, bool]:
-        """The first cause, `own` itself if no other process was quicker; and whether the others learn of it."""
+        """Return the first cause, `own` itself if no other process was quicker, and whether the others learn of it."""
         assert self._store is not None
         try:
             self._store.key_value_set(KEY, json.dumps(own))
@@ -199,7 +199,7 @@ class Failures:
             return None
 
     def _note(self, own: Mapping, *, first: bool) -> None:
-        """Write the event, but for what refuses to begin: that run directory may be another job's."""
+        """Write the event, except if the run refuses to begin: that run directory may be another job's."""
         if self._record is not None and own["code"] != REFUSED:
             summary, trace = own["summary"], own["text"]
             self._record("failure", summary=summary, traceback=trace, code=own["code"], first=first)
@@ -228,7 +228,7 @@ def _flush() -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """With what a process ends that `error` ends."""
+    """Return the exit code of a process that `error` ends."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -239,7 +239,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` without the values of environment variables that are secrets by their names."""
+    """Return `text` without the values of environment variables that are secrets by their names."""
     for name, value in environ.items():
         if SECRET.search(name) and len(value) >= 8:
             text = text.replace(value, f"<{name}>")

@@ -30,7 +30,7 @@ CLASSES = {
     "hang": "no progress, or waiting to be ended",
     "down": "between the end of one try and the start of the next",
 }
-"""What a second can be, and what it means."""
+"""The classes of a second, and their meaning."""
 
 OF_SECTION = {
     "start": "start-up",
@@ -55,13 +55,13 @@ class Ledger:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
     restarts: int = 0
-    """How often a process was started after the first."""
+    """Number of starts after the first."""
     steps: int = 0
     """Steps done at least once."""
     steps_again: int = 0
     """Steps done again."""
     clock_set_s: list[float] = field(default_factory=list)
-    """By how many seconds the clock was set, each time; none of it is counted."""
+    """Seconds by which the clock was set, each time; the ledger counts none of it."""
 
     @property
     def total_s(self) -> float:
@@ -69,11 +69,11 @@ class Ledger:
 
     @property
     def goodput(self) -> float:
-        """Share of productive steps in all time; 0 of nothing."""
+        """Return the share of productive steps in all time; 0 without any time."""
         return self.seconds["productive"] / self.total_s if self.total_s else 0.0
 
     def line(self) -> str:
-        """All of it, in one line: what took a tenth of a second or more."""
+        """Return all classes that took a tenth of a second or more, in one line."""
         told = [f"{name} {s:.1f} s" for name, s in self.seconds.items() if s >= 0.05]
         words = f"goodput {self.goodput:.1%} of {self.total_s:.1f} s: {', '.join(told)}"
         if self.restarts:
@@ -88,7 +88,7 @@ class Ledger:
         return [f"the clock was set {_count(len(self.clock_set_s), 'time')} ({by}), uncounted"]
 
     def table(self) -> str:
-        """One line a class, with its share and meaning."""
+        """Return one line a class, with its share and meaning."""
         lines = [
             f"{name:<12}{s:>12.1f} s{s / (self.total_s or 1.0):>8.1%}  {CLASSES[name]}"
             for name, s in self.seconds.items()
@@ -99,7 +99,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """The ledger of a run from its start, or from the last start with `checkpoint.resume=never`, to its last sign."""
+    """Return a run's ledger from its start, or from the last start with `checkpoint.resume=never`, to its last sign."""
     events = list(_of_rank_0(read_events(run_dir)))
     starts = [n for n, event in enumerate(events) if event["kind"] == "start"]
     fresh = [n for n in starts if events[n].get("fresh")]
@@ -118,20 +118,20 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 class _Clock:
-    """Puts the times of events, in the order of their file, on one clock that nobody sets."""
+    """Converts the times of events, in the order of their file, to one clock that nobody sets."""
 
     def __init__(self):
         self.set_s: list[float] = []
-        """By how much the clock on the wall was set, each time."""
+        """Seconds by which the wall clock was set, each time."""
         self._offsets: dict[str, float] = {}
-        """Of each start of a machine: what its monotonic clock is behind the one here."""
+        """For each boot: the difference of its monotonic clock to the one here."""
         self._wall: dict[str, tuple[float, float]] = {}
-        """Of each start of a machine: the last monotonic time, and what it is behind the clock on the wall."""
+        """For each boot: the last monotonic time, and its difference to the wall clock."""
         self._boot: str | None = None
         self._latest, self._shift = -math.inf, 0.0
 
     def dated(self, event: dict) -> dict:
-        """The event with its times on this clock."""
+        """Return the event with its times on this clock."""
         if event["kind"] in ("hang", "stuck"):
             # They may be another machine's, and only their place matters.
             return event | {"time": self._latest}
@@ -155,7 +155,7 @@ class _Clock:
         return event | {"time": now, "began": now - age, "before": before}
 
     def sign(self, sign: dict) -> dict:
-        """A last sign of life with its time on this clock; empty if it has none."""
+        """Return a last sign of life with its time on this clock; empty if it has none."""
         if not is_number(sign.get("time")):
             return {}
         boot, monotonic = _stamp(sign)
@@ -172,7 +172,7 @@ class _Clock:
 
 
 def _stamp(row: dict) -> tuple[str, float]:
-    """The start of a machine, and the seconds since then; of rows that do not say, nothing and their time."""
+    """Return a row's boot and the seconds since then; for rows without them, nothing and their time."""
     boot, monotonic = row.get("boot"), row.get("monotonic")
     if isinstance(boot, str) and boot and is_number(monotonic):
         return boot, float(monotonic)
@@ -180,22 +180,22 @@ def _stamp(row: dict) -> tuple[str, float]:
 
 
 class _Book:
-    """Keeps a ledger while events are read in their order."""
+    """Builds a ledger from events in their order."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self._now: float | None = None
-        """Up to where time is booked; none before the first event."""
+        """The time up to which seconds are booked; None before the first event."""
         self._class: str | None = None
-        """What the time from there on is; none: not of the run."""
+        """The class of the time from there on; None if it is not of the run."""
         self._alive, self._hung = False, False
-        """Whether rank 0 is between its `start` and its `end`, and whether it, or another one, was stuck there."""
+        """Whether rank 0 is between its `start` and its `end`, and whether it, or another rank, was stuck there."""
         self._ended: dict | None = None
-        """The `end` of a process that its supervisor has not yet seen go."""
+        """The `end` of a process whose exit its supervisor has not yet seen."""
         self._begun, self._step, self._waited_s = False, 0, 0.0
 
     def turn(self, event: dict) -> None:
-        """Book the time up to `event`, and what it says of the time after it."""
+        """Book the time up to `event`, and set the class of the time after it."""
         kind, time = event["kind"], event["time"]
         if kind in ("spawn", "start"):
             self._dies(event.get("before"), "down")
@@ -223,16 +223,16 @@ class _Book:
             self._ended = None
 
     def _after_end(self) -> str | None:
-        """Class of the time after a process ended by itself: after the last step nobody waits for a next one."""
+        """Return the class of the time after a process ended by itself: None after the last step."""
         done = self._ended is not None and self._ended.get("reason") == "done"
         return None if done else "down"
 
     def close(self, sign: dict) -> None:
-        """The last event has been read; `sign` is the last sign of life."""
+        """Book the time up to `sign`, the last sign of life, after the last event."""
         self._dies(sign, None)
 
     def _progress(self, sign: dict) -> None:
-        """Steps done, and waits for batches since the last event: the waits are taken out of the steps."""
+        """Book steps, less the waits for batches since the last event."""
         waited = _number(sign.get("data_wait_s"), self._waited_s)
         new, self._waited_s = max(0.0, waited - self._waited_s), waited
         if self._now is not None and self._class in (*STEPS, "compile"):
@@ -246,7 +246,7 @@ class _Book:
         self.ledger.steps = max(self.ledger.steps, step)
 
     def _dies(self, sign: object, then: str | None) -> None:
-        """Rank 0 is gone without an `end`, after its last `sign`; what follows is of class `then`.
+        """Book that rank 0 is gone without an `end`, after its last `sign`; the time after is of class `then`.
 
         A section other than steps has no signs inside: unless it hung, it lasted until rank 0 was gone.
         """
@@ -260,7 +260,7 @@ class _Book:
             self._class = then
 
     def _to(self, time: float, then: str | None) -> None:
-        """Book the time up to `time` in the class at hand; what follows is of class `then`."""
+        """Book the time up to `time` in the present class; the time after is of class `then`."""
         if self._now is not None and self._class is not None:
             self.ledger.seconds[self._class] += max(0.0, time - self._now)
         # A clock that was set back makes no time.
@@ -269,7 +269,7 @@ class _Book:
 
 
 def _of_rank_0(events: list[dict]) -> Iterator[dict]:
-    """The events that tell of rank 0's time: its own, and those of the supervisor that runs it."""
+    """Return the events of rank 0's time: its own, and those of the supervisor that runs it."""
     for event in events:
         ranks = event.get("ranks")
         supervised = event["kind"] in ("spawn", "exit") and isinstance(ranks, list) and 0 in ranks
@@ -279,7 +279,7 @@ def _of_rank_0(events: list[dict]) -> Iterator[dict]:
 
 
 def _number(value: object, otherwise: float) -> float:
-    """`value` if a process can have written it, or else `otherwise`."""
+    """Return `value` if a process can have written it, or else `otherwise`."""
     return float(value) if is_number(value) else otherwise
 
 

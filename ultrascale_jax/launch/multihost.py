@@ -1,4 +1,4 @@
-"""Messages between the processes of a job. All processes must call them: those that do, wait for the others."""
+"""Exchange messages between the processes of a job; every process must call them, because each call waits for all."""
 
 import json
 import socket
@@ -9,11 +9,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 BLOCK = 512
-"""What is told takes a multiple of so many bytes."""
+"""Messages are padded to a multiple of so many bytes."""
 
 
 def gather(value: Any) -> list:
-    """`value` of every process, in their order; it must survive JSON."""
+    """Return `value` of every process, in their order; it must survive JSON."""
     if jax.process_count() == 1:
         return [value]
     data = json.dumps(value).encode()
@@ -23,7 +23,7 @@ def gather(value: Any) -> list:
 
 
 def broadcast_from_process0(value: Any) -> Any:
-    """`value` of process 0, on all; it must survive JSON."""
+    """Return `value` of process 0 on all processes; it must survive JSON."""
     if jax.process_count() == 1:
         return value
     data = json.dumps(value).encode() if jax.process_index() == 0 else b""
@@ -33,15 +33,15 @@ def broadcast_from_process0(value: Any) -> Any:
 
 
 def _padded(data: bytes, size: int) -> np.ndarray:
-    """`data` and blanks, uint8, at least [size]: of few sizes, as XLA compiles a program for each."""
+    """Pad `data` with blanks, uint8, at least [size]: to few sizes, because XLA compiles a program for each."""
     return np.frombuffer(data.ljust(-(-size // BLOCK) * BLOCK), np.uint8)
 
 
 def agree(problem: str | None) -> str | None:
-    """The first process's problem of all that have one."""
+    """Return the problem of the first process that has one."""
     return next((words for words in gather(problem) if words), None)
 
 
 def hosts() -> list[str]:
-    """The host of each process."""
+    """Return the host of each process."""
     return gather(socket.gethostname())

@@ -29,7 +29,7 @@ ANSWER_S = 5.0
 """Seconds that a disk has to answer."""
 
 NOISE = b"[Gloo] Rank "
-"""How lines begin that gloo writes for every set of devices that talk to each other."""
+"""Start of the lines that gloo writes for every set of communicating devices."""
 
 
 class Child:
@@ -72,7 +72,7 @@ class Child:
         return "?" if stat is None else stat.state
 
     def beat(self, run_dir: Path) -> Beat | None:
-        """Its newest heartbeat; none before the first."""
+        """Return its newest heartbeat; None before the first."""
         beat = read_beat(run_dir, self.rank)
         return beat if beat is not None and beat.pid == self.process.pid else None
 

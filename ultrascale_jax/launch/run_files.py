@@ -13,7 +13,7 @@ from pathlib import Path
 from ultrascale_jax.config import UserError
 
 METRICS = "metrics.jsonl"
-"""The rows that a run reports, in its run directory."""
+"""The file of a run's metrics, in its run directory."""
 LINK, NO_FILE, NO_FOLDER = "is a symbolic link", "is not a regular file", "is not a folder"
 
 
@@ -77,7 +77,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def folder_of(run_dir: Path, name: str, *, make: bool = True) -> Path:
-    """The folder `name`, such as `a/b`, of a run directory; without `make` it may be missing.
+    """Return the folder `name`, such as `a/b`, of a run directory; without `make` it may be missing.
 
     Raises `NotRegular` where a part of `name` is a link or no folder.
     """

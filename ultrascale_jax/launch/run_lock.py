@@ -34,16 +34,16 @@ NAME = "lock"
 BEAT_S = 5.0
 STALE_S = 60.0
 SETTLE_S = 1.0
-"""How long after a take-over the lock is looked at again: longer than another takes from its last look to its write."""
+"""Seconds after a take-over until a second look: longer than another job takes from its last look to its write."""
 
 LEAVE_S = 10.0
-"""How long the end of a job waits for a disk that does not answer, to remove its lock."""
+"""Seconds that the end of a job waits for a silent disk, to remove its lock."""
 
 LASTING = {
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
     *(errno.EROFS, errno.EACCES, errno.EPERM),
 }
-"""What is wrong with a folder until somebody mends it."""
+"""Errors of a folder that last until somebody fixes them."""
 
 
 class NotNow(UserError):
@@ -95,7 +95,7 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether the lock is still this process's, as far as can be read now."""
+        """Return whether the lock is still this process's, as far as it can be read now."""
         try:
             found = _read(self.path)
         except OSError:
@@ -162,7 +162,7 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
 
     def _is_own(self, found: str) -> bool:
-        """Whether the lock is this process's, which had it: nobody else's name stands in it."""
+        """Return whether the lock names this process, which had it, and nobody else."""
         return found == self._own or _parse(found) is None
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM from the first moment of a process on, remembered until the run can stop in good order.
+"""Remember SIGTERM from the first moment of a process until the run can stop in good order.
 
 By default the system ends a process that gets it. A script that may run for days listens before its long imports. Once
 the processes of a job have joined JAX listens instead, and is told what came before.
@@ -39,6 +39,6 @@ class SigtermListener:
 
 
 def listener() -> SigtermListener | None:
-    """The one whose `with` block this process is in; none: nobody listens."""
+    """Return the listener whose `with` block this process is in; None without one."""
     handler = signal.getsignal(signal.SIGTERM)
     return handler if isinstance(handler, SigtermListener) else None

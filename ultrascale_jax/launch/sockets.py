@@ -17,14 +17,14 @@ from ultrascale_jax.launch.events import UNREADABLE, is_supervised
 from ultrascale_jax.launch.exit_codes import CRASHED
 
 PORT_PATIENCE_S = 20.0
-"""How long a port may be in use: the process of the attempt before may be about to end."""
+"""Seconds that a port may be in use: the process of the attempt before may be about to end."""
 
 LONGEST = 4096
 """Bytes of a message."""
 
 
 class NotJoined(UserError):
-    """Processes did not come; another try may find them."""
+    """Processes are missing; another try may find them."""
 
     exit_code = CRASHED
 
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def numbers(self) -> str:
-        """The same for JAX."""
+        """The address for JAX."""
         ip, port = self.sockaddr[:2]
         return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
@@ -49,7 +49,7 @@ class Place:
 
 
 def resolve(address: str, left: Callable[[], float]) -> Place:
-    """The address in numbers; a name that is not known yet (a pod that is starting) is asked for again.
+    """Resolve the address; try again for a name that is not known yet (a pod that is starting).
 
     Raises `NotJoined` when of the seconds to wait none is `left()`.
     """
@@ -70,12 +70,12 @@ def resolve(address: str, left: Callable[[], float]) -> Place:
 
 
 def is_loopback(ip: str) -> bool:
-    """Whether no other host can reach `ip`."""
+    """Return whether no other host can reach `ip`."""
     return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
 
 
 def means_loopback(address: str) -> bool:
-    """Whether the user wrote the loopback itself, not the name of a host."""
+    """Return whether the user gave the loopback itself, not the name of a host."""
     host = address.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):
         return is_loopback(host)
@@ -85,7 +85,7 @@ def means_loopback(address: str) -> bool:
 def listen(
     place: Place, left: Callable[[], float], tell: Callable[[str], None]
 ) -> tuple[Place, socket.socket]:
-    """A listening socket, and where it is; a port in use is waited for.
+    """Return a listening socket and its place; wait for a port in use.
 
     Raises `UserError` where that cannot be: under a supervisor `NotJoined`, if another try may find the port free.
     """
@@ -123,7 +123,7 @@ def listen(
 
 
 def make_tls(dist: DistConfig, *, server: bool) -> ssl.SSLContext | None:
-    """Mutual TLS with the files of `dist`; none: without."""
+    """Return mutual TLS with the files of `dist`; None without them."""
     if not dist.mtls_cert or not dist.mtls_key or not dist.mtls_ca:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -142,7 +142,7 @@ def make_tls(dist: DistConfig, *, server: bool) -> ssl.SSLContext | None:
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Whether the peer has closed: it sends nothing while it waits, so what can be read is the end."""
+    """Return whether the peer has closed: it sends nothing while it waits, so readable data is the end."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
@@ -154,13 +154,13 @@ def send(connection: socket.socket, message: dict) -> None:
 
 
 class Inbox:
-    """One message that comes in parts: at most `LONGEST` bytes."""
+    """One message that arrives in parts: at most `LONGEST` bytes."""
 
     def __init__(self):
         self._data = b""
 
     def read(self, connection: socket.socket) -> dict | None:
-        """Read the next part; return what `send` sent once it is whole. Raises `ValueError` if it is something else."""
+        """Read the next part; return the message once it is whole. Raises `ValueError` if it is something else."""
         part = connection.recv(LONGEST)
         self._data += part
         if not part or len(self._data) > LONGEST:

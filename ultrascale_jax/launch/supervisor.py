@@ -1,4 +1,4 @@
-"""Keeps the processes of one host alive: starts them, watches them, ends them together and starts them again.
+"""Keep the processes of one host alive: start them, watch them, end them together and start them again.
 
 Processes of a job depend on each other: when one dies the others wait in a collective, so all are ended and all start
 again, from the newest checkpoint. One that makes no progress (see `watchdog`) has its stacks written and is killed.
@@ -41,7 +41,7 @@ GRACE_S = 8.0
 has them beyond its bound, for its own watchdog."""
 
 SHORT_GRACE_S = 2.0
-"""The same where one was killed: none of the others knows why."""
+"""Seconds of grace after a kill: no other process knows the cause."""
 
 READ_S = 60.0
 """Seconds to read all events of a long run."""
@@ -92,7 +92,7 @@ class Supervisor:
         self._forwarded = False
 
     def run(self) -> int:
-        """Until the run is done, stopped or given up; the exit code of the process that ended it, 0 if all are well."""
+        """Run until the run is done, stopped or given up; return the exit code that ended it, 0 if all are well."""
         before = listener()
         handled = {
             number: signal.signal(number, self._on_signal)
@@ -152,7 +152,7 @@ class Supervisor:
                 return code
 
     def _no_restart(self, code: int, restarts: int, no_progress: int, lost_s: float) -> str | None:
-        """Why there is no restart after an attempt that ended with `code`; none: there is one.
+        """Return why there is no restart after an attempt that ended with `code`; None if there is one.
 
         The last `no_progress` restarts, and the last `lost_s` seconds, have brought no new step.
         """
@@ -167,7 +167,7 @@ class Supervisor:
         return None
 
     def _ended_elsewhere(self) -> str | None:
-        """Another supervisor of the job that ended since this one began and is not back, None if there is none."""
+        """Return another supervisor of the job that ended since this one began and is not back, or None."""
         last: dict[str, dict] = {}
         for event in read_events(self._run_dir):
             own = event.get("ranks") == list(self._ranks)
@@ -182,7 +182,7 @@ class Supervisor:
         return None
 
     def _progressed(self) -> bool:
-        """Whether the attempt did a step that none before it had done."""
+        """Return whether the attempt did a step that none before it had done."""
         beats = (self._beats(self._children) or {}).values()
         reached = max((beat.furthest for beat in beats if beat is not None), default=0)
         progressed = reached > self._furthest
@@ -203,7 +203,7 @@ class Supervisor:
             self._children.append(Child(rank, command, {**environ, **own}, plain=plain))
 
     def _watch(self) -> Child | None:
-        """Until all processes are gone; the one that failed first, if one did."""
+        """Watch until all processes are gone; return the one that failed first, if any."""
         first: Child | None = None
         deadline, looked = float("inf"), time.monotonic()
         while living := self._living():
@@ -222,7 +222,7 @@ class Supervisor:
         return first or self._failed()
 
     def _failed(self) -> Child | None:
-        """The process that failed, if one did: the first that a signal killed, because the others died of that."""
+        """Return the process that failed, if any: the first that a signal killed, because the others died of that."""
         dead = [child for child in self._children if child.code]
         if not dead:
             return None
@@ -231,7 +231,7 @@ class Supervisor:
         return first
 
     def _stopped_early(self, first: Child) -> bool:
-        """Whether the signal to stop killed `first`, which could not listen yet."""
+        """Return whether the signal to stop killed `first`, which could not listen yet."""
         beats = self._beats([first])
         deaf = beats is not None and beats[first] is None
         return bool(self._signals) and first.code == -signal.SIGTERM and deaf
@@ -240,7 +240,7 @@ class Supervisor:
         return [child for child in self._children if child.code is None]
 
     def _beats(self, children: Sequence[Child]) -> dict[Child, Beat | None] | None:
-        """Their newest heartbeats; none if the disk does not answer."""
+        """Return their newest heartbeats; none if the disk does not answer."""
         return self._disk.ask(lambda: {child: child.beat(self._run_dir) for child in children})
 
     def _last_sign(self) -> dict[str, Any] | None:
@@ -259,7 +259,7 @@ class Supervisor:
         return time.monotonic() > beat.monotonic + bound_s + grace_s
 
     def _end(self, children: list[Child]) -> None:
-        """Have processes that are stuck, or do not end with the others, write their stacks, and kill them."""
+        """Write the stacks of processes that are stuck, or do not end with the others, and kill them."""
         beats = self._beats(children) or dict.fromkeys(children)
         states = {child: child.state for child in children}
         stuck = {
@@ -287,7 +287,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _forward(self) -> None:
-        """Tell all to save and stop, once; a second Ctrl-C kills them."""
+        """Pass the signal on once, so that all save and stop; a second Ctrl-C kills them."""
         if self._signals and not self._forwarded:
             self._forwarded = True
             self._record("told", signal=signal.Signals(self._signals[0]).name)
@@ -297,7 +297,7 @@ class Supervisor:
             kill(self._living())
 
     def _cause(self, first: Child) -> str:
-        """The cause of the attempt's end in one line, as well as it is known."""
+        """Return the cause of the attempt's end in one line, as far as it is known."""
         if _was_killed(first) and not first.killed:
             return f"rank {first.rank} was killed by {signal.Signals(-(first.code or 0)).name}"
         events = self._disk.ask(lambda: read_events(self._run_dir), READ_S) or []
@@ -306,7 +306,7 @@ class Supervisor:
         for event in sorted(failures, key=lambda event: event.get("first") is not True):
             return f"rank {event.get('rank')}: {event.get('summary')}"
         hung = [event for event in events if event["kind"] in ("hang", "stuck")]
-        # Who was stopped held up the others.
+        # A stopped process held up the others.
         for event in sorted(hung, key=lambda event: event.get("state") != "T"):
             return f"rank {event.get('of', event.get('rank'))} {_stuck(event)}"
         why = "; its error stands above" if first.exit_code in (REFUSED, STOPPED) else ""
@@ -322,18 +322,18 @@ class Supervisor:
 
 
 def _event_id(event: Mapping[str, object]) -> str:
-    """A key that identifies an event."""
+    """Return a key that identifies an event."""
     return f"{event['time']} {event.get('host')} {event.get('pid')}"
 
 
 def _was_killed(child: Child) -> bool:
-    """Whether a signal ended it that it did not send itself, as abort() does."""
+    """Return whether a signal of another process ended it, rather than its own abort()."""
     code = child.code or 0
     return code < 0 and code != -signal.SIGABRT
 
 
 def _stuck(event: Mapping[str, object]) -> str:
-    """A `hang` or `stuck` event as a sentence."""
+    """Return a `hang` or `stuck` event as a sentence."""
     stopped = "is stopped by a signal" if event.get("state") == "T" else "makes no progress"
     return f"{stopped} {_where(event)}"
 

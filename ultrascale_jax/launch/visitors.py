@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from ultrascale_jax.launch.sockets import Inbox, is_gone, send
 
 HELLO_S = 10.0
-"""How long a process that has connected may take to say who it is."""
+"""Seconds that a connected process may take to identify itself."""
 
 AT_ONCE = 32
 """Connections that are taken before those that are there are heard."""
 
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""What `accept` says when this process, or the host, can open no more files."""
+"""Errors of `accept` when this process, or the host, cannot open more files."""
 
 
 @dataclass(eq=False)
@@ -31,17 +31,17 @@ class Visitor:
 
     connection: socket.socket
     secured: bool
-    """Whether TLS has been agreed on, or is off."""
+    """Whether the handshake of TLS is over, or TLS is off."""
     since: float = field(default_factory=time.monotonic)
-    """When it came, or was last asked to wait."""
+    """Time of its connection, or of the last request to wait."""
     inbox: Inbox = field(default_factory=Inbox)
     hello: dict = field(default_factory=dict)
-    """Who it is, once it has been let in."""
+    """Its identity, once admitted."""
     refused: bool = False
 
     @property
     def gone(self) -> bool:
-        """Whether it has closed; for one that has said all it has to say."""
+        """Return whether it has closed; for a visitor that has sent its whole message."""
         return is_gone(self.connection)
 
 
@@ -52,10 +52,10 @@ class Visitors:
         self._listener, self._context, self._room = listener, context, room
         self._selector = selectors.DefaultSelector()
         self._outside: dict[Visitor, None] = {}
-        """Those that have not been let in; the oldest first."""
+        """Visitors that have not been admitted; the oldest first."""
         self._inside: set[Visitor] = set()
         self.unidentified = 0
-        """Those that did not say who they are."""
+        """Visitors that did not identify themselves."""
 
     def __enter__(self) -> "Visitors":
         self._listener.setblocking(False)

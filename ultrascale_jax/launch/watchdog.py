@@ -62,13 +62,13 @@ FIRST_S = {
     "hook": 1800.0,
     "end": 1800.0,
 }
-"""Bound of each section that has not been seen yet, in seconds; `end` is what comes after the watch."""
+"""Limit of each section before its first run, in seconds; `end` is what comes after the watch."""
 
 ONCE = ("start", "restore", "compile", "end")
 """Sections before the first step and after the last; `watch.hang_s` is for the others."""
 
 LAST_S = 5.0
-"""How long a process that ends for want of progress may take to tell."""
+"""Seconds that a process without progress may take to report before it ends."""
 
 SIZE = 512
 """Bytes of a heartbeat file: it is written in place, which a full disk allows."""
@@ -87,17 +87,17 @@ class Beat:
     bound_s: float
     """Seconds after `monotonic` from which the process is taken for stuck."""
     time: float
-    """When progress was last seen, in unix seconds."""
+    """Time of the last progress, in unix seconds."""
     monotonic: float
-    """The same on the host's clock that nobody sets, which all its processes share."""
+    """Time of the last progress on the host's monotonic clock, which all its processes share."""
     data_wait_s: float
-    """Seconds that this process has waited for batches while its devices had nothing to do."""
+    """Seconds that this process has waited for batches while its devices were idle."""
     boot: str
-    """The start of its machine that `monotonic` counts from; empty where it is not known."""
+    """The boot from which `monotonic` counts; empty if unknown."""
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """The heartbeat of `rank`; none where there is none that can be read."""
+    """Return the heartbeat of `rank`; None if it cannot be read."""
     try:
         values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
         given = {name: values[name] for name in Beat.__annotations__}
@@ -110,7 +110,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 
 def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
-    """The last that a process, living or dead, has left of its progress; nothing where there is none.
+    """Return the last sign of progress of a process, living or dead; empty if there is none.
 
     `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat,
     `monotonic` and `boot` are `time` by the clock that nobody sets. A step is on the heartbeat file when its metrics
@@ -133,7 +133,7 @@ def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
-    """The file for the stack traces of `rank`."""
+    """Return the file for the stack traces of `rank`."""
     return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
 
 
@@ -151,7 +151,7 @@ class Watch:
         self._events, self._hang_s, self._fresh = events, hang_s, fresh
         self._run_dir, self._rank = events.path.parent, events.rank or 0
         self.reason = "done"
-        """What to say at the end of a run that no exception ends."""
+        """Text for the end of a run that no exception ends."""
         self._longest: dict[str, float] = {}
         self._before = last_sign(self._run_dir, self._rank)
         self._section, self._step = "start", 0
@@ -196,12 +196,12 @@ class Watch:
             self._events.record("end", step=self._step, reason=reason, **self._waited())
 
     def begin(self, step: int) -> None:
-        """The steps after `step` begin; the first of them, in which NCCL connects and memory is taken, is `warm-up`."""
+        """Begin the steps after `step`; the first, in which NCCL connects and memory is allocated, is `warm-up`."""
         self._step = step
         self._enter("warm-up")
 
     def beat(self, step: int) -> None:
-        """Step `step` is done."""
+        """Record that step `step` is done."""
         self._learn("step")
         if self._section == "warm-up":
             self._enter("step")
@@ -225,7 +225,7 @@ class Watch:
 
     @contextlib.contextmanager
     def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
-        """The wait for a batch, with the bound of the section that it is in, or `DATA_FLOOR_S` if that is more.
+        """Count the wait for a batch, with the limit of its section, or `DATA_FLOOR_S` if that is more.
 
         It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
         """
@@ -281,7 +281,7 @@ class Watch:
             os.pwrite(self._file, json.dumps(beat).ljust(SIZE - 1).encode() + b"\n", 0)
 
     def _keep(self) -> None:
-        """The thread that keeps the heartbeat file up to date."""
+        """Run in a thread: keep the heartbeat file up to date."""
         written, over = None, False
         while not over:
             self._changed.wait(timeout=0.25)
@@ -292,7 +292,7 @@ class Watch:
                 self._write()
 
     def _guard(self) -> None:
-        """The thread that ends the process when it is late."""
+        """Run in a thread: end the process when it is late."""
         while not self._done.wait(timeout=0.25):
             beat = self._beat()
             waited = time.monotonic() - beat.monotonic

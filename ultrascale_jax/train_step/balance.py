@@ -26,7 +26,7 @@ def reduce_statistics(statistics: jax.Array | None) -> jax.Array | None:
 
 
 def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Transformer:
-    """Biases of experts that had less than the mean raised by `moe.bias_rate`, those of the others lowered.
+    """Raise the biases of experts below the mean load by `moe.bias_rate`, and lower those of the others.
 
     The loss-free balancing of arXiv 2408.15664, on the choices of a whole step.
     """

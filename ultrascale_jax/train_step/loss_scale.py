@@ -1,4 +1,4 @@
-"""The factor of the loss in float16, whose smallest number is 6e-8: gradients below it would become zero.
+"""Scale the loss in float16, whose smallest number is 6e-8: gradients below it would become zero.
 
 The loss is multiplied by it before the backward pass and the float32 gradients divided by it after ("Mixed Precision
 Training", arXiv 1710.03740, section 3.2). Nobody knows the right factor, so it moves: doubled after
@@ -22,23 +22,23 @@ LEAST, MOST = LOSS_SCALES
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What a run in float16 carries from step to step."""
+    """The loss scale, which a run in float16 carries from step to step."""
 
     scale: jax.Array
     """The factor of the next step; float32."""
     good_steps: jax.Array
-    """Steps without overflow since it last changed; int32."""
+    """Steps without overflow since the scale last changed; int32."""
 
     @classmethod
     def start(cls, cfg: TrainConfig) -> "LossScale | None":
-        """The first step's; none where the type of compute needs none."""
+        """Return the first step's loss scale; None if the compute dtype needs none."""
         if cfg.precision != "fp16":
             return None
         return cls(jnp.float32(cfg.loss_scale), jnp.int32(0))
 
     @classmethod
     def shapes(cls, cfg: TrainConfig, like: Any) -> "LossScale | None":
-        """Those of `start`, on the devices of the shape `like`."""
+        """Return the shapes of `start`, on the devices of the shape `like`."""
 
         def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding)
@@ -46,7 +46,7 @@ class LossScale:
         return jax.tree.map(place, jax.eval_shape(lambda: cls.start(cfg)))
 
     def after(self, ok: jax.Array, window: int) -> "LossScale":
-        """The state after a step that was finite (`ok`) or was skipped."""
+        """Return the state after a step that was finite (`ok`) or was skipped."""
         grows = ok & (self.good_steps + 1 >= window)
         factor = jnp.where(ok, jnp.where(grows, 2.0, 1.0), 0.5)
         good_steps = jnp.where(ok & ~grows, self.good_steps + 1, 0)

@@ -32,7 +32,7 @@ def schedule(cfg: Config) -> optax.Schedule:
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only."""
+    """Return AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only."""
     optim = cfg.optim
     if optim.name == "muon":
         return _muon(cfg)
@@ -44,7 +44,7 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
     else:
         scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
     matrices: Callable = functools.partial(map_params, lambda _, dims, on: is_matrix(dims))
-    # What `optax.adamw` is.
+    # As `optax.adamw`.
     return optax.chain(
         scale,
         optax.add_decayed_weights(optim.weight_decay, matrices),
@@ -53,7 +53,7 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def _muon(cfg: Config) -> optax.GradientTransformation:
-    """optax's Muon (arXiv 2502.16982) on the list of parameters.
+    """Return optax's Muon (arXiv 2502.16982) on the list of parameters.
 
     Its Newton-Schulz iteration multiplies a matrix with its own transpose, so it needs dims whole that ZeRO has split:
     XLA is left to partition it (Auto axes), and the results return to the sharding in which they rest.
@@ -87,7 +87,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
 
 
 def _each(params, fn) -> list:
-    """`fn(dims)` of each parameter, in the order of the leaves."""
+    """Return `fn(dims)` of each parameter, in the order of the leaves."""
     found = []
 
     def visit(value, dims, on):
@@ -99,7 +99,7 @@ def _each(params, fn) -> list:
 
 
 def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
-    """Rows (input) and columns (output) of a stacked matrix of the blocks; None for what AdamW takes.
+    """Return rows (input) and columns (output) of a stacked matrix of the blocks; None if AdamW updates it.
 
     Each expert is a matrix of its own.
     """
@@ -112,6 +112,6 @@ def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
 
 
 def global_norm(tree: object) -> jax.Array:
-    """Square root of the sum of squares of all leaves, float32."""
+    """Return the square root of the sum of squares of all leaves, float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))

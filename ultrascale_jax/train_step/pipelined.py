@@ -1,4 +1,4 @@
-"""The micro-batches of a step through a pipeline: the model in the form that `parallel/pipeline/executor.py` runs.
+"""Run the micro-batches of a step through a pipeline, by `parallel/pipeline/executor.py`.
 
 One region is manual over all mesh axes. Parameters enter it as they rest and their gradients leave it so; inside,
 `zero.py` gathers and the model's own text runs on this device's pieces. Every rank holds its part of the vocabulary,
@@ -48,7 +48,7 @@ def loss_and_gradients(
 
 
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
-    """Bare cross-entropy times `weight`, by forward operations alone."""
+    """Return the bare cross-entropy times `weight`, by forward operations alone."""
     table = schedules.of_config(cfg)
     forward = schedules.forward_only(
         table.ranks, table.virtual, table.placement, cfg.train.microbatches
@@ -82,12 +82,12 @@ def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatch
 
 
 def _inside(model: Transformer) -> list[bool]:
-    """For each leaf, whether it is in the blocks."""
+    """Return for each leaf whether it is in the blocks."""
     return [str(path[0]) == ".blocks" for path, _ in jax.tree.leaves_with_path(model)]
 
 
 def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transformer]]:
-    """The leaves that are not in the blocks, and the function that puts such leaves back (and blocks)."""
+    """Return the leaves outside the blocks, and the function that puts such leaves back (and blocks)."""
     leaves, tree = jax.tree.flatten(model)
     inside = _inside(model)
 
@@ -99,7 +99,7 @@ def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transform
 
 
 def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
-    """The model's parts as functions of their parameters."""
+    """Return the model's parts as functions of their parameters."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
@@ -158,7 +158,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
 
 
 def _scatters(params) -> list[Callable]:
-    """For each leaf: its gradient reduce-scattered, in float32, as ZeRO-2 adds gradients up."""
+    """Return for each leaf the reduce-scatter of its gradient, in float32, as ZeRO-2 accumulates gradients."""
     found: list[Callable] = []
 
     def note(value, dims, on):

@@ -1,4 +1,4 @@
-"""Which numbers are held in which type; the one place where the policy stands.
+"""Set the dtype of each number: the one place with the precision policy.
 
 float32: master parameters, optimizer state, gradient accumulators, norms, softmax, loss. Compute type: matmuls, the
 residual stream, what travels between devices. Fp8, where it is asked for: products of a block's matrices, and what
@@ -16,14 +16,14 @@ from ultrascale_jax.models.transformer import Transformer
 
 COMPUTE = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 COMPUTE |= dict.fromkeys(FP8, jnp.bfloat16)
-"""`train.precision` to the type of compute."""
+"""Compute dtype for each `train.precision`."""
 
 SCALINGS: dict[str, Scaling] = {"fp8": "tensor", "fp8_rowwise": "row", "fp8_block": "block"}
-"""`train.precision` to what has a scale of its own in fp8."""
+"""The part of an array that has one fp8 scale, for each `train.precision`."""
 
 
 def recipe(cfg: Config) -> Recipe | None:
-    """How this run's products are computed in fp8, if they are."""
+    """Return the fp8 recipe of this run's products; None without fp8."""
     if cfg.train.precision not in FP8:
         return None
     scaling, fp8 = SCALINGS[cfg.train.precision], cfg.fp8
@@ -41,7 +41,7 @@ def recipe(cfg: Config) -> Recipe | None:
 
 
 def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
-    """What the layers need for fp8, once a step, of the parameters as they rest."""
+    """Return what the layers need for fp8, once a step, from the parameters at rest."""
     how = recipe(cfg)
     if how is None:
         return None
@@ -51,7 +51,7 @@ def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
 
 
 def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> LayerInputs:
-    """What the layers of a run read of a micro-batch; `fp8` is that of `fp8_of`."""
+    """Return the inputs that the layers read of a micro-batch; `fp8` is that of `fp8_of`."""
     return LayerInputs.of(
         cfg.model,
         batch["positions"],

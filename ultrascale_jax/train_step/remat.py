@@ -1,4 +1,4 @@
-"""Activation recomputation: what one layer keeps for its backward pass (playbook: activation recomputation).
+"""Choose what one layer keeps for its backward pass (playbook: activation recomputation).
 
 none        everything, except gathered parameters: ZeRO-3 gathers them again
 full        the input of the layer
@@ -17,7 +17,7 @@ from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
 
 def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
-    """The wrapper of one layer's function that `train.remat` asks for."""
+    """Return the wrapper of one layer's function that `train.remat` asks for."""
     policies = jax.checkpoint_policies
     saved, offloaded = cfg.remat_names()
     if cfg.remat == "none":
@@ -39,12 +39,12 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
-    """Keep every value that is not a parameter whole over the ZeRO axes."""
+    """Keep every value except parameters gathered over the ZeRO axes."""
     return primitive.name == "dot_general" or not is_gathered_param(primitive, *inputs, **params)
 
 
 def _keep_named(primitive, *_, **params) -> bool:
-    """Keep what a block names, and cuDNN attention's own residuals."""
+    """Keep the tensors that a block names, and cuDNN attention's own residuals."""
     if primitive.name == "name":
         return params["name"] in REMAT_NAMES
     return primitive.name.startswith("dot_product_attention_fwd")

@@ -1,4 +1,4 @@
-"""Stochastic rounding: bfloat16 that is right on average, for sums to which each step adds little.
+"""Round stochastically to bfloat16, right on average, for sums to which each step adds little.
 
 The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that stands still.
 Rounded up with the probability of the part that is lost, it moves by the right amount in the mean.
@@ -16,13 +16,13 @@ from ultrascale_jax.models.transformer import Transformer
 
 
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """`x` float32 as bfloat16: towards zero or away from it, by 16 random bits (uint32, the upper half is ignored)."""
+    """Round float32 `x` to bfloat16, towards zero or away from it, by 16 random bits (the lower half of a uint32)."""
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits & 0xFFFF)
     return jax.lax.bitcast_convert_type((raw >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
-    """`adam` (`optax.scale_by_adam` in float32) with both moments stored in bfloat16, rounded stochastically.
+    """Return `adam` (`optax.scale_by_adam` in float32) with both moments in bfloat16, rounded stochastically.
 
     The random numbers depend on the seed, the step, the parameter and its layer alone: the same on every mesh, and
     after a resume. Each device makes those of its own pieces.
@@ -42,7 +42,7 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
 
 
 def random_bits(key: jax.Array, params: Transformer) -> Transformer:
-    """For each element of the parameters 32 random bits, sharded alike; a layer has its own wherever it rests."""
+    """Return 32 random bits for each element of the parameters, sharded alike; a layer's do not depend on its place."""
     paths, tree = jax.tree.flatten_with_path(params)
 
     def leaf(number: int, path: tuple, x: jax.Array) -> jax.Array:

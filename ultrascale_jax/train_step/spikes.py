@@ -1,4 +1,4 @@
-"""Steps that leap out of the ordinary, and the window of past ones against which each is judged.
+"""Find spikes: judge each step's loss and gradient norm against a window of past steps.
 
 A step whose loss or gradient norm is more than `watch.spike_sigma` standard deviations above its mean over the last
 `watch.spike_window` accepted steps is skipped (levanter's and OLMo's rule): one bad batch can cost a large model days.
@@ -20,23 +20,23 @@ from ultrascale_jax.config import WatchConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-    """What a run that looks for spikes carries from step to step."""
+    """The window of past steps, which a run that looks for spikes carries from step to step."""
 
     window: jax.Array
     """Loss and gradient norm of the last accepted steps, in a ring; float32 `[spike_window, 2]`."""
     accepted: jax.Array
-    """How many steps have been accepted; int32."""
+    """Number of accepted steps; int32."""
 
     @classmethod
     def start(cls, watch: WatchConfig) -> "Spikes | None":
-        """The first step's; none where `spike_sigma` is 0."""
+        """Return the first step's window; None if `spike_sigma` is 0."""
         if not watch.spike_sigma:
             return None
         return cls(jnp.zeros((watch.spike_window, 2), jnp.float32), jnp.int32(0))
 
     @classmethod
     def shapes(cls, watch: WatchConfig, like: Any) -> "Spikes | None":
-        """Those of `start`, on the devices of the shape `like`."""
+        """Return the shapes of `start`, on the devices of the shape `like`."""
 
         def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding)
@@ -44,13 +44,13 @@ class Spikes:
         return jax.tree.map(place, jax.eval_shape(lambda: cls.start(watch)))
 
     def is_spike(self, loss: jax.Array, norm: jax.Array, sigma: float) -> jax.Array:
-        """Whether a step with this loss and gradient norm is a spike; never before the window is full."""
+        """Return whether a step with this loss and gradient norm is a spike; never before the window is full."""
         bound = jnp.mean(self.window, 0) + sigma * jnp.std(self.window, 0)
         full = self.accepted >= self.window.shape[0]
         return full & jnp.any(jnp.stack([loss, norm]) > bound)
 
     def after(self, ok: jax.Array, loss: jax.Array, norm: jax.Array) -> "Spikes":
-        """The state after a step, which enters the window if it was accepted (`ok`)."""
+        """Return the window after a step, which enters it if it was accepted (`ok`)."""
         size = self.window.shape[0]
         here = ok & (jnp.arange(size) == self.accepted % size)
         window = jnp.where(here[:, None], jnp.stack([loss, norm])[None], self.window)

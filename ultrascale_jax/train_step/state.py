@@ -1,4 +1,4 @@
-"""What a run carries from step to step, the sharding in which it rests, and the form in which checkpoints hold it.
+"""Make the training state, shard it at rest, and convert it to and from the layout of checkpoints.
 
 In a pipeline the stacked layers rest in the order of its stages: rank after rank, on each its stages one after the
 other, each as long as the longest, which for shorter ones means layers of zeros. A checkpoint knows nothing of this:
@@ -30,7 +30,7 @@ from ultrascale_jax.train_step.spikes import Spikes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a checkpoint must hold to continue a run, except the data position, which is `step`."""
+    """The state that a checkpoint must hold to continue a run, except the data position, which is `step`."""
 
     params: Transformer
     """Master parameters, float32."""
@@ -41,19 +41,19 @@ class TrainState:
     skipped: jax.Array
     """Steps whose loss, gradient norm or update was not finite, or that were spikes; int32."""
     skipped_in_a_row: jax.Array
-    """Those since the last good step, in float16 only those that the loss scale cannot explain; int32."""
+    """Skipped steps since the last good one, in float16 only those that the loss scale cannot explain; int32."""
     loss_scale: LossScale | None
-    """In float16 the factor of the loss."""
+    """The loss scale, in float16."""
     spikes: Spikes | None = None
     """With `watch.spike_sigma` the last steps' losses and gradient norms."""
 
 
 type OrderOf = Callable[[str], LayerOrder]
-"""The layers at the positions of an array, by its dotted path: `Transformer.order_of`."""
+"""Layer at each position of an array, by its dotted path: `Transformer.order_of`."""
 
 
 def layer_order(cfg: Config) -> LayerOrder | None:
-    """How the layers of a run rest by the stages of its schedule; none where they rest as the model runs them."""
+    """Return the layer at each position by the schedule's stages; None if positions follow the model."""
     if cfg.mesh.pp == 1:
         return None
     table = schedules.of_config(cfg)
@@ -61,7 +61,7 @@ def layer_order(cfg: Config) -> LayerOrder | None:
 
 
 def initial_state(cfg: Config) -> TrainState:
-    """A fresh state inside the current mesh; call it under `jax.jit`."""
+    """Make a fresh state inside the current mesh; call it under `jax.jit`."""
 
     def rest(value, dims, on):
         return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
@@ -74,12 +74,12 @@ def initial_state(cfg: Config) -> TrainState:
 
 
 def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
-    """The last two parts of a fresh state, which depend on what the run computes in and looks for."""
+    """Make the last two parts of a fresh state, which depend on compute dtype and spike guard."""
     return LossScale.start(cfg.train), Spikes.start(cfg.watch)
 
 
 def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
-    """`abstract` with the parts that a checkpoint of `saved` holds."""
+    """Return `abstract` with the parts that a checkpoint of `saved` holds."""
     return dataclasses.replace(
         abstract,
         loss_scale=LossScale.shapes(saved.train, abstract.step),
@@ -88,7 +88,7 @@ def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
 
 
 def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
-    """A checkpoint's state with the parts that `abstract`, of the run `cfg`, has: where it saved other ones, fresh."""
+    """Return a checkpoint's state with the parts that `abstract` has; make a part fresh if the two differ."""
 
     def part(saved, fresh, like):
         form = [(s.shape, s.dtype) for s in jax.tree.leaves(like)]
@@ -105,7 +105,7 @@ def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """A fresh state on the devices of `mesh`, each device making only its own pieces."""
+    """Make a fresh state on the devices of `mesh`; each device makes only its own pieces."""
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     with jax.set_mesh(mesh):
@@ -113,7 +113,7 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
-    """Shapes, types and shardings of the state, without allocating anything."""
+    """Return shapes, types and shardings of the state, without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(lambda: initial_state(cfg))
 
@@ -126,7 +126,7 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
 
 
 def to_checkpoint_layout[Tree](tree: Tree, order_of: OrderOf) -> Tree:
-    """Arrays whose layers lie as `order_of` says in the form of a checkpoint; what must move is copied.
+    """Convert arrays whose layers lie as `order_of` says to the layout of a checkpoint; copy only layers that move.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
@@ -141,7 +141,7 @@ def to_checkpoint_layout[Tree](tree: Tree, order_of: OrderOf) -> Tree:
 
 
 def checkpoint_layout_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
-    """What `to_checkpoint_layout` makes of arrays with these shapes and shardings."""
+    """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
         if not _moves(s, order):
@@ -166,7 +166,7 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> T
 
 
 def _map_with_order[Tree](leaf: Callable, order_of: OrderOf, tree: Tree, *rest: Tree) -> Tree:
-    """`leaf(array, its order, *arrays of rest)` of each array."""
+    """Return `leaf(array, its order, *arrays of rest)` of each array."""
 
     def apply(path, x, *others):
         return leaf(x, order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others)
@@ -179,7 +179,7 @@ def _num_layers(order: LayerOrder) -> int:
 
 
 def _moves(leaf: jax.Array | jax.ShapeDtypeStruct, order: LayerOrder) -> bool:
-    """Whether a checkpoint holds this array in another form: stacked layers of a pipeline, not in the model's order.
+    """Return whether a checkpoint holds this array in another form: stacked pipeline layers, not in the model's order.
 
     The alphabet splits nothing but a leading dim of layers over pp alone.
     """
@@ -189,7 +189,7 @@ def _moves(leaf: jax.Array | jax.ShapeDtypeStruct, order: LayerOrder) -> bool:
 
 
 def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """Every layer on each rank, and the ranks of the pipeline splitting another dim instead, if they divide one.
+    """Return a sharding with every layer on each rank, and the pipeline ranks on another dim if they divide one.
 
     From the sharding at rest to this one is an all-to-all inside each pipeline.
     """
@@ -208,7 +208,7 @@ def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
 def _take(
     stack: jax.Array, rows: LayerOrder, between: NamedSharding, rest: NamedSharding
 ) -> jax.Array:
-    """Layers `rows` of the stack, zeros for None, picked where every device has all of them."""
+    """Return layers `rows` of the stack, zeros for None, picked on devices that have all of them."""
     index = np.array([len(stack) if row is None else row for row in rows])
     whole = jax.reshard(stack, between)
     taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)

@@ -32,7 +32,7 @@ Metrics = dict[str, jax.Array]
 
 
 def xla_options(cfg: Config) -> dict[str, int | bool]:
-    """XLA options of this run's step.
+    """Return the XLA options of this run's step.
 
     A pipeline's sends are in flight beside the head's own collectives. With a limit of 2 half of them wait in line
     (70B, pp 4 x sp 8); with 8 ZeRO-3's gathers do (8B, pp 4 x fsdp 2: 1.2% slower).
@@ -49,7 +49,7 @@ def xla_options(cfg: Config) -> dict[str, int | bool]:
 
 
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
-    """The jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
+    """Return the jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
 
     The state is donated, unless `watch.rerun` may want to start from it again.
     """
@@ -61,7 +61,7 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
 
 
 def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
-    """The jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
+    """Return the jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
 
     def eval_step(params, batch):
         parts = split(batch, cfg.train.microbatches)
@@ -78,7 +78,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
 
 
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One optimizer step on a global batch of `[B, T]` int32 arrays.
+    """Run one optimizer step on a global batch of `[B, T]` int32 arrays.
 
     Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
     """
@@ -87,7 +87,7 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
 
 
 def position_weight(state: TrainState, batch: Batch) -> jax.Array:
-    """What the loss of a position is multiplied by: 1 / their number, in float16 times the loss scale."""
+    """Return the factor of a position's loss: 1 / number of positions, in float16 times the loss scale."""
     weight = jnp.float32(1 / batch["targets"].size)
     return weight if state.loss_scale is None else weight * state.loss_scale.scale
 
@@ -100,7 +100,7 @@ def apply_gradients(
     grads: Transformer,
     routed: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """The state after loss and gradients that are sums over the positions of `batch` times their `position_weight`.
+    """Return the state after loss and gradients, sums over the positions of `batch` times their `position_weight`.
 
     `routed` are the statistics of the routers, as `loss_and_gradients` returns them.
 
@@ -146,7 +146,7 @@ def apply_gradients(
 
 
 def count(batch: Batch) -> jax.Array:
-    """Number of targets that the loss counts; int32 scalar."""
+    """Return the number of targets that the loss counts; int32 scalar."""
     return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
 
 
@@ -184,7 +184,7 @@ def loss_and_gradients(
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
-    """`[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
+    """Reshape `[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
 
     def rows(x):
         parts = jax.lax.reshape(

@@ -1,4 +1,4 @@
-"""ZeRO: what rests sharded over (fsdp, cp, ep), when it is gathered, and when gradients are reduced.
+"""ZeRO: shard state at rest over (fsdp, cp, ep), gather parameters for use, and reduce gradients once a step.
 
     zero   parameters rest   gathered            gradients
     0      whole             -                   accumulate locally; one all-reduce a step
@@ -22,7 +22,7 @@ from ultrascale_jax.train_step.precision import COMPUTE
 
 
 def prepare_params(cfg: Config, params: Transformer) -> Transformer:
-    """Parameters as the micro-batches use them: with `zero < 3` cast and gathered here, once a step.
+    """Return the parameters for the micro-batches: with `zero < 3`, cast and gather them here, once a step.
 
     Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
     not shard the parameters), so that gradients accumulate without communication.
@@ -39,12 +39,12 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
 
 
 def keeps_shards(cfg: Config, dims: str) -> bool:
-    """Whether this parameter is still sharded when the layers see it."""
+    """Return whether this parameter is still sharded when the layers see it."""
     return cfg.train.zero == 3 and is_matrix(dims)
 
 
 def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
-    """Sharding of a gradient accumulator."""
+    """Return the sharding of a gradient accumulator."""
     axes = gradient_axes(dims, on)
     if cfg.train.zero >= 2 and is_matrix(dims):
         return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
@@ -52,7 +52,7 @@ def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
 
 
 def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Transformer:
-    """One micro-batch's gradients in float32 and in the accumulator's sharding (zero 2: the reduce-scatter)."""
+    """Convert one micro-batch's gradients to float32 and the accumulator's sharding (zero 2: the reduce-scatter)."""
 
     def leaf(g, dims, on, value):
         g = scatter_gradient(g, dims, on, value) if cfg.train.zero == 2 else g
@@ -62,5 +62,5 @@ def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Tran
 
 
 def reduce_gradients(grads: Transformer, params: Transformer) -> Transformer:
-    """The one reduction of a step: to the sharding in which parameters and moments rest."""
+    """Reduce gradients, once a step, to the sharding in which parameters and moments rest."""
     return map_params(reduce_gradient, grads, params)

@@ -72,7 +72,7 @@ def context_attention(
     implementation: str = "auto",
     with_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention by the strategy of `context`; called where `axis` (of size n) is manual.
+    """Compute causal attention by the strategy of `context`; `axis` (of size n) is manual.
 
     Args:
       context: the strategy, and how many ranks share a position of its ring.
@@ -167,7 +167,7 @@ class StrategyAttention(Protocol):
 
 
 def _named(strategy: Strategy) -> StrategyAttention:
-    """The function of one strategy."""
+    """Return the function of one strategy."""
 
     def attend(
         q: jax.Array,
@@ -203,7 +203,7 @@ ulysses_attention = _named("ulysses")
 
 
 def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
-    """Positions of the ring, and ranks that share one; refuses what does not fit."""
+    """Return positions of the ring, and ranks that share one. Raises an error for shapes that do not fit."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"

@@ -1,4 +1,4 @@
-"""The order of a sequence over the context axis: which tokens each rank of `cp` holds.
+"""Order a sequence over the context axis: choose the tokens that each rank of `cp` holds.
 
 A causal query has work in proportion to its place, so a rank that holds one stretch of the sequence has less of it the
 earlier the stretch is, and waits. In zigzag each place of a ring of r has two of 2r chunks, one early and one late:
@@ -15,7 +15,7 @@ from ultrascale_jax.config import ContextConfig, require
 
 
 def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
-    """int64 [T]: which token stands at each place, so that an array in the strategy's order is `x[:, order]`.
+    """Return int64 [T], the token at each place: an array in the strategy's order is `x[:, order]`.
 
     Rank c of `cp` holds the c-th of `cp` equal pieces of that. The ranks of one place of the ring (`cp.ulysses`) divide
     its two chunks in this order; of a piece with an odd number of tokens the early chunk has one more. It is the

@@ -28,7 +28,7 @@ from ultrascale_jax.kernels.attention import (
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
 NEVER = 2**30
-"""Position of what fills up an odd piece: no query sees it."""
+"""Position of the padding of an odd piece: no query sees it."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class RingSpec:
     """Keys and values are gathered and do not travel."""
     window: int | None
     local_mask: bool
-    """The own block needs more than a causal mask."""
+    """The rank's own block needs more than a causal mask."""
     implementation: str
     placed: bool = True
-    """Positions are the places in the sequence: only then is a rank known to be out of a window's reach."""
+    """Positions are the places in the sequence: only then can a rank be known to be outside the window."""
 
     def rank(self) -> jax.Array:
-        """This rank's position on the ring."""
+        """Return this rank's position on the ring."""
         return jax.lax.axis_index(self.axis) // self.ulysses
 
     def index(self, T: int) -> jax.Array:
-        """`[1, T]` int32: the places in the sequence that this rank's piece has."""
+        """Return `[1, T]` int32: the places in the sequence that this rank's piece has."""
         rank = self.rank()
         if self.chunks == 1:
             return (rank * T + jnp.arange(T))[None]
@@ -65,7 +65,7 @@ class RingSpec:
         return jnp.concatenate([rank * first + jnp.arange(first), late + jnp.arange(second)])[None]
 
     def distances(self, T: int) -> list[int]:
-        """The distances on the ring over which some rank sees keys of another, in increasing order."""
+        """Return the distances on the ring over which some rank sees keys of another, in increasing order."""
         window = self.window if self.placed else None
         return distances_in_reach(self.ranks, self.chunks, T, window)
 
@@ -76,13 +76,13 @@ class RingSpec:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def members(self) -> list[list[int]]:
-        """The rings: ranks at the same place of their position."""
+        """Return the rings: ranks at the same place of their position."""
         return [
             [ring * self.ulysses + i for ring in range(self.ranks)] for i in range(self.ulysses)
         ]
 
     def split(self, x: jax.Array, axis: int = 1, fill: int = 0) -> jax.Array:
-        """`x` with its chunks along a new first dim, all of the length of the first chunk."""
+        """Split `x` into its chunks along a new first dim, all of the length of the first chunk."""
         if self.chunks == 1:
             return x[None]
         first, second = jnp.split(x, [-(-x.shape[axis] // 2)], axis)
@@ -92,14 +92,14 @@ class RingSpec:
         return jnp.stack([first, second])
 
     def join(self, chunks: Sequence[jax.Array] | jax.Array, T: int, axis: int = 1) -> jax.Array:
-        """The opposite of `split`, back to length T."""
+        """Invert `split`, back to length T."""
         whole = chunks[0] if self.chunks == 1 else jnp.concatenate(list(chunks), axis)
         return jax.lax.slice_in_dim(whole, 0, T, axis=axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring(spec: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
-    """Causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
+    """Compute causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
       spec: the ring.
@@ -179,7 +179,7 @@ ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _local(spec: RingSpec, positions, segment_ids) -> dict:
-    """Mask of the own block. The own piece is in increasing order, so it is causal by index."""
+    """Return the mask of the rank's own block. Its piece is in increasing order, so it is causal by index."""
     settings = {"causal": True, "implementation": spec.implementation}
     if not spec.local_mask:
         return {**settings, "window": spec.window}
@@ -188,7 +188,7 @@ def _local(spec: RingSpec, positions, segment_ids) -> dict:
 
 
 def _chunks(spec: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
-    """The arrays chunk by chunk, with positions and documents; keys and values are one array, and travel as one."""
+    """Return the arrays chunk by chunk, with positions and documents; keys and values are one array and one message."""
     parts = {name: spec.split(x, axis=x.ndim - 3) for name, x in arrays.items()}
     masks = {"positions": (positions, NEVER), "segments": (segment_ids, 0)}
     return parts | {
@@ -197,13 +197,13 @@ def _chunks(spec: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
 
 
 def _at(parts: dict[str, Any], chunk: jax.Array | int) -> dict[str, Any]:
-    """One chunk of everything."""
+    """Return one chunk of everything."""
     chunk = jnp.int32(chunk)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), parts)
 
 
 def _mask(spec: RingSpec, queries: dict, keys: dict) -> dict:
-    """Mask of a block of another rank's keys: none where every query comes later."""
+    """Return the mask of a block of another rank's keys; None if every query comes later."""
     settings = {"implementation": spec.implementation}
     if queries["positions"] is None:
         return settings
@@ -212,7 +212,7 @@ def _mask(spec: RingSpec, queries: dict, keys: dict) -> dict:
 
 
 def _seen(spec: RingSpec, q_positions, k_positions, segments) -> dict:
-    """The keys that queries see, in the form that the implementation takes."""
+    """Return the keys that queries see, in the form that the implementation takes."""
     if spec.implementation == "mosaic":
         return {"ranges": visible_ranges(q_positions, k_positions, segments, spec.window)}
     return {"visible": visible_keys(q_positions, k_positions, segments, spec.window)}
@@ -224,7 +224,7 @@ def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Ar
 
 
 def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
-    """Gradients of a block's q, and of its k and v as one array, in float32."""
+    """Return gradients of a block's q, and of its k and v as one array, in float32."""
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
     (k, v), mask = keys["kv"], _mask(spec, queries, keys)
     dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **mask)
@@ -232,7 +232,7 @@ def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, ja
 
 
 def _merge(done, *blocks):
-    """A result and those of blocks with other keys as one: `[B, T, N, H]` float32 and `[B, N, T]`."""
+    """Merge a result with those of blocks with other keys: `[B, T, N, H]` float32 and `[B, N, T]`."""
     parts = (done, *blocks)
     total = functools.reduce(jnp.logaddexp, (lse for _, lse in parts))
     shares = (jnp.moveaxis(jnp.exp(lse - total), 1, 2)[..., None] for _, lse in parts)
@@ -242,7 +242,7 @@ def _merge(done, *blocks):
 
 
 def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
-    """`attend(carry, keys, distance)` for the keys at each of these distances."""
+    """Run `attend(carry, keys, distance)` for the keys at each of these distances."""
     if spec.gathered:
         everyone, rank = _gather(spec, keys), spec.rank()
 
@@ -263,7 +263,7 @@ def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
 
 
 def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
-    """Gradients of the queries; sums of the keys' gradients, which follow the keys one step behind; their way home."""
+    """Return the queries' gradients; sum the keys' gradients one step behind the keys, and send them home."""
     keys, dkeys = spec.send(keys, distances[0]), None
     for (prev_hop, hop), group in _alike(distances, arrivals=True):
 
@@ -279,7 +279,7 @@ def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
 
 
 def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
-    """The same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
+    """Do the same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
     everyone, rank = _gather(spec, keys), spec.rank()
 
     def one(state, distance):
@@ -297,7 +297,7 @@ def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
 
 
 def _gather(spec: RingSpec, keys):
-    """The keys of all positions, `[r, ...]` each."""
+    """Gather the keys of all positions, `[r, ...]` each."""
     gather = functools.partial(
         jax.lax.all_gather, axis_name=spec.axis, axis_index_groups=spec.members()
     )
@@ -305,7 +305,7 @@ def _gather(spec: RingSpec, keys):
 
 
 def _alike(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
-    """Runs of distances with the same (hop from the one before, if `arrivals` count; hop to the next), and the run."""
+    """Group distances into runs with the same (hop from the one before, if `arrivals` count; hop to the next)."""
     hops = [b - a for a, b in itertools.pairwise(distances)]
     prev_hop = [None, *hops] if arrivals else [None] * len(distances)
     rows = zip(prev_hop, [*hops, None], distances, strict=True)
@@ -314,7 +314,7 @@ def _alike(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, lis
 
 
 def _repeat(one, state, distances: list[int]):
-    """`one` for each distance: a loop that is compiled once."""
+    """Run `one` for each distance, in a loop that is compiled once."""
     if len(distances) == 1:
         return one(state, jnp.int32(distances[0]))[0]
     return jax.lax.scan(one, state, jnp.array(distances))[0]

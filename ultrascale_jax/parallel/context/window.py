@@ -1,8 +1,8 @@
-"""The places of a ring that a sliding window reaches; standard library only, since the planner counts them too."""
+"""Find the places of a ring that a sliding window reaches; standard library only, as the planner imports it too."""
 
 
 def distances_in_reach(places: int, chunks: int, piece: int, window: int | None) -> list[int]:
-    """The distances on a ring over which some place sees keys of another, in increasing order.
+    """Return the distances on a ring over which some place sees keys of another, in increasing order.
 
     Args:
         places: positions of the ring.

@@ -1,4 +1,4 @@
-"""Rows of the buffers of expert parallelism; standard library only, since the planner counts them too."""
+"""Compute the buffer rows of expert parallelism; standard library only, because the planner imports it too."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class A2AStage:
 
 
 def hit_fraction(experts: Experts, count: int) -> float:
-    """Share of the tokens that balanced routing sends to at least one of `count` neighbouring experts.
+    """Return the share of tokens that balanced routing sends to at least one of `count` neighbouring experts.
 
     A token's k experts are then any k of those of its groups: the chance that `count` hold none of them is
     C(n - count, k) / C(n, k).
@@ -34,17 +34,17 @@ def hit_fraction(experts: Experts, count: int) -> float:
 
 
 def capacity(tokens: int, expected: float, capacity_factor: float) -> int:
-    """Rows of a buffer for `expected` of at most `tokens` rows: `capacity_factor` times as many, a multiple of 8."""
+    """Return buffer rows for `expected` of at most `tokens` rows: `capacity_factor` times as many, a multiple of 8."""
     return min(tokens, 8 * math.ceil(capacity_factor * expected / 8))
 
 
 def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
-    """Parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
+    """Return the parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
     return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1
 
 
 def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[A2AStage]:
-    """The exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, and with `allgather`."""
+    """Return the exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, or with `allgather`."""
     if ranks == 1 or moe.dispatch == "allgather":
         return []
     found, left, sources = [], ranks, 1

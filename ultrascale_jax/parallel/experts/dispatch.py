@@ -1,4 +1,4 @@
-"""Rows that move to slots of buffers and back, round by round.
+"""Move rows to slots of buffers and back, round by round.
 
 Choices say where copies of a row go: `[n, k]`, k places for each of n rows. Sorted by place they fill buffers with room
 for a number of rows of each place; more of them take further rounds. Moving is a gather in both directions, forward and
@@ -31,10 +31,10 @@ class Slots(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Choices sorted by where they go, ties by token."""
+    """Choices sorted by destination, ties by token."""
 
     places: jax.Array
-    """`[n, k]` int32: where a choice goes; as many as there are places means nowhere."""
+    """`[n, k]` int32: the destination of a choice; the number of places means nowhere."""
     sorted: jax.Array
     """`[n * k]` int32: the choices in order."""
     position: jax.Array
@@ -44,7 +44,7 @@ class Assignment(NamedTuple):
 
     @classmethod
     def of(cls, places: jax.Array, num: int) -> "Assignment":
-        """The order of choices that go to `num` places."""
+        """Sort the choices that go to `num` places."""
         flat = places.reshape(-1)
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         index = jnp.arange(flat.size, dtype=jnp.int32)
@@ -53,7 +53,7 @@ class Assignment(NamedTuple):
         return cls(places, order, position.reshape(places.shape), counts)
 
     def padded(self, number: jax.Array | int, rows: int) -> Slots:
-        """Round `number` of a buffer with `rows` slots for each place."""
+        """Return round `number` of a buffer with `rows` slots for each place."""
         num, first = self.counts.shape[0], jnp.cumsum(self.counts) - self.counts
         here = self.position - first[jnp.minimum(self.places, num - 1)] - number * rows
         inside = (self.places < num) & (here >= 0) & (here < rows)
@@ -65,7 +65,7 @@ class Assignment(NamedTuple):
         return Slots(choice.reshape(-1), slot)
 
     def ragged(self, number: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
-        """Round `number` of a buffer with `size` slots, place after place, and the slots of each place `[P]`."""
+        """Return round `number` of a buffer with `size` slots, place after place, and the slots of each place `[P]`."""
         ends = jnp.clip(jnp.cumsum(self.counts) - number * size, 0, size)
         here = self.position - number * size
         inside = (self.places < self.counts.shape[0]) & (here >= 0) & (here < size)
@@ -76,24 +76,24 @@ class Assignment(NamedTuple):
 
 
 def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Values at these indices; one beyond the end gives the number of values."""
+    """Return values at these indices; one beyond the end gives the number of values."""
     return values.at[index].get(mode="fill", fill_value=values.size)
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows at these indices; one beyond the end gives zeros."""
+    """Return rows at these indices; one beyond the end gives zeros."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
-    """The rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `combine`."""
+    """Return rows `[S, D]` that fill the slots: row `row[s]` of x `[n, D]` in slot s, the transpose of `combine`."""
     return _rows(x, row)
 
 
 @jax.custom_vjp
 def combine(y: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
-    """The sums `[n, D]` over the slots `[n, k]` of each row, of y `[S, D]`; added in float32, in y's type."""
+    """Return sums `[n, D]` over the slots `[n, k]` of each row, of y `[S, D]`; added in float32, in y's type."""
     total = sum(_rows(y, slot[:, j]).astype(jnp.float32) for j in range(slot.shape[1]))
     return jnp.asarray(total).astype(y.dtype)
 
@@ -112,7 +112,7 @@ combine.defvjp(
 def exchange_together(
     exchange: Callable, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows `[S, D]`, ids and weights `[S, k]` in one exchange, as bits; `exchange` is its own transpose.
+    """Send rows `[S, D]`, ids and weights `[S, k]` in one exchange, as bits; `exchange` is its own transpose.
 
     Three exchanges would take turns, and hold up what they could overlap with.
     """
@@ -141,14 +141,14 @@ def _bits(a: jax.Array) -> jax.Array:
 
 
 def _pack(x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """The bits of rows `[S, D]` and of 32-bit numbers `[S, k]` side by side, in integers as wide as x's numbers."""
+    """Pack rows `[S, D]` and 32-bit numbers `[S, k]` side by side, as bits in integers as wide as x's numbers."""
     kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     numbers = jax.lax.bitcast_convert_type(numbers, kind).reshape(x.shape[0], -1)
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, kind), numbers], axis=1)
 
 
 def _unpack(packed: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows, in the type and width of `like`, and the bits of the numbers as uint32."""
+    """Unpack the rows, in the type and width of `like`, and the bits of the numbers as uint32."""
     x, numbers = jnp.split(packed, [like.shape[1]], axis=1)
     narrow = 4 // like.dtype.itemsize
     numbers = numbers.reshape(x.shape[0], -1, narrow) if narrow > 1 else numbers
@@ -173,7 +173,7 @@ def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floa
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _later(one_round, needed, ints, floats):
-    """The sum over the rounds after the first."""
+    """Return the sum over the rounds after the first."""
 
     def add(state):
         number, total = state

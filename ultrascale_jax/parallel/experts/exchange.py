@@ -42,7 +42,7 @@ type Inner = Callable[[Tokens, Matrices], tuple[jax.Array, jax.Array]]
 """`(tokens, matrices) -> (their sums [n, D], dropped choices)`."""
 
 type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array]]
-"""The same for the parts of a batch."""
+"""A function as above, for the parts of a batch."""
 
 type Matrices = Sequence[jax.Array]
 """w_gate, w_up, w_down of the experts at hand."""
@@ -61,7 +61,7 @@ def expert_layer(
     axis: str = "ep",
     product: Product = jnp.matmul,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; called where `axis` is manual.
+    """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
     Args:
       x: this rank's tokens `[n, D]`.
@@ -96,7 +96,7 @@ def expert_layer(
 
 
 def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
-    """The number of ranks; refuses what does not fit."""
+    """Return the number of ranks. Raises an error for shapes that do not fit."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
@@ -166,7 +166,7 @@ def _in_turn(
     matrices: Matrices,
     send: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`send` of what `run` makes of each part of a batch, one part in flight while another is computed.
+    """Send `run`'s result for each part of a batch, one part in flight while another is computed.
 
     Left alone, XLA sends all parts at once and then computes them all. Here a part is computed after the one before,
     which is back before the part's last product begins.
@@ -216,7 +216,7 @@ class _Local:
 
 
 def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:
-    """`run` where sp splits F and its ranks have different tokens: all of them for all, and the sums back."""
+    """Gather the tokens of all sp ranks for `run`, and scatter its sums, because sp splits F."""
     x, ids, weights = (jax.lax.all_gather(a, "sp", axis=0, tiled=True) for a in tokens)
     y, dropped = run((x, ids, weights), matrices)
     y = jax.lax.psum_scatter(y, "sp", scatter_dimension=0, tiled=True)
@@ -226,7 +226,7 @@ def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax
 def _gather_all(
     run: Inner, axis: str, batch: list[Tokens], matrices
 ) -> tuple[list[jax.Array], jax.Array]:
-    """All tokens of all ranks, of which each keeps those of its experts."""
+    """Gather all tokens of all ranks; each rank keeps those of its experts."""
     num = matrices[0].shape[0]
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
     gathered = []
@@ -240,7 +240,7 @@ def _gather_all(
 
 
 def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
-    """The choices within `num` experts, at most so many in a row, first; ids of the others become `num`."""
+    """Return the choices within `num` experts first, at most so many in a row; ids of the others become `num`."""
     ids = jnp.where((ids >= 0) & (ids < num), ids, num)
     if num >= ids.shape[1]:
         return ids, weights
@@ -250,7 +250,7 @@ def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.A
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Tokens to the parts of a group that have their experts, what `inner` does with them there, and back."""
+    """Sends tokens to the parts of a group that have their experts, runs `inner` there, and returns the results."""
 
     stage: A2AStage
     exchange: Callable[[jax.Array], jax.Array]
@@ -260,14 +260,14 @@ class _Exchange:
     drops: bool
 
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
-        """The sums for these tokens, and dropped choices."""
+        """Return the sums for these tokens, and dropped choices."""
         (y,), dropped = self.run_parts([tokens], matrices)
         return y, dropped
 
     def run_parts(
         self, batch: list[Tokens], matrices: Matrices
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The same for the parts of a batch, one in flight while another is computed."""
+        """Run the parts of a batch, one in flight while another is computed."""
         x, ids, weights = zip(*batch, strict=True)
         assignments, parts, rows = [self._assign(a) for a in ids], self.stage.parts, self.stage.rows
         ints, floats = (assignments, ids), (x, weights, matrices)
@@ -291,14 +291,14 @@ class _Exchange:
         return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
 
     def _assign(self, ids: jax.Array) -> Assignment:
-        """A token goes once to a part in which it has several experts."""
+        """Assign tokens to parts: a token goes once to a part in which it has several experts."""
         parts = self.stage.parts
         part = jnp.minimum(ids // self.stage.experts, parts)
         again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
         return Assignment.of(jnp.where(again, parts, part), parts)
 
     def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
-        """One round of at most `rows` rows from each part to each other."""
+        """Run one round of at most `rows` rows from each part to each other."""
         x, weights, matrices = floats
         slots = [assignment.padded(number, self.stage.rows) for assignment in ints[0]]
         received = []
@@ -321,5 +321,5 @@ class _Exchange:
 
 
 def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:
-    """The choices of the token in each slot; those of an empty slot go nowhere."""
+    """Return the choices of the token in each slot; those of an empty slot go nowhere."""
     return ids.at[token].get(mode="fill", fill_value=2 * nowhere)

@@ -1,4 +1,4 @@
-"""One round of this rank's experts on rows that are here, by padded batched products or the grouped kernel."""
+"""Compute one round of this rank's experts on local rows, by padded batched products or the grouped kernel."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,14 @@ type Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
-    """The weight `[S]` of the choice in each slot, of `[n, k]`."""
+    """Return the weight `[S]` of the choice in each slot, of `[n, k]`."""
     return dispatch(weights.reshape(-1, 1), slots.choice, slots.slot.reshape(-1, 1))[:, 0]
 
 
 def padded_experts(
     product: Product, size: int, number: jax.Array, assignment: Assignment, floats
 ) -> jax.Array:
-    """One round of at most `size` rows for each expert, by batched products."""
+    """Compute one round of at most `size` rows for each expert, by batched products."""
     x, weights, w_gate, w_up, w_down = floats
     slots = assignment.padded(number, size)
     x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
@@ -34,7 +34,7 @@ def padded_experts(
 
 
 def ragged_experts(size: int, number: jax.Array, assignment: Assignment, floats) -> jax.Array:
-    """One round of at most `size` rows of all experts together, by the grouped kernel."""
+    """Compute one round of at most `size` rows of all experts together, by the grouped kernel."""
     x, weights, w_gate, w_up, w_down = floats
     slots, sizes = assignment.ragged(number, size)
     product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
@@ -46,6 +46,6 @@ def ragged_experts(size: int, number: jax.Array, assignment: Assignment, floats)
 
 
 def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
-    """Hidden values of gated experts times the weights of their rows, in the type of `gate`."""
+    """Return hidden values of gated experts times the weights of their rows, in the type of `gate`."""
     hidden = (jax.nn.silu(gate) * up).astype(jnp.float32)
     return (hidden * weight[..., None]).astype(gate.dtype)

@@ -38,13 +38,13 @@ ENOUGH = {"h": 0.9, "d": 0.2}
 
 
 def float32(grads: Tree) -> Tree:
-    """Gradients as they are accumulated: in float32."""
+    """Convert gradients to the dtype in which they accumulate, float32."""
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a pipeline computes. All functions see this device's pieces and may use collectives."""
+    """The functions of a pipeline. All see this device's pieces and may use collectives."""
 
     layer: Callable[..., tuple]
     """`(params of one layer, x, context) -> (y, auxiliary loss[, statistics])`: x and y alike, the loss a float32
@@ -64,9 +64,9 @@ class Stages:
     """For each leaf of a layer's parameters, the function that makes of its gradient what is added up (ZeRO-2
     reduce-scatters here); none casts to float32."""
     accumulate_shared: Callable[[Tree], Tree] = float32
-    """The same for all gradients of `shared` at once."""
+    """As `accumulate`, for all gradients of `shared` at once."""
     numbered: bool = False
-    """Whether layers differ by their number."""
+    """Whether layers depend on their number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def pipeline(
     lengths: Sequence[int] | None = None,
     axis: str = "pp",
 ) -> Pipelined:
-    """Loss and gradients of all micro-batches, or the loss alone if the schedule has only forward operations.
+    """Compute loss and gradients of all micro-batches, or only the loss if the schedule has no backward operations.
 
     Args:
       schedule: a checked schedule over as many ranks as the axis has.
@@ -133,7 +133,7 @@ def pipeline(
 
 
 def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
-    """Refuse what would give wrong numbers in silence: JAX moves a slice beyond an array's end back into it."""
+    """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
     layers = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)})
     depth, rest = divmod(layers[0], schedule.virtual)
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(microbatches)})
@@ -157,7 +157,7 @@ def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
 
 
 class _Executor:
-    """The parts of one tick; the arrays travel through `lax.scan` in one dictionary, the state."""
+    """The parts of one tick; `lax.scan` carries their arrays in one dictionary, the state."""
 
     def __init__(
         self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
@@ -176,7 +176,7 @@ class _Executor:
         )  # fmt: skip
 
     def run(self) -> dict:
-        """The state after the last tick."""
+        """Run all ticks; return the state after the last one."""
         state, rank = self._start(), lax.axis_index(self.axis)
         ranks, ranks_before = self.program.columns(self.program.ranks)
         self.every, every_before = self.program.columns(self.program.every)
@@ -191,7 +191,7 @@ class _Executor:
         return state
 
     def _start(self) -> dict:
-        """Empty buffers, with the types that the functions give; what is traced here for its type alone is not run."""
+        """Make the initial scan carry; the stage functions are traced only for their types."""
         first, slots = at(self.microbatches, 0), self.program.slots
         x = self.stages.embed(self.shared, first)
         if self.axis not in varying(x):
@@ -261,7 +261,7 @@ class _Executor:
         return self._read_next(state, x, row), None
 
     def _read_next(self, state: dict, x: jax.Array, row: Row) -> dict:
-        """The inputs of the next tick; x is the first stage's."""
+        """Read the inputs of the next tick; x is the first stage's."""
         takes = row["next_f_first"] > 0
         if self.trains and not self.stashes:
             slot = jnp.where(takes, row["next_f_x"], self.program.slots.inputs)
@@ -273,12 +273,12 @@ class _Executor:
         return state
 
     def _embed(self, row: Row) -> jax.Array:
-        """The first stage's input of the next tick."""
+        """Compute the first stage's input of the next tick."""
         x = self.stages.embed(self.shared, at(self.microbatches, row["next_e_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
 
     def _if(self, segment: Segment, name: str, row: Row, run, skip, operand):
-        """`run` in the ticks that need it, masked in all where enough do: a branch makes a GPU wait for the host."""
+        """Run `run` in the ticks that need it, masked in all if enough do: a branch makes a GPU wait for the host."""
         needed = self.every[name][segment.start : segment.stop]
         if not needed.any():
             return skip(operand)
@@ -287,7 +287,7 @@ class _Executor:
         return lax.cond(row[name] > 0, run, skip, operand)
 
     def _send(self, kind: str, value: jax.Array) -> list[tuple[str, str, jax.Array]]:
-        """What arrives here: buffer, column of its slot, value."""
+        """Send the results of the tick; return what arrives here: buffer, column of its slot, value."""
         name = "inputs" if kind == "f" else "gradients"
         return [
             (name, port, value if port.endswith("self") else lax.ppermute(value, self.axis, pairs))
@@ -296,7 +296,7 @@ class _Executor:
         ]
 
     def _head(self, segment: Segment, state: dict, row: Row, y: jax.Array):
-        """Loss of the micro-batch that left the last stage, and the gradient of its output."""
+        """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
 
         def run(operand):

@@ -1,4 +1,4 @@
-"""A list scheduler: a table for measured costs of F, B and W and a limit on memory.
+"""Schedule by list scheduling: make a table for measured costs of F, B and W and a limit on memory.
 
 Several rules make tables, and the one with the smallest bubble in the wanted runtime is taken; 1F1B and the named
 schedules that fit the limit are among them, so the result is never worse than those.
@@ -29,7 +29,7 @@ def from_costs(
     placement: Placement = "loop",
     runtime: Runtime = "lockstep",
 ) -> Schedule:
-    """The table with the smallest bubble that the rules find, checked.
+    """Return the table with the smallest bubble that the rules find, checked.
 
     `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient (any unit; see
     `Schedule.bubble`). `memory_cap` bounds `Schedule.held`, the (microbatch, chunk) of a rank between F and the last
@@ -83,7 +83,7 @@ def _candidates(
 
 
 def _named(like: Schedule) -> Iterator[Schedule]:
-    """The named schedules with the placement and the virtual stages of `like`."""
+    """Return the named schedules with the placement and the virtual stages of `like`."""
     p, m, v = like.ranks, like.microbatches, like.virtual
     if like.placement == "v":
         if v == 2:
@@ -158,7 +158,7 @@ class _Simulation:
         return rank
 
     def next(self, kind: str, rank: int) -> Job | None:
-        """The best `kind` that `rank` could run now."""
+        """Return the best `kind` that `rank` could run now."""
         jobs = self.ready[kind][rank]
         if kind != "F":
             return jobs[0][1] if jobs else None
@@ -169,7 +169,7 @@ class _Simulation:
         return next((job for job in choice if self._safe(rank, job[0])), None)
 
     def _safe(self, rank: int, microbatch: int) -> bool:
-        """Whether, after one more forward of `microbatch`, every microbatch can still end.
+        """Return whether, after one more forward of `microbatch`, every microbatch can still end.
 
         The banker's algorithm in the order of the microbatches: each frees what it holds for the next.
         """
@@ -185,7 +185,7 @@ class _Simulation:
         return True
 
     def start(self, kind: str, rank: int, job: Job) -> None:
-        """Take `job`, which `next` gave, off the ready ones; memory is taken by F, freed by the last kind."""
+        """Take `job`, which `next` returned, off the ready ones; F takes memory, the last kind frees it."""
         jobs = self.ready[kind][rank]
         if jobs[0][1] == job:
             heapq.heappop(jobs)
@@ -205,7 +205,7 @@ class _Simulation:
                 self._offer("W", job)
 
     def follower(self, kind: str, job: Job) -> tuple[str, Job] | None:
-        """The job that waits for `job` on another rank, or for the loss."""
+        """Return the job that waits for `job` on another rank, or for the loss."""
         i, stage = job
         if kind == "F":
             last = stage == self.table.num_stages - 1
@@ -213,7 +213,7 @@ class _Simulation:
         return ("B", (i, stage - 1)) if kind == "B" and stage > 0 else None
 
     def finish(self, kind: str, job: Job) -> int | None:
-        """Make ready what waited for `job`; returns the rank that can run it."""
+        """Make the jobs that waited for `job` ready; return the rank that can run the next one."""
         after = self.follower(kind, job)
         return self._offer(*after) if after else None
 

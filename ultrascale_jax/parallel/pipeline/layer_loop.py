@@ -1,4 +1,4 @@
-"""The layers of one tick: forward, backward and weight gradients of three stages in one loop."""
+"""Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ type Row = dict[str, jax.Array]
 
 
 class LayerLoop:
-    """What one rank does with its layers, tick by tick; `pipeline.py` does the rest of a tick.
+    """Runs the layers of one rank, tick by tick; `executor.py` does the rest of a tick.
 
     State that only this loop changes: `auxiliary`, `statistics` (by layer), `blocks` (sums of gradients, by leaf),
     `residuals`, `weights`.
@@ -60,7 +60,7 @@ class LayerLoop:
             self.lengths = jnp.asarray(table)[lax.axis_index(axis)]
 
     def start(self, x: jax.Array, slots: Slots) -> tuple[jax.Array, dict]:
-        """x typed as layers hand it on, and empty state. What is traced here is traced for its type and never run."""
+        """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
         params = at(self.blocks, here)
@@ -104,7 +104,7 @@ class LayerLoop:
     def run(
         self, segment: Segment, state: dict, read: dict, row: Row
     ) -> tuple[dict, jax.Array, jax.Array]:
-        """The layers of this tick: the new state, y, and dx; of `read` come `x_forward`, `g` and `x_backward`."""
+        """Run the layers of this tick: return new state, y and dx; `read` has `x_forward`, `g` and `x_backward`."""
         if not self.divergent:
             return self._layers(segment.kinds, state, read, row)
         ticks = self.schedule.ticks[segment.start : segment.stop]
@@ -120,7 +120,7 @@ class LayerLoop:
         return lax.switch(index, branches, state, read, row)
 
     def _layers(self, kinds: frozenset[str], state: dict, read: dict, row: Row):
-        """One loop over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
+        """Loop once over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
             k: self.context(at(self.microbatches, row[f"{k}_mb"]))
@@ -202,7 +202,7 @@ class LayerLoop:
         self._add(after, grads, on, row["b_chunk"], back)
 
     def _kept(self, carry: dict, rest: dict, row: Row, back) -> list[jax.Array]:
-        """What the forward pass of this layer kept: read ahead, in the buffer, or from the repeated forward pass."""
+        """Return this layer's residuals: read ahead, in the buffer, or from the repeated forward pass."""
         if "kept" in carry:
             return carry["kept"]
         if self.stashes:
@@ -210,7 +210,7 @@ class LayerLoop:
         return at(rest["repeated"], back)
 
     def _repeat(self, x, context, row: Row) -> list[jax.Array]:
-        """The forward pass of a stage once more, for what its layers keep."""
+        """Run the forward pass of a stage once more, for its layers' residuals."""
 
         def layer(x, index):
             params = at(self.blocks, row["b_chunk"] * self.depth + index)
@@ -232,7 +232,7 @@ class LayerLoop:
         return self.starts[chunk] + index
 
     def _real(self, chunk, index) -> jax.Array:
-        """Whether this layer is none of the padding."""
+        """Return whether this layer is not padding."""
         return jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
 
     def _add(self, after: dict, grads: list, on, chunk, index) -> None:

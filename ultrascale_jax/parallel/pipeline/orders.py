@@ -1,4 +1,4 @@
-"""The named schedules as rules: a tick for each operation, or an order of operations for each rank.
+"""Make the named schedules by rules: a tick for each operation, or an order of operations for each rank.
 
 Lock-step schedules (`afab`, `1f1b`, `interleaved`, `zb_uniform`) have closed forms: a tick has one F slot and one B
 slot (and one W slot), and rank r runs its k-th forward in tick r + k. `zb_h1`, `zb_v` and `dualpipe_v` are an order for
@@ -94,7 +94,7 @@ class _Order:
         self.deferred: list[tuple[int, int]] = []
 
     def next(self, kind: str, stage: int) -> tuple[int, int]:
-        """Microbatch and stage of the next operation."""
+        """Return microbatch and stage of the next operation."""
         self.count[kind, stage] += 1
         return self.count[kind, stage] - 1, stage
 
@@ -105,18 +105,18 @@ class _Order:
                 self.cells.append({kind: self.next(kind, stage)})
 
     def forward(self, stage: int) -> Cell:
-        """F, to be put into a cell."""
+        """Return F, to be put into a cell."""
         return {"F": self.next("F", stage)}
 
     def backward(self, stage: int, defer: bool = False) -> Cell:
-        """B, with its W in the same tick or later; to be put into a cell."""
+        """Return B, with its W in the same tick or later; to be put into a cell."""
         op = self.next("B", stage)
         if defer:
             self.deferred.append(op)
         return {"B": op} if defer else {"B": op, "W": op}
 
     def weights(self) -> None:
-        """The oldest W that was deferred, if there is one."""
+        """Return the oldest deferred W, if there is one."""
         if self.deferred:
             self.cells.append({"W": self.deferred.pop(0)})
 
@@ -226,7 +226,7 @@ def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: i
 
 
 def pack(table: Schedule, orders: Sequence[Sequence[Cell]]) -> Schedule:
-    """`table` with the earliest ticks in which each rank can run its cells in order.
+    """Return `table` with the earliest ticks in which each rank can run its cells in order.
 
     Raises `ScheduleError` where the orders wait for each other.
     """

@@ -1,4 +1,4 @@
-"""A schedule's table with its values assigned to buffer slots: what the executor reads, tick by tick.
+"""Assign a schedule's values to buffer slots, and write the program that the executor reads tick by tick.
 
 Every activation, gradient, residual and weight-gradient input gets a slot for as long as it lives, by interval
 colouring, so a buffer is exactly as large as the peak on the fullest rank. One more slot, the last, takes what an idle
@@ -15,10 +15,10 @@ MOST_SEGMENTS = 8
 """Tables with more runs of like ticks (one operation a tick, drawn for divergent ranks) become one run."""
 
 PORTS = ("from_previous", "from_next", "from_self")
-"""Where what arrives comes from: the rank before, the rank after, or this one (the turn of a V)."""
+"""Sources of a message: the rank before, the rank after, or this one (the turn of a V)."""
 
 READ_AHEAD = ("f_x", "f_first", "b_x", "b_g", "e", "e_mb")
-"""What a tick must know of the one after it, whose inputs it reads at its end."""
+"""Columns that a tick needs of the next one, whose inputs it reads at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Slots:
     gradients: int
     """Gradients of the outputs of stages."""
     residuals: int
-    """What the layers of a stage keep for the backward pass; 0 with `stash="input"`."""
+    """Residuals of a stage's layers for the backward pass; 0 with `stash="input"`."""
     weights: int
-    """What the weight gradients wait with; 0 unless the schedule splits the backward pass."""
+    """Inputs of weight gradients that wait; 0 unless the schedule splits the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Program:
     """The ports that any tick uses, as `f_from_previous`, and the pairs (from, to) of ranks that use it."""
 
     def columns(self, tables: dict[str, np.ndarray]) -> tuple[dict, dict]:
-        """`tables` with a column next_* for what a tick reads ahead; and that column before the first tick."""
+        """Return `tables` with a column next_* for what a tick reads ahead, and that column before the first tick."""
         ahead = {f"next_{name}": tables[name] for name in READ_AHEAD if name in tables}
         after = {
             name: np.concatenate([table[1:], np.zeros_like(table[:1])])
@@ -118,7 +118,7 @@ class _Assembler:
         return slot
 
     def release(self, kind: str, rank: int, value: tuple[int, int]) -> int:
-        """The slot of a value that is read for the last time; what arrives in this tick still needs another."""
+        """Free and return the slot of a value read for the last time; values that arrive in this tick need another."""
         slot = self.slot.pop((kind, *value))
         self.released.append((kind, rank, slot))
         return slot
@@ -178,7 +178,7 @@ class _Assembler:
 
 
 def assemble(schedule: Schedule, stash: str = "residuals") -> Program:
-    """The program of a checked schedule. `stash`: `residuals` or `input`, as `PipelineConfig.stash`.
+    """Assemble the program of a checked schedule. `stash`: `residuals` or `input`, as `PipelineConfig.stash`.
 
     A table of forward operations alone keeps its inputs for one tick: `stash` does not matter.
     """
@@ -221,7 +221,7 @@ def _finish(work: _Assembler) -> Program:
 
 
 def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
-    """Runs of ticks alike in kinds and in whether the head runs; of too many, in kinds; of still too many, one."""
+    """Return runs of ticks alike in kinds and head; if there are too many, alike in kinds; if still too many, one."""
     kinds = [frozenset(kind for cell in row for kind in cell) for row in schedule.ticks]
     for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
         stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables: named, made from measured costs, or the user's own.
+"""Build pipeline schedules as tables: by name, from measured costs, or from the user's file.
 
 A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs any of them. Standard
 library only, so that the planner and the command line can use it anywhere.
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int = 0) -> Schedule:
-    """The schedule `name` of `config.SCHEDULES`, checked.
+    """Return the schedule `name` of `config.SCHEDULES`, checked.
 
     `virtual` and `group` are those of `PipelineConfig`; 0 is the schedule's own. Raises `UserError` where the
     schedule does not exist for these numbers.
@@ -64,12 +64,12 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int
 
 
 def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
-    """The forwards alone, for evaluation: of what a rank can run in a tick, the stage furthest down the chain."""
+    """Return a schedule of forwards alone, for evaluation; a rank runs the furthest possible stage of the chain."""
     return orders.forward_only(ranks, virtual, placement, microbatches).check()
 
 
 def of_config(cfg: Config) -> Schedule:
-    """The schedule of a run on `cfg.mesh.pp` ranks: named, or read from the user's table."""
+    """Return the schedule of a run on `cfg.mesh.pp` ranks: named, or read from the user's table."""
     pp, p, m = cfg.pp, cfg.mesh.pp, cfg.train.microbatches
     if not pp.from_file:
         return build(pp.schedule, p, m, pp.virtual, pp.group)
@@ -88,7 +88,7 @@ def of_config(cfg: Config) -> Schedule:
 def layer_order(
     ranks: int, virtual: int, placement: Placement, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Position `(rank * virtual + chunk) * layers + l` at rest to layer; None is padding.
+    """Return the layer at position `(rank * virtual + chunk) * layers + l` at rest; None is padding.
 
     Stage s holds consecutive layers; where the stages do not divide the layers, the first
     `num_layers % stages` hold one more, and `layers` is what those hold.
@@ -104,6 +104,6 @@ def layer_order(
 
 
 def stage_layers(stages: int, num_layers: int) -> tuple[int, ...]:
-    """Number of layers of each stage."""
+    """Return the number of layers of each stage."""
     fewest, more = divmod(num_layers, stages)
     return tuple(fewest + (stage < more) for stage in range(stages))

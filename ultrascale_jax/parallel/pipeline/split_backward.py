@@ -1,4 +1,4 @@
-"""One layer's forward pass, input gradient and weight gradient as functions that need not run one after the other.
+"""Split one layer's gradient into forward pass, input gradient and weight gradient, which may run at other times.
 
 `jax.vjp` gives a backward pass as one closure. A pipeline wants its parts: what the forward pass must keep (and only
 that: no parameters, nothing that follows from parameters and context alone), the gradient of the input, which the
@@ -108,7 +108,7 @@ class LayerVJP:
         return y, aux, statistics, residuals
 
     def _classify(self, leaves, x, around) -> None:
-        """Which residuals follow from x and must be kept; the others are made again from parameters and context."""
+        """Find the residuals that follow from x and must be kept; parameters and context give the others again."""
 
         def residuals(*inputs):
             leaves_and_x = inputs[: len(leaves)], inputs[len(leaves)]
@@ -182,7 +182,7 @@ class _Traced:
         self.outputs: list = list(closed.jaxpr.outvars)
 
     def descendants(self, sources: Iterable) -> set:
-        """The variables that depend on `sources`, these included."""
+        """Return the variables that depend on `sources`, these included."""
         found = set(sources)
         for eqn in self.eqns:
             if any(_is_var(v) and v in found for v in eqn.invars):
@@ -190,7 +190,7 @@ class _Traced:
         return found
 
     def needed(self, outputs: Iterable, stop: Collection = ()) -> list:
-        """The equations that `outputs` depend on, without going behind the variables in `stop`."""
+        """Return the equations that `outputs` depend on, without going behind the variables in `stop`."""
         live = {v for v in outputs if _is_var(v)} - set(stop)
         found = []
         for eqn in reversed(self.eqns):
@@ -200,7 +200,7 @@ class _Traced:
         return found[::-1]
 
     def read(self, outputs: Sequence, stop: Collection = ()) -> list:
-        """The variables that those equations read, and `outputs`."""
+        """Return the variables that those equations read, and `outputs`."""
         eqns = self.needed(outputs, stop)
         return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
 
@@ -225,7 +225,7 @@ class _Traced:
         return list(found)
 
     def part(self, inputs: Sequence, outputs: Sequence) -> Callable[..., list[jax.Array]]:
-        """The function of `inputs` that makes `outputs`."""
+        """Return the function of `inputs` that makes `outputs`."""
         jaxpr = self._closed.jaxpr
         jaxpr = jaxpr.replace(
             invars=list(inputs),

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a table: what each rank does in each tick; it checks itself and knows its costs.
+"""Represent a pipeline schedule as a table of rank and tick, which checks itself and computes its costs.
 
 A stage is a run of layers; with v virtual stages a rank holds v of them, its chunks. The placement says
 which: `loop` sends stage s to rank s % p, `v` folds the chain, so that odd chunks run backwards:
@@ -24,14 +24,14 @@ KINDS = ("F", "B", "W")
 """Forward, backward (the input gradient alone where the schedule splits it), weight gradient."""
 
 type Cell = Mapping[str, tuple[int, int]]
-"""Kind to (microbatch, stage): what one rank does in one tick."""
+"""Kind to (microbatch, stage): the operations of one rank in one tick."""
 
 type Placement = Literal["loop", "v"]
 type Runtime = Literal["lockstep", "divergent", "dependencies"]
 
 
 class ScheduleError(UserError):
-    """A table that cannot be run; `rank`, `tick` and `entry` say where, None where it is no single entry."""
+    """A table that cannot run; `rank`, `tick` and `entry` say where, None if it is no single entry."""
 
     def __init__(
         self, why: str, rank: int | None = None, tick: int | None = None, entry: str | None = None
@@ -61,13 +61,13 @@ def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
 
 
 def _turned(index: int, chunk: int, ranks: int, placement: Placement) -> int:
-    """Rank to position along its chunk of the chain, or back."""
+    """Map rank to position along its chunk of the chain, or back."""
     return ranks - 1 - index if placement == "v" and chunk % 2 else index
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A table tick x rank -> operations; `check` says whether it can be run."""
+    """A table tick x rank -> operations; `check` says whether it can run."""
 
     name: str
     ranks: int
@@ -91,15 +91,15 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of operation that every (microbatch, stage) needs."""
+        """Return the kinds of operation that every (microbatch, stage) needs."""
         return KINDS[: 1 if self.forward else 3 if self.split else 2]
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`."""
+        """Return the rank that holds `stage`."""
         return _turned(stage % self.ranks, self.chunk_of(stage), self.ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
-        """The index of `stage` among its rank's stages, from 0."""
+        """Return the index of `stage` among its rank's stages, from 0."""
         return stage // self.ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:
@@ -107,11 +107,11 @@ class Schedule:
         return stage_of(rank, chunk, self.ranks, self.placement)
 
     def with_ticks(self, ticks: Iterable[Iterable[Cell]]) -> "Schedule":
-        """This schedule with another table."""
+        """Return this schedule with another table."""
         return dataclasses.replace(self, ticks=tuple(map(tuple, ticks)))
 
     def ops(self) -> Iterator[tuple[int, int, str, int, int]]:
-        """(tick, rank, kind, microbatch, stage) of every operation, in the order in which they run."""
+        """Yield (tick, rank, kind, microbatch, stage) of every operation, in the order in which they run."""
         for tick, row in enumerate(self.ticks):
             for rank, cell in enumerate(row):
                 for kind in KINDS:
@@ -119,7 +119,7 @@ class Schedule:
                         yield tick, rank, kind, *cell[kind]
 
     def check(self) -> "Schedule":
-        """This schedule; `ScheduleError` names the entry that makes it illegal."""
+        """Return this schedule. Raises `ScheduleError` that names the entry that makes it illegal."""
         self._check_shape()
         when: dict[tuple[str, int, int], int] = {}
         for tick, rank, kind, microbatch, stage in self.ops():
@@ -144,7 +144,7 @@ class Schedule:
         return self
 
     def entry(self, kind: str, microbatch: int, stage: int) -> str:
-        """An operation in PyTorch's words: `2F5` is the forward of microbatch 5 through stage 2."""
+        """Return an operation in PyTorch's notation: `2F5` is the forward of microbatch 5 through stage 2."""
         return f"{stage}{'I' if kind == 'B' and self.split else kind}{microbatch}"
 
     def _check_shape(self) -> None:
@@ -169,7 +169,7 @@ class Schedule:
         return f"stage {stage} is on rank {own}" if rank != own else None
 
     def _needs(self, kind: str, stage: int) -> Iterator[tuple[str, int]]:
-        """The (kind, stage) whose results an operation of the same microbatch uses."""
+        """Return the (kind, stage) whose results an operation of the same microbatch uses."""
         last = stage == self.num_stages - 1
         if kind == "F" and stage > 0:
             yield "F", stage - 1
@@ -181,7 +181,7 @@ class Schedule:
             yield "B", stage
 
     def ready(self, cell: Cell, done: Mapping[tuple[str, int, int], int], tick: int) -> bool:
-        """Whether what `cell` needs was made before `tick`; `done` has the tick of each (kind, microbatch, stage)."""
+        """Return whether the inputs of `cell` exist before `tick`; `done` has the tick of each operation."""
         return all(
             (kind == "W" and cell.get("B") == (microbatch, stage))
             or all(done.get((k, microbatch, s), tick) < tick for k, s in self._needs(kind, stage))
@@ -191,7 +191,7 @@ class Schedule:
     def bubble(
         self, f: float = 1.0, b: float = 1.0, w: float = 1.0, runtime: Runtime = "lockstep"
     ) -> float:
-        """Idle time over ideal time, `step / ideal - 1`.
+        """Return idle time over ideal time, `step / ideal - 1`.
 
         `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient of one microbatch
         through all stages of a rank; a backward that is not split takes `b + w`. The runtime is
@@ -209,7 +209,7 @@ class Schedule:
         return step / (self.microbatches * sum(self._work(f, b, w))) - 1
 
     def timeline(self, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> list[Op]:
-        """Start and end of every operation where ranks wait for their data alone; costs as in `bubble`."""
+        """Return start and end of every operation if ranks wait only for their data; costs as in `bubble`."""
         cost = self._cost(f, b, w)
         free = [0.0] * self.ranks
         end: dict[tuple[str, int, int], float] = {}
@@ -237,17 +237,17 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Peak number of (microbatch, chunk) of each rank that have run F and wait for B."""
+        """Return each rank's peak number of (microbatch, chunk) that have run F and wait for B."""
         return self._peak("F", "B")
 
     @cached_property
     def w_queue(self) -> tuple[int, ...]:
-        """Peak number of (microbatch, chunk) of each rank that have run B and wait for W."""
+        """Return each rank's peak number of (microbatch, chunk) that have run B and wait for W."""
         return self._peak("B", "W")
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Peak number of (microbatch, chunk) of each rank between F and the last operation on them."""
+        """Return each rank's peak number of (microbatch, chunk) between F and the last operation on them."""
         return self._peak("F", self.kinds[-1])
 
     def _peak(self, begin: str, end: str) -> tuple[int, ...]:
@@ -260,7 +260,7 @@ class Schedule:
 
     @property
     def formula(self) -> float | None:
-        """The bubble of this schedule's paper at f = b = w, in `dependencies`; None where there is none.
+        """Return the bubble of this schedule's paper at f = b = w, in `dependencies`; None if there is none.
 
         `zb_uniform` is ours and counts lock step. `zb_h1` reaches it from m = p on and `zb_v` from m = 2 p - 1 on: its
         paper counts from each rank's first operation, and the last rank's comes late. `dualpipe_v` counts an F and a B
@@ -278,7 +278,7 @@ class Schedule:
         }.get(self.name)
 
     def text(self) -> str:
-        """Ranks down, ticks across, microbatches in the cells (`3.1`: microbatch 3, chunk 1)."""
+        """Return text: ranks down, ticks across, microbatches in the cells (`3.1`: microbatch 3, chunk 1)."""
         fused = any(len(cell) > 1 for row in self.ticks for cell in row)
         width = 1 + max(len(self._label("", m, s)) for _, _, _, m, s in self.ops()) + (not fused)
         lines = []

@@ -1,4 +1,4 @@
-"""Schedules as CSV files: one row a rank, one column a tick, in the words of PyTorch's pipeline schedules.
+"""Read and write schedules as CSV: one row a rank, one column a tick, in PyTorch's notation.
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1F1 1B0,1B1,,
@@ -49,7 +49,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule of a file, checked.
+    """Return the schedule of a file, checked.
 
     Ranks, microbatches, stages and their placement are those that the file uses. Raises `UserError`, which names the
     row, the column, the entry and the reason, for a file that is no schedule or cannot be run.
@@ -134,7 +134,7 @@ def _count(entries: list[_Entry], field: str) -> int:
 
 
 def _placement(table: Schedule, entries: list[_Entry]) -> Placement:
-    """The placement that fits all entries; else the first misfit of the one that fits best is refused."""
+    """Return the placement that fits all entries; else refuse the first misfit of the one that fits best."""
     placements: tuple[Placement, ...] = ("loop", "v")
     tables = [dataclasses.replace(table, placement=placement) for placement in placements]
     misfits = [[e for e in entries if e.rank != t.rank_of(e.stage)] for t in tables]
