@@ -42,7 +42,7 @@ def attention(
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`; K divides N (grouped-query attention).
       v: values `[B, S, K, H]`.
-      q_index: `[T]` int32, the key index at which each query stands; it sees keys `0..q_index`. cuDNN needs T == S.
+      q_index: `[T]` int32, the key index of each query; it sees keys `0..q_index`. cuDNN needs T == S.
       segment_ids: `([B, T], [B, S])` int32; a query sees only keys of its own document.
       window: a query sees the last `window` keys, itself included.
       recompute: keep no scores for the backward pass (cuDNN never keeps them).

@@ -181,7 +181,7 @@ def loaded_ahead(
         slot = lax.rem(n, depth)
         plgpu.barrier_wait(barrier_of(slot))
         state = step(n, slot, state)
-        # What is loaded here next comes after all that was read and written.
+        # The next load here comes after all reads and writes.
         plgpu.commit_smem()
         fetch(n + depth)
         return state

@@ -1,6 +1,6 @@
 """Shapes on which kernels are tested and timed: those of known models at 8,192 tokens a GPU, and tiny ones.
 
-What is named `tiny` runs in the GPU interpreter, on a laptop.
+Shapes named `tiny` run in the GPU interpreter, on a laptop.
 """
 
 RMS_NORM = {

@@ -1,9 +1,9 @@
-"""Fingerprints of arrays: 64 bits that any mesh computes alike, and that one changed bit changes.
+"""Compute fingerprints of arrays: 64 bits that are equal on any mesh and that one changed bit changes.
 
-An array's elements are taken as the integers of their bits, and two sums over all of them wrap around in 32 bits. In
-the first each is multiplied by an odd number that its position decides, so a change of one element, of whatever bits,
-is always seen. The second adds a hash of bits and position, for changes of several elements and elements that changed
-places. A sum does not ask which device added what, so nothing is gathered: each device adds its own piece.
+Two sums over the bits of all elements, as integers, wrap around in 32 bits. The first multiplies each element by an odd
+number that its position decides, so it detects any change of one element. The second adds a hash of bits and position,
+for changes of several elements and elements that changed places. The order of a sum does not matter, so nothing is
+gathered: each device adds its own piece.
 """
 
 from collections.abc import Mapping

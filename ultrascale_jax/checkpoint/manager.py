@@ -1,12 +1,12 @@
 """Save and restore a run's checkpoints. Only this file, `restoring.py` and `load_params.py` call Orbax.
 
-A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters) and, as
-JSON in `_CHECKPOINT_METADATA`, what the run was: its config, where it stood in the data, the library versions, and the
-fingerprint of each array. It is written in the background, becomes visible by one rename when it is complete, and gets
-its manifest then. It is restored straight into the shardings of any mesh: its layers lie as the model runs them,
-whatever the pipeline. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
+A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters). The JSON
+in `_CHECKPOINT_METADATA` has the run's config, its place in the data, the library versions, and the fingerprint of each
+array. Orbax writes the checkpoint in the background; one rename makes it visible when it is complete, and then process
+0 writes its manifest. Any mesh restores it straight into its shardings: layers lie as the model runs them, whatever the
+pipeline. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 
-A checkpoint that is not what was saved is renamed `n.corrupt`, and the one before it is used.
+A checkpoint that has changed since it was saved is renamed `n.corrupt`, and the one before it is used.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ class Checkpoints:
             preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
-        # `StopRequest` alone asks JAX whether the job was told to stop. Orbax asks as well, in a save and in the thread
+        # Only `StopRequest` asks JAX for a request to stop. Orbax asks as well, in a save and in the thread
         # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would
         # choose a point to stop at that lies behind it.
         opened._manager.reached_preemption = lambda step: False
@@ -180,7 +180,7 @@ class Checkpoints:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
 
         Afterwards the newest `checkpoint.keep` are left, or all if not `rotate`.
-        A save that failed (a full disk, say) is told by the next call; the run goes on until `checkpoint.max_failures`
+        The next call reports a save that failed (a full disk, say); the run goes on until `checkpoint.max_failures`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
         step, _ = meta["data"]["step"], self._orbax

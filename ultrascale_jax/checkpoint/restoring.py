@@ -163,7 +163,7 @@ def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
     """Return the exception for a checkpoint at `place` that does not load because of `root`.
 
     TensorStore raises one type for all that goes wrong, so nothing is read from its words: a manifest that holds has
-    proven the files, and a file that cannot be read is found by reading all of them. What remains is `Doubtful`.
+    proven the files, and a file that cannot be read is found by reading all of them. Any other error is `Doubtful`.
     """
     what = f"cannot be read ({type(root).__name__}: {first_line(root)})"
     words = f"{place} {what} on {socket.gethostname()}"

@@ -136,7 +136,7 @@ class Loader:
 
         Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
         all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
-        What goes wrong in a thread is raised where the batch is due; `before(n)` is called in the
+        A thread's exception is raised where its batch is due; `before(n)` is called in the
         thread that reads the batch of the n-th optimizer step.
 
         Raises:

@@ -8,7 +8,7 @@ from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
 from ultrascale_jax.huggingface.families import FAMILIES, flag, integer, number
 
 ALIAS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""`transformers` 5 takes the number of experts by these names alike, and writes the second for Qwen3-MoE."""
+"""`transformers` 5 reads the number of experts by either name, and writes the second for Qwen3-MoE."""
 
 DENSE = "mlp_only_layers"
 

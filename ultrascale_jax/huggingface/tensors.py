@@ -1,7 +1,7 @@
 """Map our parameters to tensors of a Hugging Face checkpoint, and to the order of their dims.
 
-Dims are letters of `sharding.py`. A parameter of the blocks is stacked over the layers that have it, and over their
-experts; a checkpoint has a tensor for each of them.
+Dims are letters of `sharding/rules.py`. A parameter of the blocks is stacked over the layers that have it, and over
+their experts; a checkpoint has a tensor for each of them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Detect a process's place in its job: from `--dist.*`, or from its launcher's environment variables.
 
-What is given on the command line is believed first, then `JAX_*`, then torchrun's variables, then the cluster's own
-(SLURM, Open MPI, an indexed Kubernetes job). Whatever is missing or contradicts itself is refused by name.
+The command line comes first, then `JAX_*`, then torchrun's variables, then the cluster's own (SLURM, Open MPI, an
+indexed Kubernetes job). An error names a value that is missing or contradicts another.
 """
 
 import re
@@ -191,7 +191,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 def _ompi(environ: Mapping[str, str]) -> Launch | None:
     """Read a process of `mpirun`. Open MPI 4 has its launcher's address, Open MPI 5 a job name that contains it.
 
-    Process 0 is taken to be on the launcher's host, where `mpirun` puts it unless told otherwise.
+    The rule assumes process 0 on the launcher's host, where `mpirun` puts it by default.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None

@@ -2,8 +2,8 @@
 
 Gloo, which carries collectives between CPU processes, pairs those of one kind by the order in which they start: it has
 no tags. XLA:CPU does not fix that order. It starts a collective as soon as the one before it in the schedule has been
-*launched*, and a loop counts as launched while its body still runs on another thread. So a collective that stands
-behind a loop and takes none of its results may start before, between or after the loop's own collectives, differently
+*launched*, and a loop counts as launched while its body still runs on another thread. So a collective
+behind a loop that takes none of its results may start before, between or after the loop's own collectives, differently
 in each process. Gloo then aborts where the sizes differ (`EnforceNotMet: 262144 vs 4096`) and mixes numbers where they
 do not.
 

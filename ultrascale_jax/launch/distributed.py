@@ -1,8 +1,8 @@
-"""Start-up and end of a job of many processes, and the XLA flags that a training run wants.
+"""Start and end a job of many processes, and set the XLA flags that a training run needs.
 
-Nothing here decides what is computed. `initialize` finds out whether this process is one of many (`cluster.py`),
-waits for all of them (`rendezvous.py`) and joins the others through `jax.distributed`; a process on its own is
-left alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
+This module decides nothing that is computed. `initialize` detects whether this process is one of many (`cluster.py`),
+waits for all of them (`rendezvous.py`) and joins the others through `jax.distributed`; it leaves a process on its own
+alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
 because XLA reads the variables once.
 """
 
@@ -69,7 +69,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
 
     Raises:
         UserError: the launch cannot be: see `detect` and `rendezvous.call`.
-        SystemExit: with 0, where this process was told to stop and not all others came.
+        SystemExit: with 0, if this process has a request to stop and not all others came.
     """
     dist = dist or DistConfig()
     launch = detect(os.environ, dist)

@@ -1,10 +1,10 @@
-"""The record of a run: `events.jsonl`, to which all its processes and their supervisor append.
+"""Record a run in `events.jsonl`, to which all its processes and their supervisor append.
 
 An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
-mix on a local disk. NFS knows no appending between hosts: of two that write in the same moment one may overwrite the
-other's line, which is then lost, and what is left of it is skipped. Nothing here ever stops a run: an event that cannot
-be written is told on stderr, and a line that a full disk cut short is left out by readers. The times are of the
-writer's clock, which somebody may set, and of its machine's monotonic one, which nobody can (see `now`).
+mix on a local disk. NFS cannot append from several hosts: if two write in the same moment, one may overwrite the
+other's line, and readers skip what is left of it. No error here stops a run: the writer reports an event that it cannot
+write on stderr, and readers leave out a line that a full disk cut short. The times are of the writer's clock, which
+somebody may set, and of its machine's monotonic clock, which nobody can set (see `now`).
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def now() -> dict[str, float | str]:
 
 @functools.cache
 def boot() -> str:
-    """Name the start of this machine from which `time.monotonic` counts, alike for all its processes."""
+    """Name the boot from which `time.monotonic` counts; equal for all processes of this machine."""
     found = boot_id()
     return socket.gethostname() if found is None else found[:8]
 
@@ -100,7 +100,7 @@ def say(text: str, file: IO[str] | None = None) -> None:
 def read_events(path: Path) -> list[dict]:
     """Return the events of a file, or of a run directory, in its order, without lines that are no events.
 
-    There are none where the file cannot be read, which is told on stderr.
+    Returns none if the file cannot be read, and reports that on stderr.
     """
     path, rows = Path(path), []
     try:

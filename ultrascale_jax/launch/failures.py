@@ -1,10 +1,10 @@
 """End all processes of a job within seconds of the first that fails, and let process 0 print the first cause last.
 
 A process that ends in the ordinary way waits in JAX's shutdown barrier for the others, and they wait in a collective
-for it: for ever. So one that fails leaves at once (`os._exit`), and tells the others why through the key-value store of
-JAX's coordinator: the first to write the key has the first cause, whatever the clocks say, and no shared disk is
-needed. A thread of every process asks for the key twice a second, because the main thread may be inside a collective
-that never returns. `events.jsonl` gets a `failure` of every process that failed, with its traceback.
+for it: for ever. So a process that fails leaves at once (`os._exit`), and tells the others why through the key-value
+store of JAX's coordinator. The first to write the key has the first cause, whatever the clocks say, without a shared
+disk. A thread of every process reads the key twice a second, because the main thread may be inside a collective that
+never returns. Every process that fails writes a `failure` with its traceback to `events.jsonl`.
 """
 
 import contextlib

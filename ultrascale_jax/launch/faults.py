@@ -1,8 +1,8 @@
-"""Faults on purpose, to see a run survive them: `US_FAULT=kind@step@rank[,kind@step@rank...]`.
+"""Inject faults, to test that a run survives them: `US_FAULT=kind@step@rank[,kind@step@rank...]`.
 
-Read only by a run that was started with `--faults`. A fault happens once in the life of a run directory, however often
-the run is restarted: it is written to `run_dir/faults.txt` before it happens. The list of kinds follows
-NVRx's `Fault` and torchft's `EventInjector`.
+Only a run that was started with `--faults` reads the variable. A fault happens once in the life of a run directory,
+however often the run restarts: the process writes it to `run_dir/faults.txt` before it happens. The list of kinds
+follows NVRx's `Fault` and torchft's `EventInjector`.
 """
 
 import errno

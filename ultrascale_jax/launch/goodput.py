@@ -1,14 +1,13 @@
 """Account for the time of a run over all its restarts: every second falls into one class.
 
-The ledger is read from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and the supervisor of
-its host when it starts and when it is gone; from one of these to the next, time is of one class, so that the classes
-sum to the whole by construction. Two things are not events: a process that is killed says nothing, so its last sign of
-life (its heartbeat file, or the last row of `metrics.jsonl`) ends what it did; and waits for batches, which happen in
-every step, are counted by the process itself and taken out of its steps.
+The ledger comes from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and the supervisor of
+its host when it starts and when it is gone. The time between two of these events is of one class, so the classes
+sum to the whole by construction. Two things are not events. A process that is killed writes nothing, so its last sign
+of life (its heartbeat file, or the last row of `metrics.jsonl`) ends what it did. Waits for batches happen in
+every step, so the process counts them itself, and the ledger subtracts them from its steps.
 
-Time is of the machine's monotonic clock, so a clock that is set back or forward adds nothing and takes nothing away.
-Between two starts of a machine, or two machines, only the clocks on the wall can tell; where the second is behind the
-first, that gap is zero.
+Time is of the machine's monotonic clock, so setting a clock back or forward adds and removes nothing. Between two
+boots of a machine, or two machines, only the wall clocks can tell; if the second is behind the first, that gap is zero.
 """
 
 import math

@@ -67,7 +67,7 @@ class Child:
 
     @property
     def state(self) -> str:
-        """What the system says it does: see `ProcessStat.state`; `?` where it does not say."""
+        """Return the process's state in the system: see `ProcessStat.state`; `?` if the system does not say."""
         stat = read_stat(self.process.pid)
         return "?" if stat is None else stat.state
 

@@ -30,7 +30,7 @@ def read_stat(pid: int | str) -> ProcessStat | None:
 
 
 def boot_id() -> str | None:
-    """Return the name of this start of the machine, alike for all its processes; none where there is no /proc."""
+    """Return the name of this boot, equal for all processes of the machine; None without /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -36,16 +36,16 @@ from ultrascale_jax.launch.sockets import (
 from ultrascale_jax.launch.visitors import HELLO_S, Visitor, Visitors
 
 TWICE_S = 10.0
-"""How long two processes with one number must both be there to be taken for the user's mistake."""
+"""Seconds that two processes with one number must both be present to count as the user's mistake."""
 
 STOP_S = 20.0
-"""How long a process that was told to stop waits for the others, so that all stop together."""
+"""Seconds that a process with a request to stop waits for the others, so that all stop together."""
 
 ROOM = 64
 """Connections that may be open beyond the number of processes, and have not said who they are."""
 
 SETTLE_S = 0.2
-"""How long all must be there: one that has just died may seem to be."""
+"""Seconds that all must be present: a process that has just died may seem to be."""
 
 MOST_TOLD = 8
 """How many refused processes are named with the reason."""
@@ -74,7 +74,7 @@ def call(
         version: must be the same everywhere, as "jax 0.12.0".
         tell: prints a line.
         bind: `host:port` that process 0 listens at; none: where `address` is.
-        stop: whether this process was told to stop.
+        stop: returns whether this process has a request to stop.
 
     Returns:
         Where JAX's service should listen: `bind`, the address's own interface, or all where it is none of this host.
@@ -113,10 +113,10 @@ class _Deadline:
     def __init__(self, timeout_s: float, stop: Callable[[], bool]):
         self._end, self._stop = time.monotonic() + timeout_s, stop
         self.stopping = False
-        """Whether this process was told to stop."""
+        """Whether this process has a request to stop."""
 
     def left(self) -> float:
-        """Seconds that are left, negative once it is over; `STOP_S` at most once this process was told to stop."""
+        """Return the seconds left, negative once it is over; `STOP_S` at most after a request to stop."""
         now = time.monotonic()
         if not self.stopping and self._stop():
             self.stopping, self._end = True, min(self._end, now + STOP_S)
@@ -139,7 +139,7 @@ class _Coordinator:
         self._context = make_tls(dist, server=True)
         self._joined: dict[int, Visitor] = {}
         self._duplicates: list[Visitor] = []
-        """Those that say a number that another one has."""
+        """Processes that claim a number that another one has."""
         self._refusals: list[str] = []
         self._wrong: UserError | None = None
 
@@ -164,7 +164,7 @@ class _Coordinator:
         return place.numbers
 
     def _complete(self) -> bool:
-        """Whether the wait is over: all are there, and still there after a moment, or something is wrong."""
+        """Return whether the wait is over: all are there, and still there after a moment, or something is wrong."""
         if self._wrong is not None:
             return True
         full = len(self._joined) == self._me["processes"] - 1 and not self._duplicates
@@ -220,7 +220,7 @@ class _Coordinator:
         return hello
 
     def _contradiction(self, hello: dict) -> str | None:
-        """Say why the process that sent `hello` cannot be one of this job; none if it can."""
+        """Return why the process that sent `hello` cannot be one of this job; None if it can."""
         mine, rank = self._me, hello["rank"]
         host, here = printable(hello["host"], 80), f"process 0 on {mine['host']}"
         if hello["processes"] != mine["processes"] or rank >= mine["processes"]:

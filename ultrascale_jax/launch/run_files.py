@@ -1,8 +1,8 @@
 """Open the files of a run directory: regular files only, never through a symbolic link, never waiting for a writer.
 
-A run directory may have been unpacked, copied or shared, so a link, a FIFO or a device may stand where a run expects
-its own file. A link would lead a write out of the run directory; a FIFO would block `open` before any watchdog runs.
-Both are refused in one line. The run directory itself may be a link, because its user names it.
+A run directory may have been unpacked, copied or shared, so a link, a FIFO or a device may be in place of a run's own
+file. A link would lead a write out of the run directory; a FIFO would block `open` before any watchdog runs. This
+module refuses both in one line. The run directory itself may be a link, because its user names it.
 """
 
 import errno
@@ -18,7 +18,7 @@ LINK, NO_FILE, NO_FOLDER = "is a symbolic link", "is not a regular file", "is no
 
 
 class NotRegular(UserError, OSError):
-    """Something else stands where a regular file, or a folder, is expected; `strerror` says what."""
+    """Something else is in place of a regular file, or a folder; `strerror` says what."""
 
     def __init__(self, number: int, fault: str, path: Path | str):
         super().__init__(number, fault)

@@ -1,18 +1,18 @@
-"""One job in a run directory: `run_dir/lock` names its holder and shows that it lives.
+"""Admit one job to a run directory: `run_dir/lock` names its holder and shows that it lives.
 
-The holder touches the file every `BEAT_S` seconds. Whoever finds it asks first whether the holder's process is there:
-on the same machine that is certain, so a restarted job takes the lock of its dead predecessor over without waiting.
-Where only the heartbeat can tell (another machine, another container) it watches the file: a holder that beats while it
-is watched is alive, one that does not for `STALE_S` seconds is gone. Watching compares nothing but the file with
-itself, so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
-file asks anew), and than a busy host keeps a thread waiting, and short beside what a lost node costs anyway.
+The holder touches the file every `BEAT_S` seconds. A job that finds the file first checks whether the holder's process
+exists: on the same machine that is certain, so a restarted job takes the lock of its dead predecessor over without
+waiting. If only the heartbeat can tell (another machine, another container), the job watches the file: a holder that
+beats meanwhile is alive, one that does not for `STALE_S` seconds is gone. The job compares the file only with itself,
+so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
+file asks anew) and than a busy host keeps a thread waiting, and short beside the cost of a lost node.
 
-Of several that take a dead holder's lock at once the last to write has it; all look again a moment later.
+Of several jobs that take a dead holder's lock at once, the last to write has it; all look again a moment later.
 
-A holder that was stopped for longer finds the lock in other hands when it wakes: `held` is false, and it must end.
+A holder that was stopped for longer finds another name in the lock when it wakes: `held` is false, and it must end.
 
-A damaged lock names nobody. Its holder writes it anew at its next beat; whoever else finds it watches the file, as that
-of another machine, and takes it over if nothing changes for `STALE_S` seconds.
+A damaged lock names nobody. Its holder rewrites it at its next beat; any other job watches the file, as that of another
+machine, and takes it over if nothing changes for `STALE_S` seconds.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class NotNow(UserError):
 
 
 def refusal(text: str, *, lasting: bool = False) -> UserError:
-    """For a run directory that cannot be used: `NotNow`, if time may mend it and there is a supervisor to try again."""
+    """Return the error for an unusable run directory: `NotNow` if time may fix it and a supervisor can try again."""
     return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
 
 
@@ -70,7 +70,7 @@ class RunLock:
     ):
         self.path = Path(run_dir) / NAME
         self.note: str | None = None
-        """What there is to tell: whose lock was taken over."""
+        """A message for the user: whose lock was taken over."""
         self._beat_s, self._stale_s, self._settle_s = beat_s, stale_s, settle_s
         self._own = json.dumps(_identity())
         self._done = threading.Event()
@@ -125,7 +125,7 @@ class RunLock:
             return
 
     def _why_dead(self, found: str) -> str:
-        """Why the holder is taken for dead. Raises `UserError` if it is alive."""
+        """Return why the holder counts as dead. Raises `UserError` if it is alive."""
         alive = refusal(
             f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
         )
@@ -162,7 +162,7 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
 
     def _is_own(self, found: str) -> bool:
-        """Return whether the lock names this process, which had it, and nobody else."""
+        """Return whether the lock names this process, or nobody because it is damaged."""
         return found == self._own or _parse(found) is None
 
     def _write(self) -> None:
@@ -172,7 +172,7 @@ class RunLock:
 
 
 def _identity() -> dict:
-    """This process, told apart from all others of all machines."""
+    """Return what identifies this process among all others of all machines."""
     machine = None
     with contextlib.suppress(OSError):
         # Process numbers mean the same in one container of a machine that was not switched off in between.

@@ -1,18 +1,21 @@
 """Keep the processes of one host alive: start them, watch them, end them together and start them again.
 
-Processes of a job depend on each other: when one dies the others wait in a collective, so all are ended and all start
-again, from the newest checkpoint. One that makes no progress (see `watchdog`) has its stacks written and is killed.
-SIGTERM stops the run from the first moment on: what has not begun is not begun, processes that have are told, and one
-that dies of the signal before its first heartbeat, because it could not listen yet, had nothing to save. There is no
-restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
-a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row: an outage of storage
-or network lasts minutes, and restarts fail in seconds. On several hosts each has its own supervisor, and none knows of
-the others: the death of one host's processes ends the others' too, by their heartbeats, and each supervisor restarts
-its own; the first that are back wait for the rest. The number of the attempt may therefore differ between hosts. Where
-`events.jsonl` says that another supervisor has ended, there is no restart.
+Processes of a job depend on each other: when one dies, the others wait in a collective. So the supervisor ends all and
+starts all again, from the newest checkpoint. If one makes no progress (see `watchdog`), it writes the process's stacks
+and kills it. SIGTERM stops the run from the first moment on: the supervisor starts nothing more and passes the signal
+on. A process that dies of the signal before its first heartbeat, because it could not listen yet, had nothing to save.
 
-The disk of the run directory may not answer: it is asked in a thread, and while it does not answer nobody is taken for
-stuck; signals are passed on, and processes that died are noticed.
+There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
+a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row: an outage of storage
+or network lasts minutes, and restarts fail in seconds.
+
+Every host has its own supervisor, and none knows of the others. The death of one host's processes ends the others' too,
+by their heartbeats, and each supervisor restarts its own; the first that are back wait for the rest. The number of the
+attempt may therefore differ between hosts. If `events.jsonl` says that another supervisor has ended, there is no
+restart.
+
+The disk of the run directory may not answer, so a thread reads and writes it. Meanwhile the supervisor takes no process
+for stuck, passes signals on, and notices processes that die.
 """
 
 import signal

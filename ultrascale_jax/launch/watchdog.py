@@ -1,12 +1,12 @@
 """Report one process's progress, and end the process when there is none.
 
-The loop says which section it is in (`FIRST_S`) and when a step is done. From that come three things: the heartbeat
-file `heartbeats/RANK` in the run directory, by which a supervisor sees a process that is stuck; the events by which
-`goodput` explains where the time went; and a thread that ends the process when a section takes too long. How long is
-too long is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
-`FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so a process that holds it, or that is
-stopped, is the supervisor's to kill, which reads the bound from the file. Another thread writes the file, so a disk
-that does not answer holds up neither the loop nor the thread that knows the bound.
+The loop reports its section (`FIRST_S`) and each completed step. Three things follow: the heartbeat file
+`heartbeats/RANK` in the run directory, in which a supervisor sees a process that is stuck; the events by which
+`goodput` explains where the time went; and a thread that ends the process when a section exceeds its time limit. The
+limit is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
+`FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so the supervisor, which reads the limit in
+the file, kills a process that holds the lock or is stopped. Another thread writes the file, so a disk that does not
+answer delays neither the loop nor the thread that knows the limit.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Beat:
     """The most steps that this run, or an earlier try of it, has done."""
     section: str
     bound_s: float
-    """Seconds after `monotonic` from which the process is taken for stuck."""
+    """Seconds after `monotonic` from which the process counts as stuck."""
     time: float
     """Time of the last progress, in unix seconds."""
     monotonic: float

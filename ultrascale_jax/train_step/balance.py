@@ -1,4 +1,4 @@
-"""What the routers did in a step: told as metrics, and used to move the experts' biases."""
+"""Report the routers' statistics of a step as metrics, and move the experts' biases by them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,11 +1,11 @@
 """Scale the loss in float16, whose smallest number is 6e-8: gradients below it would become zero.
 
-The loss is multiplied by it before the backward pass and the float32 gradients divided by it after ("Mixed Precision
-Training", arXiv 1710.03740, section 3.2). Nobody knows the right factor, so it moves: doubled after
-`train.loss_scale_window` steps without overflow, halved in a step whose gradients overflow, which is skipped.
+The step multiplies the loss by the scale before the backward pass and divides the float32 gradients by it after ("Mixed
+Precision Training", arXiv 1710.03740, section 3.2). The right scale is unknown, so it adapts: it doubles after
+`train.loss_scale_window` steps without overflow, and halves in a step whose gradients overflow, which is skipped.
 
-A step that is skipped while the factor can still fall says nothing about the model, so it does not count towards
-`train.max_skipped`. A model that has diverged halves it step by step down to 1, and is then stopped as in other types.
+A step that is skipped while the scale can still fall says nothing about the model, so it does not count towards
+`train.max_skipped`. A model that has diverged halves it step by step down to 1, and then stops as in other dtypes.
 """
 
 import dataclasses

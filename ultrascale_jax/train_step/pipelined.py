@@ -1,8 +1,8 @@
 """Run the micro-batches of a step through a pipeline, by `parallel/pipeline/executor.py`.
 
-One region is manual over all mesh axes. Parameters enter it as they rest and their gradients leave it so; inside,
-`zero.py` gathers and the model's own text runs on this device's pieces. Every rank holds its part of the vocabulary,
-for the embedding as for the head.
+One region is manual over all mesh axes. Parameters enter it in their sharding at rest, and their gradients leave it so;
+inside, `zero.py` gathers, and the model's own code runs on this device's pieces. Every rank holds its part of the
+vocabulary, for the embedding and for the head.
 """
 
 import dataclasses

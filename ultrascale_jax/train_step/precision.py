@@ -1,8 +1,8 @@
 """Set the dtype of each number: the one place with the precision policy.
 
-float32: master parameters, optimizer state, gradient accumulators, norms, softmax, loss. Compute type: matmuls, the
-residual stream, what travels between devices. Fp8, where it is asked for: products of a block's matrices, and what
-they keep for the backward pass; attention, the router, the embedding and the head stay in the type of compute.
+float32: master parameters, optimizer state, gradient accumulators, norms, softmax, loss. Compute dtype: matmuls, the
+residual stream, communication. Fp8, on request: products of a block's matrices, and what they keep for the backward
+pass; attention, the router, the embedding and the head stay in the compute dtype.
 """
 
 import jax

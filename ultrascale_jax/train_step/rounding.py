@@ -1,7 +1,7 @@
 """Round stochastically to bfloat16, right on average, for sums to which each step adds little.
 
-The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that stands still.
-Rounded up with the probability of the part that is lost, it moves by the right amount in the mean.
+The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that stands still. If
+it is rounded up with the probability of the lost fraction, it moves by the right amount on average.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
 """Find spikes: judge each step's loss and gradient norm against a window of past steps.
 
-A step whose loss or gradient norm is more than `watch.spike_sigma` standard deviations above its mean over the last
-`watch.spike_window` accepted steps is skipped (levanter's and OLMo's rule): one bad batch can cost a large model days.
-Skipped steps stay out of the window, so a level that has risen for good goes on being refused, until
-`train.max_skipped` of them in a row stop the run.
+A run skips a step whose loss or gradient norm is more than `watch.spike_sigma` standard deviations above its mean over
+the last `watch.spike_window` accepted steps (levanter's and OLMo's rule): one bad batch can cost a large model days.
+Skipped steps stay out of the window, so after a lasting rise the run skips on, until `train.max_skipped` skips in a row
+stop it.
 
-The window is part of the state, on the devices: the host is never asked, and a run that resumes judges as before.
+The window is part of the state, on the devices: the step never asks the host, and a run that resumes judges as before.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Make the training state, shard it at rest, and convert it to and from the layout of checkpoints.
 
-In a pipeline the stacked layers rest in the order of its stages: rank after rank, on each its stages one after the
-other, each as long as the longest, which for shorter ones means layers of zeros. A checkpoint knows nothing of this:
+In a pipeline the stacked layers rest in the order of its stages: rank after rank, and on each rank stage after stage.
+All stages have the length of the longest; layers of zeros pad the others. A checkpoint does not depend on the pipeline:
 it holds `[L, ...]`, the layers as the model runs them.
 """
 
@@ -153,7 +153,7 @@ def checkpoint_layout_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
 
 
 def from_checkpoint_layout[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
-    """The inverse of `to_checkpoint_layout`, in the shardings of `like`. What it copies of `tree` it frees."""
+    """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
         if not _moves(s, order):

@@ -1,7 +1,6 @@
-"""One optimizer step: micro-batches, gradients, one reduction, clip, optimizer. Reading it is reading the parallelism.
+"""Run one optimizer step: micro-batches, gradients, one reduction, clip, optimizer. This file shows the parallelism.
 
-What ZeRO's stages gather and reduce, and when, stands in `zero.py`; with pp > 1 the micro-batches go through
-`pipelined.py`.
+`zero.py` has what ZeRO's stages gather and reduce, and when; with pp > 1 the micro-batches go through `pipelined.py`.
 """
 
 from collections.abc import Callable

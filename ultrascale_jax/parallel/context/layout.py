@@ -1,12 +1,12 @@
 """Order a sequence over the context axis: choose the tokens that each rank of `cp` holds.
 
-A causal query has work in proportion to its place, so a rank that holds one stretch of the sequence has less of it the
-earlier the stretch is, and waits. In zigzag each place of a ring of r has two of 2r chunks, one early and one late:
+The work of a causal query grows with its place. So if each rank holds one stretch of the sequence, ranks with early
+stretches wait. In zigzag each place of a ring of r has two of 2r chunks, one early and one late:
 
     place    0     1     2     3
     chunks  0 7   1 6   2 5   3 4
 
-The data are handed out in this order, once a batch, and the model runs in it: positions travel with their tokens.
+The loader hands out the data in this order, once a batch, and the model runs in it: positions travel with their tokens.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
-"""Ring attention on the pieces of one mesh axis: blocks of keys, where they come from, and what joins them.
+"""Compute ring attention on the pieces of one mesh axis: send blocks of keys round, and join their results.
 
-The own block needs no one else. Then, for each distance on the ring, a block with the keys of the rank so far before;
-meanwhile the next keys are on their way. The backward pass goes round in the same way, and the sums of the keys'
-gradients follow them one step behind, so that they too travel beside a block; the own block waits for none and fills
-the time until they are home. Steps that do the same are one loop, compiled once.
+A rank's own block needs no other rank. Then, for each distance on the ring, comes a block with the keys of the rank so
+far before; meanwhile the next keys travel. The backward pass goes round in the same way, and the sums of the keys'
+gradients follow them one step behind, so that they too travel beside a block. The rank's own block waits for none and
+fills the time until they are home. Equal steps are one loop, compiled once.
 
 `attention.py` has the public functions, and the strategies.
 """

@@ -1,8 +1,8 @@
 """Move rows to slots of buffers and back, round by round.
 
-Choices say where copies of a row go: `[n, k]`, k places for each of n rows. Sorted by place they fill buffers with room
-for a number of rows of each place; more of them take further rounds. Moving is a gather in both directions, forward and
-backward: each slot knows its row and each row its slots, so no gradient is scattered.
+Choices say where copies of a row go: `[n, k]`, k places for each of n rows. Sorted by place, they fill buffers with a
+fixed number of slots for each place; further rows take further rounds. A move is a gather in both directions, forward
+and backward: each slot knows its row and each row its slots, so no gradient is scattered.
 """
 
 import functools

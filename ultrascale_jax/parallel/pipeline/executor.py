@@ -1,8 +1,8 @@
-"""The pipeline executor: any schedule, as one scan over its ticks inside one compiled program.
+"""Execute any pipeline schedule as one scan over its ticks inside one compiled program.
 
 `pipeline` runs where the pipeline's axis is manual (under `sharding/manual.py: smap`) and knows no model: it takes a
 function for one layer, one for the embedding and one for the head, and returns loss and gradients itself, so that an
-activation lives exactly as long as its slot in the table (`buffers.py`). A tick:
+activation lives exactly as long as its slot in the table (`program.py`). A tick:
 
     layers    one loop over the layers of a stage. An iteration does layer l of this tick's forward stage, and layer
               L-1-l of its backward stage and of its weight-gradient stage: they do not depend on each other, so that

@@ -1,7 +1,7 @@
 """Schedule by list scheduling: make a table for measured costs of F, B and W and a limit on memory.
 
-Several rules make tables, and the one with the smallest bubble in the wanted runtime is taken; 1F1B and the named
-schedules that fit the limit are among them, so the result is never worse than those.
+Several rules make tables, and the one with the smallest bubble in the wanted runtime wins. 1F1B and the named
+schedules that fit the limit take part, so the result is never worse than those.
 """
 
 import dataclasses

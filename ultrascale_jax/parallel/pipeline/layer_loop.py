@@ -14,7 +14,7 @@ from ultrascale_jax.sharding.rules import vary, varying
 
 type Tree = Any
 type Row = dict[str, jax.Array]
-"""One tick of the program on this rank: scalars by column of `buffers.Program`."""
+"""One tick of the program on this rank: scalars by column of `program.Program`."""
 
 
 class LayerLoop:

@@ -1,8 +1,8 @@
 """Assign a schedule's values to buffer slots, and write the program that the executor reads tick by tick.
 
 Every activation, gradient, residual and weight-gradient input gets a slot for as long as it lives, by interval
-colouring, so a buffer is exactly as large as the peak on the fullest rank. One more slot, the last, takes what an idle
-rank writes. Every number of the program is known before anything is compiled.
+colouring, so a buffer is exactly as large as the peak on the fullest rank. Idle ranks write to one more slot, the last.
+Every number of the program is known before compilation.
 """
 
 from dataclasses import dataclass
@@ -221,7 +221,7 @@ def _finish(work: _Assembler) -> Program:
 
 
 def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
-    """Return runs of ticks alike in kinds and head; if there are too many, alike in kinds; if still too many, one."""
+    """Return runs of ticks with equal kinds and head; if too many, with equal kinds; if still too many, one run."""
     kinds = [frozenset(kind for cell in row for kind in cell) for row in schedule.ticks]
     for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
         stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]

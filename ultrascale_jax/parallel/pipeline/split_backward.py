@@ -1,10 +1,10 @@
 """Split one layer's gradient into forward pass, input gradient and weight gradient, which may run at other times.
 
-`jax.vjp` gives a backward pass as one closure. A pipeline wants its parts: what the forward pass must keep (and only
-that: no parameters, nothing that follows from parameters and context alone), the gradient of the input, which the
-stage before waits for, and the gradient of the weights, which nobody waits for (zero bubble, arXiv 2401.10241). They
-are cut out of the traced program equation by equation, so any layer works, and an equation that both gradients need
-runs once, with the first of them.
+`jax.vjp` gives a backward pass as one closure. A pipeline needs its parts: the residuals of the forward pass (only
+these: no parameters, nothing that follows from parameters and context alone), the gradient of the input, for which the
+stage before waits, and the gradient of the weights, for which no stage waits (zero bubble, arXiv 2401.10241). This
+module cuts them out of the traced program equation by equation, so any layer works, and an equation that both gradients
+need runs once, with the first of them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,7 +24,7 @@ _CALLS = (
     "checkpoint",
     "remat2",
 )
-"""Primitives that are written out, so that the two gradients in them can be told apart."""
+"""Primitives that are written out, so that the two gradients in them can be separated."""
 
 
 _AGAIN = (
