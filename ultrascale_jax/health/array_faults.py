@@ -1,4 +1,4 @@
-"""Faults on purpose in a run: those of its processes (`launch/faults.py`), wrong numbers, a bit that flips."""
+"""Inject faults into a run: those of its processes (`launch/faults.py`), wrong numbers, a flipped bit."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Progress of the loop, told to the watchdog (`launch/watchdog.py`)."""
+"""Report the loop's progress to the watchdog (`launch/watchdog.py`)."""
 
 from ultrascale_jax.hooks import Hook, Row, Run
 
 
 class Heartbeat(Hook):
-    """A heartbeat a step. The sections between steps are told by `Run.pause`, waits for data by the loop."""
+    """Beats once a step. `Run.pause` reports the sections between steps, the loop its waits for data."""
 
     def on_start(self, run: Run) -> None:
         run.watch.begin(run.step)

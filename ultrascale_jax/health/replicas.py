@@ -1,4 +1,4 @@
-"""Copies that must be equal: each device fingerprints its own pieces, and those of the same piece are compared.
+"""Compare copies that must be equal: each device fingerprints its own pieces of the state.
 
 A device that computes or keeps wrong numbers makes no noise. But what is replicated (over dp, over the tensor group in
 vectors, everywhere in counters) is updated by each device for itself, from the same numbers to the same bits, so a copy
@@ -103,7 +103,7 @@ class Replicas:
         return np.array(found)
 
     def _blame(self, values: np.ndarray, arrays: np.ndarray) -> tuple[dict[int, list[str]], bool]:
-        """Devices (by number) with the arrays in which they differ from most copies, and whether there always was such
+        """Return the arrays in which a device (by number) differs from most copies, and whether there always was such
         a majority; without one all holders of the piece are named."""
         wrong, certain = defaultdict(list), True
         for array in arrays.tolist():
@@ -148,7 +148,7 @@ class Replicas:
 
 @jax.jit
 def _fingerprints(state: TrainState) -> jax.Array:
-    """The sums of each device's piece of each array, uint32 [devices, arrays, 2], whole on every device."""
+    """Return the sums of each device's piece of each array, uint32 [devices, arrays, 2], on every device."""
     leaves = jax.tree.leaves(state)
 
     def own(*pieces: jax.Array) -> jax.Array:

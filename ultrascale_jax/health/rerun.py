@@ -1,4 +1,4 @@
-"""With `watch.rerun`, a suspicious step is run twice, to tell bad hardware from bad data.
+"""Run a suspicious step twice (`watch.rerun`), to tell bad hardware from bad data.
 
 A step that is skipped has bad data, a model that diverges, or a device that computed wrong numbers. Run again from the
 same state and batch, the first two give the same bits (the fault is *persistent*); where the second result differs the

@@ -1,4 +1,4 @@
-"""Steps that were skipped: what is kept of them, and the end of a run that does nothing else."""
+"""Record skipped steps, and end a run that does nothing else."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ FAULTS = {
 
 
 def reason(values: Mapping[str, Any]) -> str:
-    """Why a skipped step with these metrics was skipped: a key of `FAULTS`."""
+    """Return why a step with these metrics was skipped: a key of `FAULTS`."""
     if values.get("spike", False):
         return "spike"
     finite = np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])

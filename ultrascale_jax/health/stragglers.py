@@ -1,4 +1,4 @@
-"""Who is slow: the time that each process spends on its own, compared over all of them.
+"""Find slow processes: compare the time that each spends on its own over all of them.
 
 All processes of a step finish together, so the time of a step says nothing of who held it up. What differs is the time
 that a process does not wait for its devices: for its batch, for its disk, for whatever else its host is busy with.
@@ -70,7 +70,7 @@ class StragglerCheck(Hook):
 
 
 def stragglers(steps: list[float], own: list[float]) -> list[int]:
-    """Ranks whose `own` mean time holds the others up, given each one's mean time of a step."""
+    """Return the ranks whose `own` mean time holds the others up, given each one's mean time of a step."""
     found = []
     for rank, (step_s, own_s) in enumerate(zip(steps, own, strict=True)):
         others = own[:rank] + own[rank + 1 :]
@@ -80,7 +80,7 @@ def stragglers(steps: list[float], own: list[float]) -> list[int]:
 
 
 def summary(steps: list[float], own: list[float]) -> dict[str, float]:
-    """Mean, p50 and p99 of both, in seconds, as `step_mean_s` and so on."""
+    """Return mean, p50 and p99 of both, in seconds, as `step_mean_s` and so on."""
     return {
         f"{name}_{kind}_s": float(value)
         for name, times in (("step", steps), ("own", own))

@@ -1,4 +1,4 @@
-"""What a run says about its parallelism before it begins."""
+"""Describe the parallelism of a run in a line each: printed before it begins."""
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.parallel.experts import capacity
@@ -6,7 +6,7 @@ from ultrascale_jax.parallel.pipeline import schedules
 
 
 def parallelism(cfg: Config) -> list[str]:
-    """A line for the pipeline, for context parallelism and for experts, where a run has them.
+    """Describe the pipeline, context parallelism and experts, a line for each that the run has.
 
     Raises `UserError` for a schedule that cannot be run.
     """
@@ -14,7 +14,7 @@ def parallelism(cfg: Config) -> list[str]:
 
 
 def _pipeline(cfg: Config) -> list[str]:
-    """A line on the schedule and its bubbles, where there is a pipeline; a table that cannot be run is refused."""
+    """Describe the schedule and its bubbles. Raises `UserError` for a table that cannot be run."""
     if cfg.mesh.pp == 1:
         return []
     table = schedules.of_config(cfg)
@@ -38,7 +38,7 @@ def _pipeline(cfg: Config) -> list[str]:
 
 
 def _context(cfg: Config) -> list[str]:
-    """A line on the strategy and each device's part of a sequence, where sequences are split."""
+    """Describe the strategy and each device's part of a sequence."""
     ranks = cfg.mesh.cp
     if ranks == 1:
         return []
@@ -50,7 +50,7 @@ def _context(cfg: Config) -> list[str]:
 
 
 def _experts(cfg: Config) -> list[str]:
-    """How tokens travel, and how far from balance they may be before a second round, or before some are dropped."""
+    """Describe how tokens travel, and how many a round sends at most before a second round, or a drop."""
     experts, mesh, moe = cfg.model.experts, cfg.mesh, cfg.moe
     if experts is None:
         return []

@@ -1,4 +1,4 @@
-"""The loss of the held-out split, every `train.eval_every` steps and at the end."""
+"""Evaluate the held-out split, every `train.eval_every` steps and at the end."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from ultrascale_jax.train_step.step import make_eval_step
 
 
 class Evaluation(Hook):
-    """Mean loss over the same first batches of the held-out split every time."""
+    """Takes the mean loss over the same first batches of the held-out split every time."""
 
     def __init__(self, cfg: Config, loader: Loader):
         self._held_out, self._eval_step = loader.held_out(), make_eval_step(cfg)

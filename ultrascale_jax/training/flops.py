@@ -1,4 +1,4 @@
-"""Model FLOPs of a token, counted from the shapes, and the peak rates that they are compared with.
+"""Count the model FLOPs of a token from its shapes, and compare them with the peak of a device.
 
 Counted is the arithmetic that the model needs, not what a machine happens to do: a product of a vector with an [m, n]
 matrix is 2*m*n, its backward pass twice that, recomputation is free, and causal attention counts as the half of the
@@ -32,7 +32,7 @@ sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8
 
 
 def matmul_params(model: ModelConfig) -> int:
-    """Number of parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
+    """Count the parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
 
     Of the routed experts those that one token visits; `total_params` has all.
     """
@@ -40,7 +40,7 @@ def matmul_params(model: ModelConfig) -> int:
 
 
 def total_params(model: ModelConfig) -> int:
-    """Number of all parameters; a tied embedding counts once."""
+    """Count all parameters; a tied embedding counts once."""
     return _shape(model).num_params
 
 
@@ -49,14 +49,14 @@ def _shape(model: ModelConfig) -> ModelShape:
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:
-    """Keys that a position sees on average under a causal mask: T/2, or less within a sliding window."""
+    """Return how many keys a position sees on average under a causal mask: T/2, or less within a sliding window."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window**2 / (2 * seq_len)
 
 
 def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of the scores and of their product with the values, forward and backward.
+    """Count the FLOPs per token of the scores and of their product with the values, forward and backward.
 
     Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention.
     """
@@ -71,12 +71,12 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward pass per token: 6 per matrix parameter that it meets, and the attention's."""
+    """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's."""
     return 6 * matmul_params(model) + attention_flops_per_token(model, seq_len)
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:
-    """Dense peak of one device in TFLOP/s as `train.precision` says it, fp32 on tensor cores; none: not known.
+    """Return the dense peak of one device in TFLOP/s at `train.precision`, fp32 on tensor cores; none: not known.
 
     Raises `UserError` if the device is known to have no tensor cores for `precision`.
     """

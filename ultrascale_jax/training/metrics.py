@@ -1,4 +1,4 @@
-"""What a run reports: rows of `metrics.jsonl`, lines or a progress bar on the console, and TensorBoard events.
+"""Report a run: rows of `metrics.jsonl`, lines or a progress bar on the console, and TensorBoard events.
 
 `metrics.jsonl` is the record; the rest is for watching. Each row is one JSON object, written whole and flushed, and a
 row of step n describes the n-th optimizer step (n = 1 is the first). A number that is not finite is written as null,
@@ -49,7 +49,7 @@ NO_SERIES = ("step", "time")
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
+    """Read the rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
     rows = []
     lines = read_regular(path).splitlines() if os.path.lexists(path) else []
     for number, line in enumerate(lines, start=1):
@@ -85,7 +85,7 @@ def truncate_rows(path: Path, step: int, *, finished: bool = False) -> list[str]
 
 
 def _missing(rows: list[dict], step: int) -> list[str]:
-    """The steps from 1 to `step` that none of `rows` describes, as ranges."""
+    """Return the steps from 1 to `step` that none of `rows` describes, as ranges."""
     there = sorted({row["step"] for row in rows if "eval_loss" not in row and row["step"] > 0})
     pairs = zip([0, *there], [*there, step + 1], strict=True)
     holes = [(before + 1, after - 1) for before, after in pairs if after - before > 1]
@@ -93,7 +93,7 @@ def _missing(rows: list[dict], step: int) -> list[str]:
 
 
 class RunLog(Hook):
-    """Writer of one run's metrics; use it as a context manager. On other processes than 0 it writes nothing."""
+    """Writes one run's metrics, on process 0; a context manager."""
 
     def __init__(
         self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None
@@ -224,7 +224,7 @@ class RunLog(Hook):
 
 
 def _line(row: Mapping[str, Any], num_steps: int) -> str:
-    """One row for people."""
+    """Format a row as a line for people."""
     parts = [
         f"step {row['step']}/{num_steps}",
         f"loss {row['loss']:.4f}",
@@ -249,7 +249,7 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
 
 
 class TensorBoard:
-    """Events for TensorBoard, if tensorboardX is installed; none after the disk has refused one.
+    """Writes events for TensorBoard if tensorboardX is installed, until the disk refuses one.
 
     They are written where they are made: the thread of tensorboardX's own `SummaryWriter` dies of a full disk, and ten
     numbers later the run waits for it for ever.

@@ -1,4 +1,4 @@
-"""A profiler trace of some steps of a run."""
+"""Trace some steps of a run with JAX's profiler."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from ultrascale_jax.launch.run_files import folder_of
 
 
 class Profiler(Hook):
-    """Profiler trace of process 0 over the steps in [first, stop), which Perfetto opens; a context manager."""
+    """Traces process 0 over the steps in [first, stop), for Perfetto; a context manager."""
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None):
         self._folder, self._steps, self._active = folder, steps, False

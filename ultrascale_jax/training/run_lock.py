@@ -1,4 +1,4 @@
-"""One job in a run directory, on all processes or none."""
+"""Keep a run directory for one job: all its processes have it, or none."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: its data, its run directory, its state, and the built-in hooks."""
+"""Set up a run around its steps: data, run directory, state, and the built-in hooks."""
 
 import contextlib
 import dataclasses
@@ -146,7 +146,7 @@ def make_loader(cfg: Config) -> Loader:
 def _state(
     cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, list[str]]:
-    """The state to go on from, the step it stands at, and what to tell about it."""
+    """Restore the newest checkpoint, or make a new state; return it, its step, and lines to print about it."""
 
     def accept(meta: dict, place: Path) -> list[str]:
         return check_same_run(meta, cfg, loader.fingerprint, place)

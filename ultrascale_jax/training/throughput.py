@@ -1,4 +1,4 @@
-"""How fast a run is and what memory it takes: time, tokens and FLOPs of its steps, and their peak in bytes."""
+"""Measure how fast a run is and what memory it takes."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from ultrascale_jax.training.flops import flops_per_token, mfu
 
 
 class Throughput(Hook):
-    """Time, throughput and utilisation of steps; time spent between steps (evaluating, saving) does not count.
+    """Measures time, throughput and utilisation of steps; pauses between steps (evaluating, saving) do not count.
 
     Throughput is in tokens that pass through the model, counted in the loss or not: the FLOPs are the same.
     """
@@ -40,13 +40,13 @@ class Throughput(Hook):
             run.summary["first_step_s"] = self._begun - run.started
 
     def on_end(self, run: Run) -> None:
-        # But for the first step, which warms up.
+        # Without the first step, which warms up.
         times = self._times[1:]
         run.summary |= self._of(math.fsum(times) / len(times) if times else None)
         run.summary["hbm_gb"] = peak_memory_gb() or None
 
     def _of(self, step_s: float | None) -> dict[str, float | None]:
-        """Throughput of steps of `step_s` seconds."""
+        """Return the columns of steps of `step_s` seconds."""
         if step_s is None:
             return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
         return {
@@ -58,6 +58,6 @@ class Throughput(Hook):
 
 
 def peak_memory_gb() -> float:
-    """Largest memory in use so far on this process's first device, in 1e9 bytes; 0 where JAX does not tell (CPU)."""
+    """Return the most memory used so far on this process's first device, in 1e9 bytes; 0 if not known (CPU)."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use", 0) / 1e9
