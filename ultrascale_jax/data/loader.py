@@ -38,7 +38,7 @@ class UnreadableError(OSError):
 
 
 class Loader:
-    """Read the batches of one split of `data.source`; the constructor checks every token of the sources.
+    """The batches of one split of `data.source`; the constructor checks every token of the sources.
 
     `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
@@ -85,7 +85,7 @@ class Loader:
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
         self.num_sequences: int = sum(len(part) for _, _, part in samples)
-        """Return the rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
+        """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
         self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
         places = [(name, weight, Places(name, part)) for name, weight, part in samples]
         self._places = _shuffle_and_mix(places, self._key()) if self.num_sequences else None
