@@ -43,7 +43,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_said_last_and_no_secret_is_wri
     first, *rest = [event for event in read_events(run.run_dir) if event["kind"] == "failure"]
     assert (first["rank"], first["first"], first["code"]) == (1, True, 70)
     assert first["traceback"].splitlines()[-1] == first["summary"]
-    assert "in strike" in first["traceback"]
+    assert "in inject" in first["traceback"]
     assert [event["first"] for event in rest] == [False] * len(rest)
     written = [path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()]
     for secret in SECRETS.values():

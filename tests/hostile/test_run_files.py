@@ -1,17 +1,16 @@
 """The files that a run leaves, and a schedule that a user brings, after somebody else had them."""
 
-import dataclasses
 import json
 import os
 import shutil
 
-import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.faults.tiny import config as TINY
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
+from tests.runs import change, mesh_of
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.cli import convert_hf, generate
@@ -21,7 +20,6 @@ from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows, truncate_rows
 
@@ -125,19 +123,19 @@ def test_a_checkpoints_metadata_that_was_bent_is_refused_or_the_same_run(tmp_pat
 
 
 def config_of(folder, steps):
-    return dataclasses.replace(
+    return change(
         TINY,
-        train=dataclasses.replace(TINY.train, steps=steps),
-        mesh=dataclasses.replace(TINY.mesh, fsdp=1),
+        train={"steps": steps},
+        mesh={"fsdp": 1},
         # As test_loop.py has it: one program for both files.
-        optim=dataclasses.replace(TINY.optim, schedule="constant"),
-        log=dataclasses.replace(TINY.log, run_dir=str(folder)),
+        optim={"schedule": "constant"},
+        log={"run_dir": str(folder)},
     )
 
 
 def run(folder, steps, **options):
     cfg = config_of(folder, steps)
-    return train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), **options)
+    return train(cfg, mesh_of(cfg), **options)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from tests.runs import change
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -142,14 +143,10 @@ def marks(name: str) -> list:
 def configure(mesh, train, family, cp=None, moe=None) -> Config:
     given = {"train": {}, "moe": {}} | FAMILIES[family]
     given |= {"train": given["train"] | train, "moe": given["moe"] | (moe or {})}
-    sections = {
-        name: dataclasses.replace(getattr(BASE, name), **fields) for name, fields in given.items()
-    }
     cfg = dataclasses.replace(
-        BASE,
+        change(BASE, **given),
         mesh=MeshConfig(**{"fsdp": 1, **mesh}),
         cp=ContextConfig(**cp or {}),
-        **sections,
     )
     return cfg.check(math.prod(mesh.values()))
 

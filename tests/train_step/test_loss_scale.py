@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.faults.tiny import MODEL
-from tests.runs import change, mesh_of
+from tests.runs import change, mesh_of, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
@@ -32,7 +32,6 @@ from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.loop import train
-from ultrascale_jax.training.metrics import read_rows
 
 BASE = Config(
     model=MODEL,
@@ -131,7 +130,7 @@ def too_large(tmp_path_factory):
 @pytest.mark.slow
 def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too_large):
     folder, summary = too_large
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    rows = step_rows(folder)
     count = [row["skipped"] for row in rows].index(False)
     assert 4 < count < 14 and summary["skipped"] >= count
     assert [row["loss_scale"] for row in rows[: count + 1]] == [

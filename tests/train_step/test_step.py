@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.faults.tiny import MODEL
+from tests.runs import change
 from tests.states import some_state
 from ultrascale_jax.config import (
     Config,
@@ -40,10 +41,7 @@ CFG = Config(
 
 
 def variant(**sections):
-    parts = {
-        name: dataclasses.replace(getattr(CFG, name), **fields) for name, fields in sections.items()
-    }
-    return dataclasses.replace(CFG, **parts)
+    return change(CFG, **sections)
 
 
 def run(cfg, steps=1, poison=False):
