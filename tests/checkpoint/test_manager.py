@@ -155,7 +155,7 @@ RANKS_OF_EXPERTS = {
 
 @pytest.mark.wide
 def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
-    """From one device through meshes and pipelines, which have room for both kinds of layer, back to one."""
+    """From one device through meshes and pipelines, whose ranks hold layers of both kinds, back to one."""
     cfg = in_folder(MIXED, tmp_path)
     start = state = random_state(cfg, mesh_of(cfg))
     for step, (sizes, pp) in enumerate(RANKS_OF_EXPERTS.values(), start=1):

@@ -23,6 +23,9 @@ from ultrascale_jax.parallel.pipeline.schedules import (
     forward_only,
     layer_order,
     of_config,
+    stack_order,
+    stack_rows,
+    stage_layers,
 )
 
 RANKS = [
@@ -417,6 +420,47 @@ def test_each_layer_has_one_place_in_its_stage(p, v, more, place):
         assert len(own) == layers // stages + (stage < layers % stages)
         chain += own
     assert chain == list(range(layers))
+
+
+def test_deepseeks_dense_layers_are_spread_over_the_first_stages():
+    """Three of 61: no stage gets longer, and no rank has more of them than it must."""
+    assert stage_layers(16, 61, 3) == (2, *(4,) * 14, 3)
+    assert stage_layers(32, 61, 3) == (1, 1, *(2,) * 29, 1)
+    assert stage_layers(8, 61, 3) == stage_layers(8, 61)
+
+
+@given(
+    p=st.integers(1, 6),
+    v=st.integers(1, 3),
+    more=st.integers(0, 20),
+    dense=st.integers(0, 12),
+    place=st.sampled_from(("loop", "v")),
+)
+def test_a_stack_of_one_kind_holds_each_layer_where_its_rows_say(p, v, more, dense, place):
+    layers = p * v + more
+    sizes, alike = stage_layers(p * v, layers, dense), stage_layers(p * v, layers)
+    assert sum(sizes) == layers and max(sizes) == max(alike) and min(sizes) >= 1
+
+    def fullest(sizes):
+        stops = itertools.accumulate(sizes)
+        return max(
+            min(dense, stop) - min(dense, stop - n) for stop, n in zip(stops, sizes, strict=True)
+        )
+
+    assert fullest(sizes) <= fullest(alike)
+    order = layer_order(p, v, place, layers, dense)
+    for kind in (range(min(dense, layers)), range(dense, layers)):
+        if not kind:
+            continue
+        stack = stack_order(order, p, kind)
+        assert sorted(i for i in stack if i is not None) == list(range(len(kind)))
+        size, most = len(order) // p, len(stack) // p
+        held = [sum(i in kind for i in order[r * size : (r + 1) * size]) for r in range(p)]
+        assert most == max(held)
+        for rank, rows in enumerate(stack_rows(order, stack, p, kind.start)):
+            for layer, row in zip(order[rank * size : (rank + 1) * size], rows, strict=True):
+                if layer in kind:
+                    assert stack[rank * most + row] == layer - kind.start
 
 
 def test_uneven_layers_are_padded_at_the_end_of_their_stage():

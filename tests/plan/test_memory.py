@@ -259,18 +259,26 @@ def test_what_a_layer_of_experts_keeps_by_hand():
     assert not parts("dots")["mlp"]
 
 
-def test_a_pipeline_has_room_for_both_kinds_of_layer_at_every_position():
+def test_a_rank_has_room_for_as_many_layers_of_a_kind_as_the_fullest_has():
     shape = ModelShape.of(shapes.DEEPSEEK_V3)
-    flat, piped = (
-        weights_of(run_8b(mesh, shape=shape, microbatches=8))
-        for mesh in ({"ep": 8}, {"pp": 8, "ep": 8})
+    flat, piped, deeper, two_stages = (
+        weights_of(run_8b(mesh, shape=shape, microbatches=32, **pp))
+        for mesh, pp in (
+            ({"ep": 8}, {}),
+            ({"pp": 8, "ep": 8}, {}),
+            ({"pp": 16, "ep": 8}, {}),
+            ({"pp": 16, "ep": 8}, {"schedule": "interleaved", "virtual_stages": 2}),
+        )
     )
     assert piped.layers == 8 and flat.layers == 61
     assert flat.experts == 58 * flat.routed * 3 and piped.experts == 8 * piped.routed * 3
     attention, mlp = shape.attention_params, shape.mlp_params
     whole = 61 * attention + 3 * mlp + 58 * shape.shared_params
     assert flat.dense == pytest.approx(whole)
-    assert piped.dense == 8 * (attention + mlp + shape.shared_params)
+    assert piped.dense == 8 * (attention + shape.shared_params) + 3 * mlp
+    for weights, positions in ((deeper, 2), (two_stages, 1)):
+        assert weights.dense == 4 * (attention + shape.shared_params) + positions * mlp
+        assert weights.experts == 4 * weights.routed * 3
 
 
 def test_the_tensor_group_splits_no_router_and_no_latents():

@@ -1,5 +1,7 @@
 """One layer of the decoder: attention and a feed-forward layer, each with its norm and residual connection."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -21,31 +23,61 @@ from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, Routed
 from ultrascale_jax.sharding.primitives import grad_barrier
 
+ATTENTION = ("attn_norm", "attn", "mlp_norm")
+PARTS = (*ATTENTION, "mlp", "moe")
+
+
+def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
+    """Layers from `start` up to `stop` of a stack; the whole as it is."""
+    return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
+
 
 class Block(nnx.Module):
     """Attention and MLP or experts, each with its norm and residual connection.
 
-    As a stack it has the first layers' `mlp` and the others' `moe` where a model has both; `of` makes it one of them.
+    Also the form of a model's stacks, which are homogeneous: attention and norms of every layer, `mlp` of the dense
+    layers and `moe` of the others, each as long as there are such layers. `layers` cuts a stack of whole layers out.
     """
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
+    attn: Attention | MLA
+
+    def __init__(self, cfg: ModelConfig, **parts: Any):
+        """`parts` are `attn_norm`, `attn`, `mlp_norm`, `mlp` and `moe`, or some of them."""
         self.cfg = cfg
-        k_attn, _ = jax.random.split(key)
-        self.attn_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
-        self.attn = (Attention if cfg.latent is None else MLA)(cfg, k_attn)
-        self.mlp_norm = param(None, "D", "BRD", (cfg.d_model,), std=1)
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def of(self, kind: FeedForward) -> "Block":
-        """The same block with this feed-forward layer alone."""
-        return self.without("moe" if kind == "mlp" else "mlp")
+    @classmethod
+    def init_attention(cls, cfg: ModelConfig, key: jax.Array) -> "Block":
+        """A layer without its feed-forward layer."""
+        attention = Attention if cfg.latent is None else MLA
+        return cls(
+            cfg,
+            attn_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
+            attn=attention(cfg, jax.random.split(key)[0]),
+            mlp_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
+        )
 
-    def without(self, *parts: str) -> "Block":
-        """The same block without these parts, of which it may lack some."""
-        block = jax.tree.map(lambda p: p, self)
-        for part in parts:
-            if hasattr(block, part):
-                delattr(block, part)
-        return block
+    @staticmethod
+    def init_feed_forward(kind: FeedForward, cfg: ModelConfig, key: jax.Array) -> MLP | MoE:
+        """The feed-forward layer of the layer that `init_attention` makes of the same key."""
+        return (MLP if kind == "mlp" else MoE)(cfg, jax.random.split(key)[1])
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Its parts by name."""
+        return {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
+
+    def only(self, *names: str) -> "Block":
+        """The same block with these parts alone, as far as it has them."""
+        return Block(self.cfg, **{n: part for n, part in self.parts.items() if n in names})
+
+    def layers(self, kind: FeedForward, size: int, first: int, row: int) -> "Block":
+        """Of stacks, `size` layers with this feed-forward layer: their attention from position `first` on, their
+        feed-forward layers from `row` on."""
+        attention = cut(self.only(*ATTENTION), first, first + size)
+        feed_forward = cut(self.parts[kind], row, row + size)
+        return Block(self.cfg, **attention.parts, **{kind: feed_forward})
 
     def gathered(self, inputs: LayerInputs) -> "Block":
         """Its parameters as they are used: ZeRO-3's all-gathers of one layer; in fp8 as its products want them."""
@@ -65,7 +97,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Routed | None, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer (`of`).
+        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer.
 
         The second result is what the router of experts did, if there is one; the third the cache.
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
 from ultrascale_jax.config.model import FeedForward
+from ultrascale_jax.models.block import cut
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
@@ -139,7 +140,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
-    for rank, first, size, window, kind in visits:
+    for rank, first, row, size, window, kind in visits:
 
         def layer(x_BRD, block_and_kv, window=window):
             block, kv = block_and_kv
@@ -147,7 +148,7 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
             x_BRD, _, kv = block.gathered(own)(x_BRD, own)
             return x_BRD, list(kv[:2])
 
-        part = jax.tree.map(lambda p, i=slice(first, first + size): p[i], (blocks.of(kind), kv))
+        part = blocks.layers(kind, size, first, row), cut(kv, first, first + size)
         out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
         mine = jax.lax.axis_index("pp") == rank
         x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
@@ -158,20 +159,21 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     return x_BRD, kv
 
 
-def _visits(model: Transformer) -> list[tuple[int, int, int, int | None, FeedForward]]:
-    """(rank, first position on it, number of layers, window, feed-forward layer) of layers alike that rest together."""
-    order, size = model.layer_order, len(model.layer_order) // mesh_size("pp")
+def _visits(model: Transformer) -> list[tuple[int, int, int, int, int | None, FeedForward]]:
+    """Of layers alike that rest together: the rank, the first position there of attention and of the feed-forward
+    layer, the number of layers, the window, and which feed-forward layer they have."""
 
-    def run(layer: int) -> tuple:
-        """What layers of one run share: the last is the distance from the layer to where it rests."""
-        rank, position = divmod(order.index(layer), size)
-        cfg = model.cfg
-        return rank, cfg.window(layer), cfg.feed_forward(layer), position - layer
+    def place(layer: int) -> tuple:
+        """What layers of one run share, whose last are the distances from the layer to where its parts rest."""
+        kind, window = model.cfg.feed_forward(layer), model.cfg.window(layer)
+        order, stack = model.layer_order, model.order_of(f"blocks.{kind}.")
+        rank, position = divmod(order.index(layer), len(order) // model.ranks)
+        row = stack.index(layer - model.layers_of(kind).start) % (len(stack) // model.ranks)
+        return rank, window, kind, position - layer, row - layer
 
     found = []
-    for (rank, window, kind, distance), run_of in itertools.groupby(
-        range(model.cfg.num_layers), run
-    ):
+    for run, run_of in itertools.groupby(range(model.cfg.num_layers), place):
+        rank, window, kind, position, row = run
         layers = list(run_of)
-        found.append((rank, layers[0] + distance, len(layers), window, kind))
+        found.append((rank, layers[0] + position, layers[0] + row, len(layers), window, kind))
     return found

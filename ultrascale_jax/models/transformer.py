@@ -6,6 +6,7 @@ parameters as the first thing it does, inside the scan, so that XLA moves one la
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,17 +18,16 @@ from flax import nnx
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.block import Block
+from ultrascale_jax.models.block import Block, cut
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import MLP, gather_param, gather_sequence, param, rms_norm
+from ultrascale_jax.models.layers import gather_param, gather_sequence, param, rms_norm
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
-from ultrascale_jax.models.moe import MoE
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
 from ultrascale_jax.sharding.rules import stored
 
-type LayerOrder = tuple[int | None, ...]
-"""The layer at each position of a stack; None is one of zeros, which no stage runs."""
+KINDS: tuple[FeedForward, ...] = ("mlp", "moe")
 
 
 def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
@@ -45,16 +45,6 @@ def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, 
         return jnp.where(spread, p, 0)
 
     return jax.tree.map(clear, stack)
-
-
-def _first_layer(cfg: ModelConfig, kind: FeedForward) -> int:
-    """The number of the first layer that has this feed-forward layer."""
-    return cfg.dense_layers if kind == "moe" else 0
-
-
-def _cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
-    """Layers from `start` up to `stop` of a stack; the whole as it is."""
-    return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
 
 
 def _joined[Tree](stacks: Sequence[Tree]) -> Tree:
@@ -81,46 +71,47 @@ class Transformer(nnx.Module):
     """Decoder-only language model, Llama-style; `huggingface/checkpoint.py` lists the families it covers exactly."""
 
     def __init__(
-        self, cfg: ModelConfig, key: jax.Array, layer_order: Sequence[int | None] | None = None
+        self,
+        cfg: ModelConfig,
+        key: jax.Array,
+        layer_order: Sequence[int | None] | None = None,
+        ranks: int = 1,
     ):
-        """`layer_order`: a pipeline's, the layer at each position of the stack, None for one of zeros."""
-        self.cfg, self.staged = cfg, layer_order is not None
+        """`layer_order`: a pipeline's, the layer at each position of the stack, None for one of zeros; over `ranks`."""
+        self.cfg, self.staged, self.ranks = cfg, layer_order is not None, ranks
         self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
         k_embed, k_blocks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        self.blocks = _stack(lambda k: Block(cfg, k), cfg, k_blocks, self.layer_order, 0)
-        for kind, make in (("mlp", MLP), ("moe", MoE)):
-            if order := self.order_of(f"blocks.{kind}."):
-                first = _first_layer(cfg, kind)
-                parts = _stack(
-                    lambda k, make=make: make(cfg, jax.random.split(k)[1]),
-                    cfg,
-                    k_blocks,
-                    order,
-                    first,
-                )
-                setattr(self.blocks, kind, parts)
+        attention = functools.partial(Block.init_attention, cfg)
+        parts = _stack(attention, cfg, k_blocks, self.layer_order, 0).parts
+        for kind in KINDS:
+            if layers := self.layers_of(kind):
+                make = functools.partial(Block.init_feed_forward, kind, cfg)
+                order = self.order_of(f"blocks.{kind}.")
+                parts[kind] = _stack(make, cfg, k_blocks, order, layers.start)
+        self.blocks = Block(cfg, **parts)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
 
-    def order_of(self, path: str) -> LayerOrder:
-        """The layers of the stack at a dotted path of the blocks, numbered among those that have such a part.
-
-        A stage of a pipeline has room for both kinds of feed-forward layer at every position.
-        """
+    def layers_of(self, part: str) -> range:
+        """The layers that have this part of the blocks."""
         dense, layers = self.cfg.dense_layers, self.cfg.num_layers
-        first, stop = 0, layers
-        if ".mlp." in path:
-            stop = dense
-        elif ".moe." in path:
-            first = dense
-        if first == stop or not self.staged:
-            return tuple(range(stop - first))
-        inside = (i is not None and first <= i < stop for i in self.layer_order)
-        pairs = zip(self.layer_order, inside, strict=True)
-        return tuple(i - first if i is not None and here else None for i, here in pairs)
+        return range(dense if part == "moe" else 0, dense if part == "mlp" else layers)
+
+    def order_of(self, path: str) -> LayerOrder:
+        """The layers of the stack at a dotted path, as `blocks.moe.w_up`, numbered among those that have that part.
+
+        A rank of a pipeline has as many positions of a kind as the rank with most layers of it needs.
+        """
+        part = path.rpartition("blocks.")[2].partition(".")[0]
+        layers = self.layers_of(part)
+        if not self.staged:
+            return tuple(range(len(layers)))
+        if len(layers) == self.cfg.num_layers:
+            return self.layer_order
+        return stack_order(self.layer_order, self.ranks, layers)
 
     def __call__(
         self,
@@ -146,7 +137,9 @@ class Transformer(nnx.Module):
                 x_BRD, routed, cache = block.gathered(own)(x_BRD, own)
                 return x_BRD, (cache and cache[:2], routed)
 
-            part = self._layers(kind, start, stop), _cut(alike.stacked, start, stop)
+            row = start - self.layers_of(kind).start
+            block = self.blocks.layers(kind, stop - start, start, row)
+            part = block, cut(alike.stacked, start, stop)
             with jax.named_scope("layers"):
                 x_BRD, out = jax.lax.scan(remat(layer), x_BRD, part)
             found.append(out)
@@ -174,16 +167,6 @@ class Transformer(nnx.Module):
             (window, kind, fp8 if low else None, stop - n, stop)
             for ((window, kind, low), n), stop in zip(runs, stops, strict=True)
         ]
-
-    def _layers(self, kind: FeedForward, start: int, stop: int) -> Block:
-        """These layers, all with this feed-forward layer."""
-        first = _first_layer(self.cfg, kind)
-        block = self.blocks.of(kind)
-        feed_forward = _cut(getattr(block, kind), start - first, stop - first)
-        delattr(block, kind)
-        block = _cut(block, start, stop)
-        setattr(block, kind, feed_forward)
-        return block
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""

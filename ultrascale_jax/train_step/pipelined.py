@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.block import ATTENTION
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
@@ -64,7 +66,7 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, weight):
     """Bare loss, the same on every device, and this device's partial sums of the gradients and the routers' statistics
     (none without a backward pass)."""
-    used = prepare_params(cfg, params)
+    used, model = prepare_params(cfg, params), cfg.model
     shared, join = _apart(used)
     out = pipeline(
         schedule,
@@ -74,11 +76,45 @@ def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatch
         parts,
         stash=cfg.pp.stash,
         divergent=cfg.pp.divergent,
-        lengths=schedules.stage_layers(schedule.num_stages, cfg.model.num_layers),
+        lengths=schedules.stage_layers(schedule.num_stages, model.num_layers, model.dense_layers),
+        rows=_rows(cfg, params),
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
     grads = None if out.blocks is None else join(out.shared, out.blocks)
-    return loss, grads, out.statistics
+    routed = out.statistics
+    if routed is not None and _is_mixed(cfg):
+        routed = _of_experts(params, routed)
+    return loss, grads, routed
+
+
+def _is_mixed(cfg: Config) -> bool:
+    """Whether some layers have experts and others do not."""
+    return 0 < cfg.model.dense_layers < cfg.model.num_layers
+
+
+def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
+    """The argument `rows` of `pipeline`: where stacks of one kind of feed-forward layer hold a layer."""
+    if not _is_mixed(cfg):
+        return None
+
+    def table(path) -> np.ndarray:
+        part = jax.tree_util.keystr(path[:1], simple=True)
+        stack, first = params.order_of(f"blocks.{part}."), params.layers_of(part).start
+        rows = schedules.stack_rows(params.layer_order, stack, params.ranks, first)
+        return np.array(rows, np.int32)
+
+    return [table(path) for path, _ in jax.tree.leaves_with_path(params.blocks)]
+
+
+def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
+    """A rank's statistics by position as rows of the stack of experts."""
+    order, size = params.layer_order, len(statistics)
+    stack, first = params.order_of("blocks.moe."), params.layers_of("moe").start
+    # Of a row that pads the stack beyond the end.
+    places = [size if i is None else order.index(first + i) % size for i in stack]
+    places = np.reshape(places, (params.ranks, -1)).astype(np.int32)
+    here = jnp.asarray(places)[jax.lax.axis_index("pp")]
+    return statistics.at[here].get(mode="fill", fill_value=0)
 
 
 def _inside(model: Transformer) -> list[bool]:
@@ -114,20 +150,19 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
                 return x_BRD, jnp.float32(0.0), jnp.zeros(cfg.model.experts.num + 2, jnp.float32)
             return x_BRD, weight * jnp.sum(routed.balance_BR), routed.statistics_Z
 
-        if dense in (0, cfg.model.num_layers):
+        if not _is_mixed(cfg):
             return finished(*block.gathered(inputs)(x_BRD, inputs)[:2])
-        x_BRD = block.without("mlp", "moe").gathered(inputs).attend(x_BRD, inputs)[0]
+        x_BRD = block.only(*ATTENTION).gathered(inputs).attend(x_BRD, inputs)[0]
         axes = varying(x_BRD)
 
         def feed(kind, block, x_BRD):
-            block = block.of(kind).gathered(inputs)
+            block = block.only("mlp_norm", kind).gathered(inputs)
             out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
             return jax.tree.map(lambda a: vary(a, axes), out)
 
         # Stages part ways here: only the all-to-alls of experts, over ranks of one stage, stand inside.
         kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))
-        rest = block.without("attn", "attn_norm")
-        return jax.lax.cond(number < dense, *kinds, rest, x_BRD)
+        return jax.lax.cond(number < dense, *kinds, block.only("mlp_norm", "mlp", "moe"), x_BRD)
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):

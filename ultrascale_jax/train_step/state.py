@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.transformer import LayerOrder, Transformer
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.rules import stored
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
@@ -56,8 +57,9 @@ def layer_order(cfg: Config) -> LayerOrder | None:
     """Return the layer at each position by the schedule's stages; None if positions follow the model."""
     if cfg.mesh.pp == 1:
         return None
-    table = schedules.of_config(cfg)
-    return schedules.layer_order(table.ranks, table.virtual, table.placement, cfg.model.num_layers)
+    table, model = schedules.of_config(cfg), cfg.model
+    stages = table.ranks, table.virtual, table.placement
+    return schedules.layer_order(*stages, model.num_layers, model.dense_layers)
 
 
 def initial_state(cfg: Config) -> TrainState:
@@ -66,7 +68,7 @@ def initial_state(cfg: Config) -> TrainState:
     def rest(value, dims, on):
         return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
 
-    model = Transformer(cfg.model, jax.random.key(cfg.train.seed), layer_order(cfg))
+    model = Transformer(cfg.model, jax.random.key(cfg.train.seed), layer_order(cfg), cfg.mesh.pp)
     params = map_params(rest, model)
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init

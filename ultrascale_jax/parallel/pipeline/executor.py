@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Row, Tree, at, empty, put, rows
+from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Row, Tree, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.program import Program, Segment, assemble
 from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
@@ -98,6 +98,7 @@ def pipeline(
     stash: str = "residuals",
     divergent: bool = False,
     lengths: Sequence[int] | None = None,
+    rows: Sequence | None = None,
     axis: str = "pp",
 ) -> Pipelined:
     """Compute loss and gradients of all micro-batches, or only the loss if the schedule has no backward operations.
@@ -112,14 +113,16 @@ def pipeline(
         `jax.checkpoint` in `layer`); `input` keeps a stage's input and runs its forward pass again.
       divergent: each rank runs only its own operations; experimental.
       lengths: layers of each stage (`schedules.stage_layers`); what the leaves hold beyond is padding, and masked.
+      rows: for each leaf of `blocks` the row `[ranks, virtual * layers of a stage]` of a rank's leaf that holds the
+        layer at a position, chunk by chunk, if that is not the position: stacks that only some layers are in.
       axis: the pipeline's mesh axis, manual here.
 
     Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
     it (`vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
     """
-    _check(schedule, blocks, microbatches, stash, lengths, axis)
+    _check(schedule, blocks, microbatches, stash, lengths, rows, axis)
     state = _Executor(
-        schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
+        schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, rows, axis
     ).run()
     trains, tree = "blocks" in state, jax.tree.structure(blocks)
     return Pipelined(
@@ -132,9 +135,10 @@ def pipeline(
     )
 
 
-def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
+def _check(schedule, blocks, microbatches, stash, lengths, rows, axis) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
-    layers = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)})
+    held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)]
+    layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})
     depth, rest = divmod(layers[0], schedule.virtual)
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(microbatches)})
     m, stages = schedule.microbatches, schedule.num_stages
@@ -150,6 +154,10 @@ def _check(schedule, blocks, microbatches, stash, lengths, axis) -> None:
             len(layers) == 1 and not rest,
             f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
         ),
+        (
+            rows is None or all(table.max() < n for table, n in zip(rows, held, strict=True)),
+            f"rows beyond the ends of leaves of {held} layers",
+        ),
         (fits, f"lengths={lengths}: must be {stages} numbers, one for each stage, up to {depth}"),
     ):
         if not ok:
@@ -160,7 +168,7 @@ class _Executor:
     """The parts of one tick; `lax.scan` carries their arrays in one dictionary, the state."""
 
     def __init__(
-        self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, axis
+        self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, rows, axis
     ):
         self.program: Program = assemble(schedule, stash)
         self.schedule, self.stages, self.axis = schedule, stages, axis
@@ -172,7 +180,7 @@ class _Executor:
             schedule, stages.layer, stages.context,
             jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, microbatches,
             axis=axis, trains=self.trains, stashes=self.stashes, divergent=divergent, lengths=lengths,
-            numbered=stages.numbered,
+            rows=rows, numbered=stages.numbered,
         )  # fmt: skip
 
     def run(self) -> dict:
@@ -210,7 +218,7 @@ class _Executor:
                 f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part"
             )
         state |= {
-            "inputs": rows(x, slots.inputs + 1, self.axis),
+            "inputs": buffer(x, slots.inputs + 1, self.axis),
             "x_forward": empty(x),
             "objective": empty(objective),
             "metrics": jax.tree.map(empty, metrics),
@@ -219,7 +227,7 @@ class _Executor:
             y = lax.psum(x, self.axis)
             grads = self._head_gradient(y, first)[1]
             state |= {
-                "gradients": rows(x, slots.gradients + 1, self.axis),
+                "gradients": buffer(x, slots.gradients + 1, self.axis),
                 "g": empty(x),
                 "shared": jax.tree.map(empty, self.stages.accumulate_shared(grads)),
             }

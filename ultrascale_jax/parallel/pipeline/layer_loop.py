@@ -38,6 +38,7 @@ class LayerLoop:
         stashes: bool,
         divergent: bool,
         lengths: Sequence[int] | None,
+        rows: Sequence | None,
         numbered: bool,
     ):
         self.schedule, self.accumulate = schedule, accumulate
@@ -45,7 +46,9 @@ class LayerLoop:
         self.context = context
         self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
         self.trains, self.stashes, self.divergent = trains, stashes, divergent
-        self.depth = jax.tree.leaves(blocks)[0].shape[0] // schedule.virtual
+        positions = len(jax.tree.leaves(blocks)[0]) if rows is None else rows[0].shape[1]
+        self.depth = positions // schedule.virtual
+        self.rows = rows and [jnp.asarray(table)[lax.axis_index(axis)] for table in rows]
         self.lengths, every = None, lengths or [self.depth] * schedule.num_stages
         starts = [
             [sum(every[: schedule.stage_of(r, c)]) for c in range(schedule.virtual)]
@@ -63,7 +66,7 @@ class LayerLoop:
         """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
-        params = at(self.blocks, here)
+        params = self._params(here, here)
         context = self.context(at(self.microbatches, here)), self._number(here, here)
         if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, *context)):
             raise ValueError(
@@ -89,8 +92,8 @@ class LayerLoop:
         state["statistics"] = self._rows(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux))
         grads, _ = self.vjp.backward(params, context, kept, cotangents)
-        sums = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
-        state["blocks"] = self._rows(sums, self.schedule.virtual * self.depth)
+        leaves = zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True)
+        state["blocks"] = [self._rows(fn(g), len(leaf)) for fn, g, leaf in leaves]
         if self.stashes:
             state["residuals"] = self._rows(self._rows(kept, self.depth), slots.residuals + 1)
         if self.schedule.split:
@@ -99,7 +102,7 @@ class LayerLoop:
         return x, state
 
     def _rows(self, tree: Tree, count: int) -> Tree:
-        return jax.tree.map(lambda a: rows(a, count, self.axis), tree)
+        return jax.tree.map(lambda a: buffer(a, count, self.axis), tree)
 
     def run(
         self, segment: Segment, state: dict, read: dict, row: Row
@@ -151,7 +154,7 @@ class LayerLoop:
                 self._backward_layer(carry["g"], kept, after, row, back, contexts["b"])
             if weights:
                 waiting = at((after if backward else rest)["weights"], row["w_w"], back)
-                params = at(self.blocks, row["w_chunk"] * self.depth + back)
+                params = self._params(row["w_chunk"], back)
                 around = contexts["w"], self._number(row["w_chunk"], back)
                 grads = self.vjp.weight_gradient(params, around, waiting)
                 on = self._real(row["w_chunk"], back) & (row["w_on"] > 0)
@@ -165,7 +168,8 @@ class LayerLoop:
 
     def _forward_layer(self, carry: dict, row: Row, index, context) -> dict:
         position = row["f_chunk"] * self.depth + index
-        params, context = at(self.blocks, position), (context, self._number(row["f_chunk"], index))
+        params = self._params(row["f_chunk"], index)
+        context = context, self._number(row["f_chunk"], index)
         real = self._real(row["f_chunk"], index)
 
         def add(sums: Tree, more: Tree) -> Tree:
@@ -188,7 +192,7 @@ class LayerLoop:
         return after
 
     def _backward_layer(self, g, kept, after: dict, row: Row, back, context) -> None:
-        params = at(self.blocks, row["b_chunk"] * self.depth + back)
+        params = self._params(row["b_chunk"], back)
         context = context, self._number(row["b_chunk"], back)
         real = self._real(row["b_chunk"], back)
         on = real & (row["b_on"] > 0)
@@ -213,7 +217,7 @@ class LayerLoop:
         """Run the forward pass of a stage once more, for its layers' residuals."""
 
         def layer(x, index):
-            params = at(self.blocks, row["b_chunk"] * self.depth + index)
+            params = self._params(row["b_chunk"], index)
             around = context, self._number(row["b_chunk"], index)
             y, _, _, kept = self.vjp.forward(params, x, around)
             return jnp.where(self._real(row["b_chunk"], index), y, x), kept
@@ -227,6 +231,19 @@ class LayerLoop:
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary(y, self.axes), vary(aux, self.aux_axes), *statistics
 
+    def _params(self, chunk, index) -> Tree:
+        """Parameters of a layer; of stacks that it is not in, another layer's."""
+        leaves, tree = jax.tree.flatten(self.blocks)
+        rows = self._rows_of(chunk, index)
+        return jax.tree.unflatten(tree, [at(a, row) for a, row in zip(leaves, rows, strict=True)])
+
+    def _rows_of(self, chunk, index) -> list:
+        """For each leaf of the blocks the row of a layer."""
+        position = chunk * self.depth + index
+        if self.rows is None:
+            return [position] * len(self.accumulate)
+        return [table[position] for table in self.rows]
+
     def _number(self, chunk, index) -> jax.Array:
         """The number of a layer in the model."""
         return self.starts[chunk] + index
@@ -238,11 +255,11 @@ class LayerLoop:
     def _add(self, after: dict, grads: list, on, chunk, index) -> None:
         """Add one layer's gradients, none for those that come at another time.
 
-        An idle rank's are selected away and not multiplied by zero: what it computes from empty buffers may be NaN.
+        An idle rank's are selected away and not multiplied by zero: what it computes from empty buffers may be NaN. Of
+        stacks that the layer is not in they are zeros.
         """
-        row = chunk * self.depth + index
-        sums = list(after["blocks"])
-        for i, (grad, accumulate) in enumerate(zip(grads, self.accumulate, strict=True)):
+        sums, rows = list(after["blocks"]), self._rows_of(chunk, index)
+        for i, (grad, accumulate, row) in enumerate(zip(grads, self.accumulate, rows, strict=True)):
             if grad is not None:
                 sums[i] = put(sums[i], at(sums[i], row) + jnp.where(on, accumulate(grad), 0), row)
         after["blocks"] = sums
@@ -275,6 +292,6 @@ def empty(a: jax.Array) -> jax.Array:
     return vary(jnp.zeros(a.shape, a.dtype), varying(a))
 
 
-def rows(a: jax.Array, count: int, axis: str) -> jax.Array:
+def buffer(a: jax.Array, count: int, axis: str) -> jax.Array:
     """Zeros for `count` values like `a`, written by rank."""
     return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})

@@ -33,9 +33,15 @@ __all__ = [
     "layer_order",
     "of_config",
     "read_csv",
+    "stack_order",
+    "stack_rows",
     "stage_layers",
     "write_csv",
 ]
+
+
+type LayerOrder = tuple[int | None, ...]
+"""The layer at each position of a stack, rank after rank; None is one of zeros, which no stage runs."""
 
 
 def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int = 0) -> Schedule:
@@ -86,14 +92,13 @@ def of_config(cfg: Config) -> Schedule:
 
 
 def layer_order(
-    ranks: int, virtual: int, placement: Placement, num_layers: int
-) -> tuple[int | None, ...]:
+    ranks: int, virtual: int, placement: Placement, num_layers: int, dense: int = 0
+) -> LayerOrder:
     """Return the layer at position `(rank * virtual + chunk) * layers + l` at rest; None is padding.
 
-    Stage s holds consecutive layers; where the stages do not divide the layers, the first
-    `num_layers % stages` hold one more, and `layers` is what those hold.
+    Stage s holds consecutive layers, as many as `stage_layers` says, and `layers` is what the longest holds.
     """
-    sizes = stage_layers(ranks * virtual, num_layers)
+    sizes = stage_layers(ranks * virtual, num_layers, dense)
     order: list[int | None] = []
     for rank in range(ranks):
         for chunk in range(virtual):
@@ -103,7 +108,47 @@ def layer_order(
     return tuple(order)
 
 
-def stage_layers(stages: int, num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage."""
-    fewest, more = divmod(num_layers, stages)
-    return tuple(fewest + (stage < more) for stage in range(stages))
+def stage_layers(stages: int, num_layers: int, dense: int = 0) -> tuple[int, ...]:
+    """Return the number of layers of each stage: alike, and one more in the first ones if stages do not divide layers.
+
+    If the first `dense` layers are of another kind, the first stages are shorter where that puts fewer of these on one
+    stage and makes no stage longer: each rank holds as many of them as the fullest one.
+    """
+    longest = -(-num_layers // stages)
+    short, each = 0, 0
+    if 0 < dense < num_layers:
+        spare = stages * longest - num_layers
+        cuts = [(-(-dense // each) - 1, each) for each in range(1, longest)]
+        fitting = [(short, each) for short, each in cuts if short * (longest - each) <= spare]
+        short, each = next(iter(fitting), (0, 0))
+    fewest, more = divmod(num_layers - short * each, stages - short)
+    return (each,) * short + tuple(fewest + (stage < more) for stage in range(stages - short))
+
+
+def stack_order(order: LayerOrder, ranks: int, layers: range) -> LayerOrder:
+    """Return the layer at each position of a stack of `layers` alone, counted from their first; None is padding.
+
+    Each rank holds its own in the sequence of `order`, and all have as many positions as the fullest needs.
+    """
+    size = len(order) // ranks
+    parts = [
+        [i - layers.start for i in order[first : first + size] if i is not None and i in layers]
+        for first in range(0, len(order), size)
+    ]
+    most = max(map(len, parts))
+    return tuple(number for part in parts for number in (*part, *(None,) * (most - len(part))))
+
+
+def stack_rows(order: LayerOrder, stack: LayerOrder, ranks: int, first: int) -> list[list[int]]:
+    """Return, by rank and position in `order`, the row of the rank's part of `stack` with that layer; 0 if none has it.
+
+    The layers of `stack` are numbered from `first` on.
+    """
+    parts = [
+        [(part[r * len(part) // ranks : (r + 1) * len(part) // ranks]) for part in (order, stack)]
+        for r in range(ranks)
+    ]
+    return [
+        [own.index(i - first) if i is not None and i - first in own else 0 for i in here]
+        for here, own in parts
+    ]

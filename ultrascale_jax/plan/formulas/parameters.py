@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.plan.formulas import experts
+from ultrascale_jax.plan.formulas import experts, pipeline
 from ultrascale_jax.plan.workload import Run
 
 
@@ -39,7 +39,8 @@ def weights_of(run: Run) -> Weights:
     """The parameters that one GPU works on.
 
     Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router and what makes the latents of
-    latent attention. Every rank of a pipeline has as many layers as the fullest, and its part of the vocabulary.
+    latent attention. Every rank of a pipeline has as many layers as the fullest, as many of each kind as the fullest of
+    that kind, and its part of the vocabulary.
     """
     shape, mesh, found = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
@@ -49,14 +50,14 @@ def weights_of(run: Run) -> Weights:
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
         shared = found.shared * shape.expert_params / t + D * found.num
-    # Where a pipeline's layers are of both kinds, each has room for either.
-    both = mesh.pp > 1 and 0 < moe < 1
-    mlp, moe = (1, 1) if both else (1 - moe, moe)
+    mlp, moe = layers * (1 - moe), layers * moe
+    if mesh.pp > 1 and mlp and moe:
+        mlp, moe = pipeline.feed_forward_positions(run)
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = shape.vocab_size * D / (t * mesh.pp)
     return Weights(
-        dense=layers * (attention + mlp * shape.mlp_params / t + moe * shared),
-        experts=layers * moe * routed,
+        dense=layers * attention + mlp * shape.mlp_params / t + moe * shared,
+        experts=moe * routed,
         table=table,
         tables=table if shape.tied_embeddings else 2 * table,
         vectors=layers * shape.vector_params / shape.num_layers + D,

@@ -49,6 +49,12 @@ def counts(run: Run) -> Counts:
     return _counts(_key(run), run.stash)
 
 
+def feed_forward_positions(run: Run) -> tuple[int, int]:
+    """Dense feed-forward layers, and layers of experts, for which each rank of the pipeline of `run` has room."""
+    layers = run.shape.num_layers
+    return _positions(_key(run), layers, layers - run.shape.moe_layers)
+
+
 def divergent_bubble(run: Run, f: float, b: float, w: float) -> float:
     """Idle over ideal time where each rank runs its own operations and waits for its neighbours in every tick.
 
@@ -131,6 +137,16 @@ def _counts(key: Key, stash: str) -> Counts:
         for field, numbers in first.items()
     }
     return Counts(**line)
+
+
+@functools.cache
+def _positions(key: Key, layers: int, dense: int) -> tuple[int, int]:
+    table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
+    stages = table.ranks, table.virtual, table.placement
+    order = schedules.layer_order(*stages, layers, dense)
+    kinds = range(dense), range(dense, layers)
+    mlp, moe = (len(schedules.stack_order(order, table.ranks, k)) // table.ranks for k in kinds)
+    return mlp, moe
 
 
 @functools.lru_cache(8)  # the same table for either stash
