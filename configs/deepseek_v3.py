@@ -29,7 +29,7 @@ config = Config(
     train=TrainConfig(
         steps=235_000, global_batch=15360, microbatches=120, zero=1, remat="full", eval_every=1000
     ),
-    moe=MoEConfig(nodes=8, aux_loss=0.0001, aux_over="sequence", bias_rate=0.001),
+    moe=MoEConfig(a2a_groups=8, aux_loss=0.0001, aux_over="sequence", bias_rate=0.001),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/deepseek_v3"),
 )

@@ -19,7 +19,7 @@ config = Config(
     model=shapes.LLAMA3_405B,
     mesh=MeshConfig(fsdp=-1, sp=8),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
-    optim=OptimConfig(lr=8e-5, min_lr=0.01, warmup_steps=8000),
+    optim=OptimConfig(lr=8e-5, min_lr_ratio=0.01, warmup_steps=8000),
     train=TrainConfig(steps=1_200_000, global_batch=2048, remat="full", eval_every=1000),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/llama3_405b"),

@@ -5,7 +5,7 @@ import dataclasses
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
 
 LLAMA31_ROPE = RopeScaling(
-    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+    kind="llama3", factor=8.0, freq_factors=(1.0, 4.0), original_seq_len=8192
 )
 
 SMOLLM2_135M = ModelConfig(
@@ -111,7 +111,7 @@ MIXTRAL_8X7B = ModelConfig(
     head_dim=128,
     norm_eps=1e-5,
     rope_theta=1_000_000.0,
-    experts=Experts(num=8, per_token=2),
+    experts=Experts(num=8, top_k=2),
 )
 
 QWEN3_30B_A3B = ModelConfig(
@@ -125,7 +125,7 @@ QWEN3_30B_A3B = ModelConfig(
     norm_eps=1e-6,
     qk_norm="head",
     rope_theta=1_000_000.0,
-    experts=Experts(num=128, per_token=8, d_ff=768),
+    experts=Experts(num=128, top_k=8, d_ff=768),
 )
 
 # Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.
@@ -141,7 +141,7 @@ DEEPSEEK_V3 = ModelConfig(
     rope_theta=10_000.0,
     experts=Experts(
         num=256,
-        per_token=8,
+        top_k=8,
         d_ff=2048,
         shared=1,
         dense_layers=3,

@@ -19,7 +19,7 @@ def routed(logits, experts: Experts, bias=None) -> tuple[np.ndarray, np.ndarray]
         groups = [sorted(row[i : i + size])[-2:] for i in range(0, experts.num, size)]
         best = sorted(range(experts.groups), key=lambda group: -sum(groups[group]))
         reachable = [e for e in range(experts.num) if e // size in best[: experts.groups_per_token]]
-        ids.append(sorted(reachable, key=lambda e: -row[e])[: experts.per_token])
+        ids.append(sorted(reachable, key=lambda e: -row[e])[: experts.top_k])
     return scores, np.array(ids)
 
 
@@ -87,7 +87,7 @@ def kept_by_capacity(
             here[rank].extend(tokens)
     slots = a2a_stages(moe, experts, ranks, n)[-1:]
     slots = columns * (slots[0].parts * slots[0].rows if slots else n)
-    limit = capacity(slots, len(ids) * experts.per_token / experts.num, moe.bound)
+    limit = capacity(slots, len(ids) * experts.top_k / experts.num, moe.capacity_factor)
     for expert in range(experts.num):
         tokens = here[expert * ranks // experts.num]
         for token in [token for token in tokens if (ids[token] == expert).any()][limit:]:

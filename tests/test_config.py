@@ -8,6 +8,7 @@ import sys
 import textwrap
 from ast import AnnAssign, ClassDef, Constant, Expr, parse
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -20,6 +21,8 @@ from ultrascale_jax.config import (
     ContextConfig,
     DataConfig,
     Experts,
+    Fp8Config,
+    KernelsConfig,
     LatentAttention,
     LogConfig,
     MeshConfig,
@@ -49,6 +52,8 @@ SECTIONS = (
     Experts,
     LatentAttention,
     MoEConfig,
+    Fp8Config,
+    KernelsConfig,
 )
 
 
@@ -61,11 +66,22 @@ def replaced(cfg: Config, **changes: object) -> Config:
     return cfg
 
 
-def test_there_are_fewer_than_120_fields():
-    fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
-    # These parts of a model are set through their own fields, which are counted.
-    parts = ("rope_scaling", "experts", "latent")
-    assert len([field for field in fields if field.name not in parts]) < 120
+def leaves(kind, path=""):
+    """Dotted names of all fields of a dataclass and of its parts, those that may be absent among them."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        kinds = (hints[field.name], *get_args(hints[field.name]))
+        part = next(filter(dataclasses.is_dataclass, kinds), None)
+        name = f"{path}{field.name}"
+        yield from (name,) if part is None else leaves(part, f"{name}.")
+
+
+def test_there_are_at_most_100_fields():
+    found = list(leaves(Config))
+    assert {name.partition(".")[0] for name in found} == {
+        f.name for f in dataclasses.fields(Config)
+    }
+    assert 80 < len(found) <= 100
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -99,7 +115,10 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
             "model.rope_theta=1.0",
         ),
         (lambda: RopeScaling(factor=0.5), "model.rope_scaling.factor=0.5"),
-        (lambda: RopeScaling(low_freq_factor=4.0), "model.rope_scaling.low_freq_factor=4.0"),
+        (
+            lambda: RopeScaling(freq_factors=(4.0, 0.0)),
+            "model.rope_scaling.freq_factors=(4.0, 0.0)",
+        ),
         (lambda: RopeScaling(original_seq_len=0), "model.rope_scaling.original_seq_len=0"),
         (lambda: RopeScaling(attention_factor=1.5), "model.rope_scaling.attention_factor=1.5"),
         (
@@ -111,11 +130,11 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
             "model.rope_scaling.mscale_all_dim=1.0",
         ),
         (lambda: Experts(num=0), "model.experts.num=0"),
-        (lambda: Experts(per_token=0), "model.experts.per_token=0"),
-        (lambda: Experts(num=4, per_token=5), "model.experts.per_token=5"),
+        (lambda: Experts(top_k=0), "model.experts.top_k=0"),
+        (lambda: Experts(num=4, top_k=5), "model.experts.top_k=5"),
         (lambda: Experts(num=8, groups=3), "model.experts.groups=3"),
         (lambda: Experts(groups=4, groups_per_token=5), "model.experts.groups_per_token=5"),
-        (lambda: Experts(groups=4, per_token=3), "model.experts.per_token=3"),
+        (lambda: Experts(groups=4, top_k=3), "model.experts.top_k=3"),
         (lambda: Experts(scale=0.0), "model.experts.scale=0.0"),
         (lambda: Experts(shared=-1), "model.experts.shared=-1"),
         (
@@ -143,20 +162,25 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
             "model.qk_norm='head'",
         ),
         (lambda: MoEConfig(dispatch="dense"), "moe.dispatch='dense'"),
-        (lambda: MoEConfig(bound=0.5), "moe.bound=0.5"),
-        (lambda: MoEConfig(nodes=0), "moe.nodes=0"),
-        (lambda: MoEConfig(dispatch="allgather", nodes=2), "moe.nodes=2"),
+        (lambda: MoEConfig(capacity_factor=0.5), "moe.capacity_factor=0.5"),
+        (lambda: MoEConfig(a2a_groups=0), "moe.a2a_groups=0"),
+        (lambda: MoEConfig(dispatch="allgather", a2a_groups=2), "moe.a2a_groups=2"),
         (lambda: MoEConfig(aux_loss=-1.0), "moe.aux_loss=-1.0"),
         (lambda: MoEConfig(aux_over="token"), "moe.aux_over='token'"),
-        (lambda: MoEConfig(implementation="triton"), "moe.implementation='triton'"),
+        (lambda: KernelsConfig(grouped_matmul="cudnn"), "kernels.grouped_matmul='cudnn'"),
         (lambda: MeshConfig(tp=0), "mesh.tp=0"),
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: DataConfig(seq_len=1), "data.seq_len=1"),
         (lambda: DataConfig(eval_fraction=0.5), "data.eval_fraction=0.5"),
         (lambda: OptimConfig(lr=float("nan")), "optim.lr=nan"),
-        (lambda: OptimConfig(min_lr=2.0), "optim.min_lr=2.0"),
+        (lambda: OptimConfig(min_lr_ratio=2.0), "optim.min_lr_ratio=2.0"),
         (lambda: OptimConfig(eps=0.0), "optim.eps=0.0"),
-        (lambda: WatchConfig(spike_window=10**6), "watch.spike_window=1000000"),
+        (lambda: WatchConfig(spike_guard=(6.0, 10**6)), "watch.spike_guard=(6.0, 1000000)"),
+        (
+            lambda: OptimConfig(name="muon", moment_dtype="bfloat16_stochastic"),
+            "optim.moment_dtype='bfloat16_stochastic'",
+        ),
+        (lambda: Fp8Config(bf16_layers=(0, -1)), "fp8.bf16_layers=(0, -1)"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas=(0.9, 1.0)"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: TrainConfig(steps=0), "train.steps=0"),
@@ -170,12 +194,7 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: PipelineConfig(schedule="interleaved", virtual=1), "pp.virtual=1"),
         (lambda: PipelineConfig(schedule="zb_v", virtual=3), "pp.virtual=3"),
         (lambda: PipelineConfig(schedule="mine.csv", virtual=2), "pp.virtual=2"),
-        (lambda: PipelineConfig(schedule="zb_h1", group=4), "pp.group=4"),
         (lambda: ContextConfig(ulysses=0), "cp.ulysses=0"),
-        (lambda: CheckpointConfig(dir="../elsewhere"), "checkpoint.dir='../elsewhere'"),
-        (lambda: CheckpointConfig(dir="/elsewhere"), "checkpoint.dir='/elsewhere'"),
-        (lambda: CheckpointConfig(dir="a/../../b"), "checkpoint.dir='a/../../b'"),
-        (lambda: CheckpointConfig(dir=""), "checkpoint.dir=''"),
         (lambda: CheckpointConfig(keep=0), "checkpoint.keep=0"),
         (lambda: LogConfig(run_dir=" "), "log.run_dir=' '"),
     ],
@@ -225,7 +244,7 @@ def test_no_number_of_a_run_may_be_one_that_the_devices_cannot_hold():
     )
     cfg = Config(model=model)
     bad = list(bad_numbers(cfg))
-    assert len({path for path, _ in bad}) > 70
+    assert len({path for path, _ in bad}) > 60
     for path, value in bad:
         with pytest.raises(UserError, match=rf"^{path[0]}\.[\w.]+=") as refusal:
             with_value(cfg, path, value)
@@ -269,8 +288,6 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
         ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "multiple of 4"),
         ({**PP4, "train__microbatches": 6}, 8, "train.microbatches=6", "multiple of 4"),
-        ({**PP4, "pp__group": 6}, 8, "pp.group=6", "mesh.pp=4"),
-        ({**PP4, "pp__group": 8}, 8, "train.microbatches=4", "multiple of 8"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),
         ({**PP4, **MIXED_WINDOWS}, 8, "model.first_window_layer=2", "mesh.pp=1"),
         ({**PP4, "train__remat": "offload:gate"}, 8, "train.remat='offload:gate'", "mesh.pp=1"),

@@ -147,7 +147,7 @@ def config(row: dict[str, str]) -> tuple[Config, int]:
     if "dispatch" in row:
         way: Any = row["dispatch"]
         overlap = row["overlap"] == "on"
-        moe = MoEConfig(dispatch=way, nodes=int(row["nodes"]), overlap=overlap)
+        moe = MoEConfig(dispatch=way, a2a_groups=int(row["nodes"]), overlap=overlap)
     if row.get("layers", "all") != "all":
         dense, others = map(int, row["layers"].split("+"))
         experts = dataclasses.replace(model.experts, dense_layers=dense)

@@ -140,7 +140,7 @@ MIXED = dataclasses.replace(
         MODEL,
         num_layers=5,
         experts=Experts(
-            num=8, per_token=2, d_ff=16, shared=1, dense_layers=2, scores="sigmoid", bias=True
+            num=8, top_k=2, d_ff=16, shared=1, dense_layers=2, scores="sigmoid", bias=True
         ),
     ),
 )
@@ -175,7 +175,7 @@ def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
 
 @pytest.mark.wide
 def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
-    moe = MoEConfig(bound=1.0, aux_loss=0.01, bias_rate=0.01)
+    moe = MoEConfig(capacity_factor=1.0, aux_loss=0.01, bias_rate=0.01)
     cfg = in_folder(dataclasses.replace(MIXED, mesh=MeshConfig(fsdp=1, ep=4), moe=moe), tmp_path)
     mesh, loader = mesh_of(cfg), Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with jax.set_mesh(mesh):
@@ -381,7 +381,7 @@ def test_other_tokens_are_refused_with_their_source():
     [
         ("mesh.tp", 2),
         ("pp.schedule", "zb_v"),
-        ("model.attention", "xla"),
+        ("kernels.attention", "xla"),
         ("log.run_dir", "elsewhere"),
         ("checkpoint.every", 3),
     ],
@@ -447,7 +447,7 @@ def test_other_libraries_are_told():
 
 
 def test_params_load_without_training_on_another_mesh(state, tmp_path):
-    cfg = in_folder(change(BASE, checkpoint={"dir": "saved/here"}), tmp_path)
+    cfg = in_folder(BASE, tmp_path)
     save(cfg, state, 2, 3)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
     mesh = make_mesh(MeshConfig(fsdp=2, tp=2), jax.devices()[:4])

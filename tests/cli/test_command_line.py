@@ -72,7 +72,7 @@ def test_fields_of_a_part_that_the_recipe_has_are_there():
     cfg, _ = parse("llama32_1b", "--model.rope-scaling.factor", "8")
     assert cfg.model.rope_scaling is not None
     assert cfg.model.rope_scaling.factor == 8.0
-    assert cfg.model.rope_scaling.high_freq_factor == 4.0
+    assert cfg.model.rope_scaling.freq_factors == (1.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_rope_scaling_can_be_added_to_a_recipe_that_has_none(words):
 
 
 def test_experts_and_latent_attention_can_be_added_by_naming_a_field():
-    words = ["--model.experts.per-token", "3", "--model.experts.no-normalize"]
+    words = ["--model.experts.top-k", "3", "--model.experts.no-normalize"]
     cfg, _ = parse("debug", *words)
-    experts = Experts(per_token=3, normalize=False)
+    experts = Experts(top_k=3, normalize=False)
     assert cfg.model == dataclasses.replace(debug.model, experts=experts)
     latent = LatentAttention(kv_rank=16, rope_dim=4, v_dim=8)
     model = dataclasses.replace(
@@ -118,9 +118,11 @@ def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh
 def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
     words = ["--mesh", "pp=4,fsdp=2", "--pp.schedule", "interleaved", "--pp.virtual", "2"]
     words += ["--train.microbatches", "16", "--train.global-batch", "32", "--pp.stash", "input"]
-    cfg, _ = parse("debug", *words, "--pp.divergent")
+    cfg, _ = parse("debug", *words, "--pp.per_rank_control_flow")
     assert cfg.mesh == MeshConfig(pp=4, fsdp=2)
-    expected = PipelineConfig(schedule="interleaved", virtual=2, stash="input", divergent=True)
+    expected = PipelineConfig(
+        schedule="interleaved", virtual=2, stash="input", per_rank_control_flow=True
+    )
     assert cfg.pp == expected
     assert cfg.check(8) == cfg
 
@@ -145,7 +147,11 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
         (["--train.global-batch", "8388608"], "error: train.global_batch=8388608: the tokens of "),
         (["--data.seq-len", str(2**63)], "error: data.seq_len=9223372036854775808: must be at mo"),
         (["--model.rope-scaling.factor", "nan"], "error: model.rope_scaling.factor=nan: must be "),
-        (["--checkpoint.dir", "../x"], "error: checkpoint.dir='../x': must be a relative path"),
+        (["--moe.bound=2"], "error: --moe.bound: is --moe.capacity-factor now\n"),
+        (["--optim.min_lr", "0"], "error: --optim.min-lr: is --optim.min-lr-ratio now\n"),
+        (["--pp.no-divergent"], "error: --pp.divergent: is --pp.per-rank-control-flow now\n"),
+        (["--fp8.last-layers", "1"], "error: --fp8.last-layers: is --fp8.bf16-layers FIRST LAST "),
+        (["--checkpoint.dir", "x"], "error: --checkpoint.dir: is no option any more: checkpoints "),
         (["--mesh", "fsdp:4"], "error: mesh='fsdp:4': write axes as fsdp=4,tp=2\n"),
         (["--mesh", "xp=4"], "error: mesh='xp=4': 'xp' is no axis; the axes are pp, dp"),
         (["--mesh", "dp=-1,fsdp=-1"], "error: mesh.fsdp=-1: only one axis may be -1"),
@@ -161,10 +167,10 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
         (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
         (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
         (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
-        (["--pp.group", "4"], "error: pp.group=4: only interleaved and zb_uniform have groups"),
+        (["--pp.group", "4"], "error: --pp.group: is no option any more: use a table, as `plan"),
         (["--model.experts.num", "0"], "error: model.experts.num=0: must be at least 1\n"),
         (["--model.latent.kv-rank", "8"], "error: model.head_dim=32: must be more than model.lat"),
-        (["--moe.bound", "0.9"], "error: moe.bound=0.9: must be at least 1\n"),
+        (["--moe.capacity_factor", "0.9"], "error: moe.capacity_factor=0.9: must be at least 1\n"),
         (
             ["moe_debug", "--print-config", "--devices", "6", "--mesh", "ep=3,dp=2"],
             "error: mesh.ep=3: must divide model.experts.num=8\n",

@@ -111,7 +111,10 @@ def test_a_reader_that_has_enough_ends_it_quietly(arguments):
         (["memory", "debug", "--seq-len", "1000000007"], "train.global_batch=16"),
         (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
         (["memory", "mixtral_8x7b", "--mesh", "ep=16", "--gpus", "16"], "mesh.ep=16: must divide"),
-        (["memory", "mixtral_8x7b", "--moe.nodes", "3"], "moe.nodes=3: must divide mesh.ep=8"),
+        (
+            ["memory", "mixtral_8x7b", "--moe.a2a_groups", "3"],
+            "moe.a2a_groups=3: must divide mesh.ep=8",
+        ),
     ],
 )
 def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):

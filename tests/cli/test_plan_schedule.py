@@ -90,7 +90,7 @@ def test_a_figure_is_drawn(tmp_path, capsys):
         (["1f1b", "--costs", "1,1"], "costs='1,1': write the times"),
         (["1f1b", "--costs", "1,-1,1"], "costs='1,-1,1': must be positive"),
         (["1f1b", "--virtual", "2"], "pp.virtual=2: "),
-        (["1f1b", "--group", "4"], "pp.group=4: "),
+        (["1f1b", "--group", "4"], "group=4: "),
         (["1f1b", "--memory-cap", "2"], "memory_cap=2: means nothing"),
         (["--csv", "own.csv"], "csv='own.csv': name one schedule"),
         (["--figure", "own.png"], "figure='own.png': name one schedule"),

@@ -123,7 +123,7 @@ def test_real_runs_are_measured_once_and_failures_recorded(tmp_path, capsys):
     swept(path, *grid, *tiny)
     assert path.read_text() == before
     # A process that ends without an answer: its model is of no kind that can be made.
-    failed = swept(path, *grid, *tiny, "--model.attention", "cudnn")[-1]
+    failed = swept(path, *grid, *tiny, "--kernels.attention", "cudnn")[-1]
     assert failed["status"].startswith("failed: ") and failed["tok_s"] == "nan"
     late = swept(path, *grid, *tiny, "--data.seq-len", "64", "--minutes", "0.01")[-1]
     assert late["status"] == "out of time"

@@ -21,7 +21,7 @@ LONG = (
     *("--train.steps", "60", "--optim.lr", "1e-3"),
     *("--checkpoint.every", "10", "--checkpoint.keep", "9"),
 )
-GUARDED = ("--watch.spike-sigma", "40", "--watch.spike-window", "4")
+GUARDED = ("--watch.spike-guard", "40", "4")
 
 
 def steps_of(job):
@@ -70,12 +70,14 @@ def test_wrong_numbers_are_skipped_and_the_run_goes_on_elsewhere(job, tmp_path):
 @pytest.mark.faults
 def test_a_job_that_only_skips_stops_for_good(job, tmp_path):
     """Row 16: k in a row, on both processes, with the batches written down."""
-    faults = ",".join(f"nan@{step}@1" for step in (5, 6, 7))
-    diverging = job(tmp_path / "run", "--train.max-skipped", "3", fault=faults)
+    faults = ",".join(f"nan@{step}@1" for step in range(5, 15))
+    diverging = job(tmp_path / "run", "--train.steps", "20", fault=faults)
     assert diverging.wait() == [STOPPED, STOPPED], diverging.outputs
-    assert "not finite in 3 steps in a row up to step 7" in diverging.outputs[0]
+    assert "not finite in 10 steps in a row up to step 14" in diverging.outputs[0]
     kept = json.loads((tmp_path / "run/skipped.json").read_text())
-    assert [(row["step"], len(row["places"])) for row in kept] == [(5, 8), (6, 8), (7, 8)]
+    assert [(row["step"], len(row["places"])) for row in kept] == [
+        (step, 8) for step in range(5, 15)
+    ]
     assert diverging.checkpoints() == [4]
 
 

@@ -102,7 +102,7 @@ def test_a_stalled_loader_is_a_wait_for_data_that_the_watchdog_ends(launch, undi
 def test_a_straggler_is_named_within_twenty_steps(launch):
     """Row 19."""
     fault = ",".join(f"sleep@{step}@1" for step in range(4, 40, 5))
-    run = launch("--watch.straggler-every", "20", "--train.steps", "40", fault=fault)
+    run = launch("--train.steps", "40", fault=fault)
     assert run.wait() == [0], run.outputs[0]
     found = told(run, "straggler")
     assert {event["of"] for event in found} == {1} and found[0]["step"] <= 20

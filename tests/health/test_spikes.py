@@ -15,6 +15,7 @@ from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Experts, WatchConfig
+from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged, reason, suspicious
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.train_step.spikes import Spikes
@@ -26,7 +27,7 @@ BASE = change(
     TINY,
     mesh={"fsdp": 1},
     model={"num_layers": 1},
-    watch={"spike_sigma": 40.0, "spike_window": 4},
+    watch={"spike_guard": (40.0, 4)},
     optim={"warmup_steps": 0},
     checkpoint={"every": 0},
 )
@@ -49,7 +50,7 @@ def test_a_step_is_skipped_when_it_leaps_above_the_window_of_accepted_ones(windo
     values = np.random.default_rng(window).normal(size=(200, 2)).astype(np.float32)
     values[::17] += 20.0
     values[30:60, 1] += 1.0
-    spikes = Spikes.start(WatchConfig(spike_sigma=sigma, spike_window=window))
+    spikes = Spikes.start(WatchConfig(spike_guard=(sigma, window)))
 
     @jax.jit
     def step(spikes, value):
@@ -65,7 +66,7 @@ def test_a_step_is_skipped_when_it_leaps_above_the_window_of_accepted_ones(windo
 
 
 def test_without_a_threshold_the_state_holds_no_window():
-    cfg = change(BASE, watch={"spike_sigma": 0.0})
+    cfg = change(BASE, watch={"spike_guard": (0.0, 4)})
     assert Spikes.start(cfg.watch) is None
     assert abstract_state(cfg, mesh_of(cfg)).spikes is None
 
@@ -76,8 +77,8 @@ PATHS = {
     "pipeline": {"mesh": {"pp": 2}, "model": {"num_layers": 3}, "train": {"microbatches": 2}},
     "fp16": {"train": {"precision": "fp16"}},
     "muon": {"optim": {"name": "muon"}, "mesh": {"fsdp": 2}},
-    "stochastic rounding": {"optim": {"moment_dtype": "bfloat16", "stochastic_rounding": True}},
-    "experts": {"model": {"experts": Experts(num=4, per_token=2, bias=True)}, "mesh": {"ep": 2}},
+    "stochastic rounding": {"optim": {"moment_dtype": "bfloat16_stochastic"}},
+    "experts": {"model": {"experts": Experts(num=4, top_k=2, bias=True)}, "mesh": {"ep": 2}},
 }
 
 
@@ -184,9 +185,9 @@ def test_a_run_that_resumes_has_the_window_and_skips_the_same_step(spiked, tmp_p
 @pytest.mark.parametrize(
     ("watch", "accepted"),
     [
-        ({"spike_sigma": 0.0}, None),
-        ({"spike_sigma": 3.0}, 11),
-        ({"spike_window": 8}, 0),
+        ({"spike_guard": (0.0, 4)}, None),
+        ({"spike_guard": (3.0, 4)}, 11),
+        ({"spike_guard": (40.0, 8)}, 0),
     ],
 )
 def test_a_run_may_resume_with_another_guard(spiked, watch, accepted):
@@ -197,11 +198,12 @@ def test_a_run_may_resume_with_another_guard(spiked, watch, accepted):
 
 
 @pytest.mark.slow
-def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path):
+def test_k_steps_in_a_row_stop_the_run_and_leave_their_batches(tmp_path, monkeypatch):
     """Row 16: stop after k with a dump of the batches, and with the checkpoints of good steps."""
-    cfg = change(BASE, train={"max_skipped": 3}, checkpoint={"every": 1, "keep": 2})
+    monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 3)
+    cfg = change(BASE, checkpoint={"every": 1, "keep": 2})
     faults = (("nan", 2), ("nan", 4), ("nan", 5), ("nan", 6))
-    with pytest.raises(Diverged, match=r"not finite in 3 steps in a row up to step 6 ") as stopped:
+    with pytest.raises(Diverged, match=r"not finite in 3 steps in a row up to step 6;") as stopped:
         run(cfg, tmp_path / "run", *faults)
     assert stopped.value.exit_code == 3
     assert steps(tmp_path / "run/checkpoints") == [1, 3]

@@ -12,7 +12,7 @@ from ultrascale_jax.plan.compiled.compile import CompiledStep
 pytestmark = pytest.mark.slow
 
 GPUS = 8
-EXPERTS = Experts(num=16, per_token=2, d_ff=512)
+EXPERTS = Experts(num=16, top_k=2, d_ff=512)
 # name: (mesh, section moe)
 RUNS = {
     # Without further rounds, which are the same program again in a loop.
@@ -85,9 +85,9 @@ def test_products_run_over_the_rows_of_the_buffers(run, name):
     cfg, step = run(name)
     halves, here = 1 + cfg.moe.overlap, EXPERTS.num // cfg.mesh.ep
     (hop,) = a2a_stages(cfg.moe, EXPERTS, cfg.mesh.ep, tokens(cfg) // halves)
-    balanced = tokens(cfg) * EXPERTS.per_token / halves
-    rows = halves * here * capacity(hop.parts * hop.rows, balanced / here, cfg.moe.bound)
-    assert rows <= cfg.moe.bound * tokens(cfg) * EXPERTS.per_token + halves * here * 8
+    balanced = tokens(cfg) * EXPERTS.top_k / halves
+    rows = halves * here * capacity(hop.parts * hop.rows, balanced / here, cfg.moe.capacity_factor)
+    assert rows <= cfg.moe.capacity_factor * tokens(cfg) * EXPERTS.top_k + halves * here * 8
     # Forward three products; backward gate and up again, and two for the gradients of each.
     for body, products in zip(layer_loops(cfg, step), (3, 2 + 6), strict=True):
         instructions = [i for i in step.module.computations[body] if i.opcode != "while"]

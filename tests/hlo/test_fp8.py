@@ -95,7 +95,7 @@ def test_accumulation_and_pipelines_lose_no_fp8_product(compiled):
 # models/test_fp8.py has the products of experts, kernels/test_fp8_matmul.py their kernels on H100s.
 @pytest.mark.wide
 def test_experts_are_batched_fp8_products(compiled):
-    experts = Experts(num=8, per_token=2, d_ff=512)
+    experts = Experts(num=8, top_k=2, d_ff=512)
     _, step = compiled(8, {"ep": 8}, experts=experts, precision="fp8", remat="none")
     batched = [line for line in gemms(step) if "moe" in line and "$f8" in line]
     # In a layer forward and two gradients; in the loops of further rounds forward, and again but for the last.

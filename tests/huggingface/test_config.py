@@ -30,13 +30,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-LLAMA3 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=128)
+LLAMA3 = RopeScaling(factor=32.0, freq_factors=(1.0, 4.0), original_seq_len=128)
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-YARN = RopeScaling(kind="yarn", factor=4.0, high_freq_factor=32.0, original_seq_len=128)
+YARN = RopeScaling(kind="yarn", factor=4.0, freq_factors=(1.0, 32.0), original_seq_len=128)
 LINEAR = RopeScaling(kind="linear", factor=4.0, original_seq_len=128)
-MIXTRAL = dataclasses.replace(OURS, rope_theta=1e6, experts=Experts(num=8, per_token=2))
+MIXTRAL = dataclasses.replace(OURS, rope_theta=1e6, experts=Experts(num=8, top_k=2))
 QWEN3_MOE = dataclasses.replace(
-    OURS, qk_norm="head", experts=Experts(num=128, per_token=8, d_ff=768, normalize=False)
+    OURS, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
 )
 LATENT_KEYS = {
     "num_key_value_heads": 4,
@@ -127,7 +127,7 @@ def experts(cfg, **changes):
         (
             "mixtral",
             {"num_experts": 4, "num_experts_per_tok": 1},
-            experts(MIXTRAL, num=4, per_token=1),
+            experts(MIXTRAL, num=4, top_k=1),
         ),
         ("mixtral", {"num_key_value_heads": None}, dataclasses.replace(MIXTRAL, num_kv_heads=4)),
         ("qwen3_moe", {}, QWEN3_MOE),
@@ -166,10 +166,10 @@ def test_families_with_experts_read_as_transformers_does(model_type, keys, expec
         ({"first_k_dense_replace": 4}, dataclasses.replace(DEEPSEEK, experts=None)),
         ({"moe_intermediate_size": 7, "head_dim": 8, "qk_head_dim": 24}, experts(DEEPSEEK, d_ff=7)),
         (
-            {"q_lora_rank": None, "rope_interleave": False},
+            {"q_lora_rank": None},
             dataclasses.replace(
                 DEEPSEEK,
-                latent=dataclasses.replace(DEEPSEEK.latent, q_rank=0, interleaved=False),
+                latent=dataclasses.replace(DEEPSEEK.latent, q_rank=0),
             ),
         ),
         (
@@ -252,7 +252,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
     stretch = RopeScaling(
         kind="yarn",
         factor=40.0,
-        high_freq_factor=32.0,
+        freq_factors=(1.0, 32.0),
         original_seq_len=4096,
         attention_factor=1.0,
         mscale_all_dim=1.0,
@@ -270,7 +270,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
     ("model_type", "keys", "said"),
     [
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be a positive integer"),
-        ("mixtral", {"num_experts_per_tok": 9}, "per_token=9: a token can reach only 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: a token can reach only 8"),
         (
             "mixtral",
             {"num_local_experts": 8, "num_experts": 4},
@@ -295,6 +295,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
         ("deepseek_v3", {"v_head_dim": 25}, "v_dim=25: must be at most"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads=2"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None: must be true or false"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: supported is true"),
         (
             "deepseek_v3",
             {"rope_scaling": {"type": "linear", "factor": 4, "mscale_all_dim": 1}},
@@ -332,7 +333,7 @@ def test_rope_reads_alike_from_the_keys_of_transformers_4_and_5(keys):
         (YARN_ROPE | {"beta_fast": None, "beta_slow": 0, "truncate": True}, YARN),
         (
             YARN_ROPE | {"beta_fast": 4, "beta_slow": 0.5},
-            {"high_freq_factor": 4.0, "low_freq_factor": 0.5},
+            {"freq_factors": (0.5, 4.0)},
         ),
         (YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
         (YARN_ROPE | {"mscale": 2.0}, YARN),
@@ -426,7 +427,7 @@ def test_llama3_rope_with_a_key_missing_is_refused(missing):
         (YARN_ROPE | {"truncate": None}, "truncate=None: supported is true"),
         (YARN_ROPE | {"attention_factor": 0.0}, "attention_factor=0.0: must be a positive"),
         (YARN_ROPE | {"factor": None}, "factor=None: must be a positive"),
-        (YARN_ROPE | {"beta_slow": 64}, "low_freq_factor=64.0: must lie between 0 and"),
+        (YARN_ROPE | {"beta_slow": 64}, r"freq_factors=\(64\.0, 32\.0\): the first must lie"),
         ({"rope_type": "linear"}, "factor=None: must be a positive"),
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5: must be at least 1"),
     ],
@@ -479,7 +480,7 @@ EXPRESSIBLE = [
     ("qwen3", ours(qk_norm="head", sliding_window=9)),
     ("olmo2", ours(qk_norm="full", norm_placement="post", norm_eps=1e-6)),
     ("mixtral", MIXTRAL),
-    ("mixtral", dataclasses.replace(experts(MIXTRAL, num=4, per_token=1), sliding_window=7)),
+    ("mixtral", dataclasses.replace(experts(MIXTRAL, num=4, top_k=1), sliding_window=7)),
     ("qwen3_moe", QWEN3_MOE),
     ("qwen3_moe", experts(QWEN3_MOE, dense_layers=2, normalize=True, num=16)),
     ("qwen3_moe", dataclasses.replace(QWEN3_MOE, sliding_window=9, rope_scaling=YARN)),
@@ -490,7 +491,7 @@ EXPRESSIBLE = [
         "deepseek_v3",
         dataclasses.replace(
             DEEPSEEK,
-            latent=LatentAttention(q_rank=0, kv_rank=16, rope_dim=8, v_dim=12, interleaved=False),
+            latent=LatentAttention(q_rank=0, kv_rank=16, rope_dim=8, v_dim=12),
             rope_scaling=dataclasses.replace(YARN, attention_factor=1.0, mscale_all_dim=1.0),
         ),
     ),

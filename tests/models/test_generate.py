@@ -41,7 +41,7 @@ MODELS = {
     "deepseek": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,
-        experts=Experts(num=4, per_token=2, d_ff=8, shared=1, dense_layers=2),
+        experts=Experts(num=4, top_k=2, d_ff=8, shared=1, dense_layers=2),
         latent=LatentAttention(q_rank=8, kv_rank=8, rope_dim=4, v_dim=6),
     ),
 }

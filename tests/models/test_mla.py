@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 )
 DIRECT = dataclasses.replace(
     MODEL,
-    latent=dataclasses.replace(LATENT, q_rank=0, interleaved=False),
+    latent=dataclasses.replace(LATENT, q_rank=0),
     sliding_window=5,
 )
 MODELS = {"latent_queries": MODEL, "direct_queries": DIRECT}

@@ -20,14 +20,14 @@ from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 
 ROUTERS = {
-    "mixtral": Experts(num=8, per_token=2),
-    "qwen3_moe": Experts(num=16, per_token=4, normalize=False),
-    "one_choice": Experts(num=8, per_token=1, normalize=False),
-    "sigmoid": Experts(num=8, per_token=3, scores="sigmoid", scale=2.5),
-    "groups": Experts(num=12, per_token=3, groups=4, groups_per_token=2),
-    "groups_of_one": Experts(num=8, per_token=2, groups=8, groups_per_token=3),
+    "mixtral": Experts(num=8, top_k=2),
+    "qwen3_moe": Experts(num=16, top_k=4, normalize=False),
+    "one_choice": Experts(num=8, top_k=1, normalize=False),
+    "sigmoid": Experts(num=8, top_k=3, scores="sigmoid", scale=2.5),
+    "groups": Experts(num=12, top_k=3, groups=4, groups_per_token=2),
+    "groups_of_one": Experts(num=8, top_k=2, groups=8, groups_per_token=3),
     "deepseek_v3": Experts(
-        num=16, per_token=4, scores="sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True
+        num=16, top_k=4, scores="sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True
     ),
 }
 
@@ -55,7 +55,7 @@ def run_router(name: str) -> Routed:
     logits = np.concatenate([2 * rng.normal(size=(64, experts.num)), ties]).astype(np.float32)
     drawn = rng.normal(size=experts.num).astype(np.float32)
     bias = drawn if experts.bias else None
-    cotangent = rng.normal(size=(67, experts.per_token)).astype(np.float32)
+    cotangent = rng.normal(size=(67, experts.top_k)).astype(np.float32)
 
     @jax.jit
     def run(logits, bias, cotangent, used):
@@ -93,7 +93,7 @@ def test_of_equal_scores_the_first_is_chosen_and_none_twice(name):
     experts, case = ROUTERS[name], run_router(name)
     ids = case.plain[0][-3:]
     np.testing.assert_array_equal(ids, routed(case.logits[-3:], experts)[1])
-    assert all(len(set(row)) == experts.per_token for row in ids)
+    assert all(len(set(row)) == experts.top_k for row in ids)
 
 
 @pytest.mark.slow
@@ -116,9 +116,9 @@ def test_gradients_go_through_the_weights_and_not_through_the_choice(name):
 
 B, R, D, F = 4, 16, 16, 12
 MODELS = {
-    "softmax": Experts(num=8, per_token=2, d_ff=F),
+    "softmax": Experts(num=8, top_k=2, d_ff=F),
     "sigmoid": Experts(
-        num=8, per_token=2, d_ff=F, shared=2, scores="sigmoid", scale=2.5, groups=4,
+        num=8, top_k=2, d_ff=F, shared=2, scores="sigmoid", scale=2.5, groups=4,
         groups_per_token=2, bias=True,
     ),
 }  # fmt: skip
@@ -126,9 +126,9 @@ MODELS = {
 LAYERS = {
     "batch": ("softmax", MoEConfig(aux_loss=0.3), {}),
     "sequence": ("sigmoid", MoEConfig(aux_loss=0.3, aux_over="sequence", z_loss=0.1), {}),
-    "drops": ("softmax", MoEConfig(dispatch="capacity", bound=1.0), {}),
+    "drops": ("softmax", MoEConfig(dispatch="capacity", capacity_factor=1.0), {}),
     "batch_on_a_mesh": (
-        "sigmoid", MoEConfig(aux_loss=0.3, z_loss=0.1, bound=1.0), {"ep": 2, "cp": 2, "sp": 2},
+        "sigmoid", MoEConfig(aux_loss=0.3, z_loss=0.1, capacity_factor=1.0), {"ep": 2, "cp": 2, "sp": 2},
     ),
     "sequence_on_a_mesh": (
         "softmax", MoEConfig(aux_loss=0.3, aux_over="sequence"), {"fsdp": 2, "cp": 2, "tp": 2},
@@ -268,7 +268,7 @@ def test_rows_of_zeros_go_to_no_expert():
         run = jax.jit(jax.grad(total, has_aux=True))
         _, (y_BRD, statistics) = jax.tree.map(np.asarray, run(some_layer(cfg)))
     assert not np.any(y_BRD[0]) and np.all(np.any(y_BRD[1], axis=1))
-    assert np.sum(statistics[:8]) == 8 * cfg.experts.per_token
+    assert np.sum(statistics[:8]) == 8 * cfg.experts.top_k
 
 
 def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():

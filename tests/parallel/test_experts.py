@@ -19,21 +19,21 @@ from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 
 TOLERANCE = 1e-6
-EXPERTS = Experts(num=8, per_token=2)
-GROUPED = Experts(num=16, per_token=4, groups=4, groups_per_token=2)
+EXPERTS = Experts(num=8, top_k=2)
+GROUPED = Experts(num=16, top_k=4, groups=4, groups_per_token=2)
 N, D, F = 128, 8, 6  # tokens of all ranks
 
 DISPATCHES = {
     "dropless": MoEConfig(),
-    "tight": MoEConfig(bound=1.0),
+    "tight": MoEConfig(capacity_factor=1.0),
     "overlap": MoEConfig(overlap=True),
-    "nodes2": MoEConfig(nodes=2, bound=1.0),
-    "nodes4": MoEConfig(nodes=4),
-    "allgather": MoEConfig(dispatch="allgather", bound=1.0),
-    "capacity_with_room": MoEConfig(dispatch="capacity", bound=8.0),
+    "nodes2": MoEConfig(a2a_groups=2, capacity_factor=1.0),
+    "nodes4": MoEConfig(a2a_groups=4),
+    "allgather": MoEConfig(dispatch="allgather", capacity_factor=1.0),
+    "capacity_with_room": MoEConfig(dispatch="capacity", capacity_factor=8.0),
 }
 TIGHT, NODES2 = DISPATCHES["tight"], DISPATCHES["nodes2"]
-FOUR_NODES = MoEConfig(nodes=4, bound=1.0)
+FOUR_NODES = MoEConfig(a2a_groups=4, capacity_factor=1.0)
 
 
 class Layout(NamedTuple):
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 @functools.cache
 def routing(kind: str, experts: Experts = EXPERTS) -> np.ndarray:
     """Distinct experts of each token, `[N, k]` int32."""
-    k = experts.per_token
+    k = experts.top_k
     if kind == "random":
         draws = np.random.default_rng(0).random((N, experts.num))
         return np.argsort(draws, axis=1)[:, :k].astype(np.int32)
@@ -80,7 +80,7 @@ def inputs(experts: Experts) -> dict[str, np.ndarray]:
         "w_down": (E, F, D),
     }
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    arrays["weights"] = rng.random((N, experts.per_token)).astype(np.float32)
+    arrays["weights"] = rng.random((N, experts.top_k)).astype(np.float32)
     return arrays
 
 
@@ -197,8 +197,10 @@ def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
     first, *_, last = 2 * a2a_stages(moe, experts, ep, n)
     assert first.rows < n  # what a rank sends to the one that all its tokens choose
     slots = last.parts * last.rows
-    expected = N * experts.per_token / experts.num
-    assert capacity(slots, expected, moe.bound) < slots  # what comes to an expert that all choose
+    expected = N * experts.top_k / experts.num
+    assert (
+        capacity(slots, expected, moe.capacity_factor) < slots
+    )  # what comes to an expert that all choose
     parts = routing("uniform", experts).reshape(ep, n, -1) // first.experts
     assert max((parts == part).any(2).sum(1).max() for part in range(first.parts)) <= first.rows
 
@@ -290,7 +292,7 @@ def skewed(seed: int, hot: int, share: float) -> np.ndarray:
     draws = rng.random((N, EXPERTS.num))
     lucky = rng.permutation(EXPERTS.num)[:hot]
     draws[np.ix_(rng.random(N) < share, lucky)] -= 1
-    return np.argsort(draws, axis=1)[:, : EXPERTS.per_token].astype(np.int32)
+    return np.argsort(draws, axis=1)[:, : EXPERTS.top_k].astype(np.int32)
 
 
 @pytest.mark.slow
@@ -298,7 +300,7 @@ def skewed(seed: int, hot: int, share: float) -> np.ndarray:
 @given(
     case=st.sampled_from([(DISPATCHES[name], ep) for name, ep in sorted(STAY) if name in DROPLESS]),
     seed=st.integers(0, 2**32 - 1),
-    hot=st.integers(EXPERTS.per_token, EXPERTS.num),
+    hot=st.integers(EXPERTS.top_k, EXPERTS.num),
     share=st.floats(0, 1),
 )
 def test_dropless_drops_nothing_whatever_is_chosen(case, seed, hot, share):
@@ -306,7 +308,7 @@ def test_dropless_drops_nothing_whatever_is_chosen(case, seed, hot, share):
     check(moe, Layout(ep), skewed(seed, hot, share))
 
 
-FULL = MoEConfig(dispatch="capacity", bound=1.0)
+FULL = MoEConfig(dispatch="capacity", capacity_factor=1.0)
 
 
 @pytest.mark.slow
@@ -317,7 +319,7 @@ FULL = MoEConfig(dispatch="capacity", bound=1.0)
         (FULL, Layout(1), EXPERTS),
         pytest.param(FULL, Layout(8), EXPERTS, marks=pytest.mark.wide),
         (FULL, Layout(4, sp=2), EXPERTS),
-        (MoEConfig(dispatch="capacity", bound=1.25, nodes=2), Layout(8), GROUPED),
+        (MoEConfig(dispatch="capacity", capacity_factor=1.25, a2a_groups=2), Layout(8), GROUPED),
     ],
     ids=["ep1", "ep8", "ep4_sp2", "ep8_nodes2"],
 )
@@ -367,7 +369,7 @@ def test_the_result_has_the_type_of_the_tokens():
     [
         ("experts", 4, TIGHT, (2, D, F), r"axis='experts': is not manual here"),
         ("ep", 4, TIGHT, (4, D, F), r"want .*8 experts over 4 ranks and 2 for each token"),
-        ("ep", 4, MoEConfig(nodes=3), (2, D, F), r"moe\.nodes=3: must divide mesh\.ep=4"),
+        ("ep", 4, MoEConfig(a2a_groups=3), (2, D, F), r"moe\.a2a_groups=3: must divide mesh\.ep=4"),
         ("ep", 3, TIGHT, (2, D, F), r"mesh\.ep=3: must divide model\.experts\.num=8"),
     ],
 )

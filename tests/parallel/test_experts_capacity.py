@@ -13,7 +13,7 @@ def counted(experts: Experts, count: int) -> float:
     size, hits, total = experts.num // experts.groups, 0, 0
     for groups in itertools.combinations(range(experts.groups), experts.groups_per_token):
         open_ = [e for e in range(experts.num) if e // size in groups]
-        for chosen in itertools.combinations(open_, experts.per_token):
+        for chosen in itertools.combinations(open_, experts.top_k):
             hits += any(e < count for e in chosen)
             total += 1
     return hits / total
@@ -22,10 +22,10 @@ def counted(experts: Experts, count: int) -> float:
 @pytest.mark.parametrize(
     ("experts", "counts"),
     [
-        (Experts(num=8, per_token=2), (1, 2, 4, 7, 8)),
-        (Experts(num=6, per_token=3), (1, 2, 3, 6)),
-        (Experts(num=12, per_token=3, groups=4, groups_per_token=2), (1, 2, 3)),
-        (Experts(num=8, per_token=2, groups=4, groups_per_token=1), (1, 2)),
+        (Experts(num=8, top_k=2), (1, 2, 4, 7, 8)),
+        (Experts(num=6, top_k=3), (1, 2, 3, 6)),
+        (Experts(num=12, top_k=3, groups=4, groups_per_token=2), (1, 2, 3)),
+        (Experts(num=8, top_k=2, groups=4, groups_per_token=1), (1, 2)),
     ],
 )
 def test_the_share_of_tokens_is_that_of_all_choices(experts, counts):
@@ -34,7 +34,7 @@ def test_the_share_of_tokens_is_that_of_all_choices(experts, counts):
 
 
 def test_several_groups_together_are_taken_for_more_than_they_are():
-    experts = Experts(num=12, per_token=3, groups=4, groups_per_token=2)
+    experts = Experts(num=12, top_k=3, groups=4, groups_per_token=2)
     for count in (6, 9):
         assert counted(experts, count) <= hit_fraction(experts, count) <= 1
 
@@ -47,20 +47,20 @@ def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, boun
     assert capacity(tokens, expected, bound) == rows
 
 
-EXPERTS = Experts(num=8, per_token=2)
+EXPERTS = Experts(num=8, top_k=2)
 
 
 def test_one_exchange_between_all_ranks():
     # C(6, 2) of the C(8, 2) choices leave two experts out.
     rows = capacity(64, 64 * (1 - 15 / 28), 1.0)
-    assert a2a_stages(MoEConfig(bound=1.0), EXPERTS, 4, 64) == [
+    assert a2a_stages(MoEConfig(capacity_factor=1.0), EXPERTS, 4, 64) == [
         A2AStage(parts=4, experts=2, rows=rows)
     ]
 
 
 def test_two_exchanges_first_between_nodes_and_then_inside():
     """A rank takes part in the second with what the ranks in its place on all nodes have sent it."""
-    across, inside = a2a_stages(MoEConfig(bound=1.0, nodes=2), EXPERTS, 8, 64)
+    across, inside = a2a_stages(MoEConfig(capacity_factor=1.0, a2a_groups=2), EXPERTS, 8, 64)
     assert across == A2AStage(
         parts=2, experts=4, rows=capacity(64, 64 * hit_fraction(EXPERTS, 4), 1.0)
     )
@@ -72,7 +72,7 @@ def test_two_exchanges_first_between_nodes_and_then_inside():
 
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_as_many_nodes_as_ranks_are_one_exchange(nodes):
-    moe = MoEConfig(nodes=nodes)
+    moe = MoEConfig(a2a_groups=nodes)
     assert a2a_stages(moe, EXPERTS, 8, 64) == a2a_stages(MoEConfig(), EXPERTS, 8, 64)
 
 

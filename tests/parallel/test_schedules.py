@@ -300,14 +300,14 @@ def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
         (("1f1b", 0, 8), "mesh.pp=0: must be at least 1"),
         (("1f1b", 4, 0), "train.microbatches=0: must be at least 1"),
         (("1f1b", 4, 8, 2), "pp.virtual=2: 1f1b has 1"),
-        (("1f1b", 4, 8, 0, 4), "pp.group=4: only interleaved"),
-        (("zb_uniform", 4, 8, 1, 8), "pp.group=8: only interleaved"),
+        (("1f1b", 4, 8, 0, 4), "group=4: only interleaved"),
+        (("zb_uniform", 4, 8, 1, 8), "group=8: only interleaved"),
         (("zb_v", 4, 8, 1), "pp.virtual=1: zb_v has 2"),
         (("interleaved", 4, 10), "train.microbatches=10: must be a multiple of 4"),
         (("interleaved", 4, 12, 2, 8), "train.microbatches=12: must be a multiple of 8"),
         (
             ("interleaved", 4, 12, 2, 6),
-            "pp.group=6: must be a multiple of mesh.pp=4 for interleaved",
+            "group=6: must be a multiple of mesh.pp=4 for interleaved",
         ),
         (("zb_uniform", 4, 10, 2), "train.microbatches=10: must be a multiple of 4"),
         (("dualpipe_v", 4, 7), "train.microbatches=7: dualpipe_v wants at least 2*mesh.pp=8"),
@@ -496,7 +496,7 @@ def test_a_run_has_the_schedule_of_its_config():
         model=ModelConfig(num_layers=8),
         mesh=MeshConfig(pp=2, fsdp=1),
         train=TrainConfig(microbatches=4),
-        pp=PipelineConfig(schedule="interleaved", virtual=2, group=4),
+        pp=PipelineConfig(schedule="interleaved", virtual=2),
     )
-    assert of_config(cfg) == build("interleaved", 2, 4, 2, 4)
+    assert of_config(cfg) == build("interleaved", 2, 4, 2)
     assert of_config(dataclasses.replace(cfg, pp=PipelineConfig())) == build("1f1b", 2, 4)

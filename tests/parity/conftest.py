@@ -103,7 +103,9 @@ def compare(cfg: Config, evaluates: bool = True, start: Callable = some_state) -
         mesh=MeshConfig(fsdp=1),
         pp=PipelineConfig(),
         cp=ContextConfig(),
-        moe=dataclasses.replace(cfg.moe, dispatch="dropless", bound=BOUND, nodes=1, overlap=False),
+        moe=dataclasses.replace(
+            cfg.moe, dispatch="dropless", capacity_factor=BOUND, a2a_groups=1, overlap=False
+        ),
         train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
     )
     outcome, expected = run(cfg, evaluates, start), run_alone(alone, evaluates, start)

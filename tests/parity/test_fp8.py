@@ -32,7 +32,7 @@ BASE = Config(
     # The first step's learning rate is 0: AdamW would make of rounding errors, where a gradient is 0, other weights.
     train=TrainConfig(steps=1, global_batch=16, z_loss=1e-3),
 )
-EXPERTS = {"experts": Experts(num=4, per_token=2, d_ff=64, shared=1)}
+EXPERTS = {"experts": Experts(num=4, top_k=2, d_ff=64, shared=1)}
 
 # name: (mesh, fields of train, of model and of fp8)
 TABLE = {
@@ -50,7 +50,7 @@ TABLE = {
         {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
     ),
     "block_cp2_fsdp2": (
-        {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1}, {}, {"first_layers": 1},
+        {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1}, {}, {"bf16_layers": (1, 0)},
     ),
 }  # fmt: skip
 # One scale for a tensor over three axes that split it. Scales of rows and blocks need no other device: their products

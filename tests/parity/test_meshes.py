@@ -30,14 +30,14 @@ MIXTRAL = {
     "d_model": 16,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "experts": Experts(num=8, per_token=2, d_ff=24),
+    "experts": Experts(num=8, top_k=2, d_ff=24),
 }
 DEEPSEEK = MIXTRAL | {
     "num_kv_heads": 4,
     "head_dim": 12,
     "latent": LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8),
     "experts": Experts(
-        num=8, per_token=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", scale=2.5,
+        num=8, top_k=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", scale=2.5,
         groups=4, groups_per_token=2, bias=True,
     ),
 }  # fmt: skip
@@ -101,21 +101,21 @@ TABLE = {
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
     # Experts.
-    "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"bound": 1.0}),
+    "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"capacity_factor": 1.0}),
     "ep2_sp2_fsdp2_overlap": (
         {"ep": 2, "sp": 2, "fsdp": 2}, {"remat": "selective"}, "mixtral", {}, {"overlap": True},
     ),
     "ep2_cp2_zero1": ({"ep": 2, "cp": 2}, {"zero": 1, "remat": "full"}, "mixtral_batch"),
     "ep4_nodes2_tp2_capacity": (
         {"ep": 4, "tp": 2}, {"remat": "save:dispatched,gate,up"}, "mixtral", {},
-        {"nodes": 2, "dispatch": "capacity", "bound": 8.0},
+        {"a2a_groups": 2, "dispatch": "capacity", "capacity_factor": 8.0},
     ),
     "ep2_sp2_tp2_allgather_zero0": (
         {"ep": 2, "sp": 2, "tp": 2}, {"zero": 0}, "mixtral", {}, {"dispatch": "allgather"},
     ),
     "ep2_cp2_sp2_deepseek": ({"ep": 2, "cp": 2, "sp": 2}, {"remat": "full"}, "deepseek_v3"),
     "ep2_fsdp2_tp2_deepseek_zero2": (
-        {"ep": 2, "fsdp": 2, "tp": 2}, {"zero": 2, "remat": "dots"}, "deepseek_v3", {}, {"bound": 1.0},
+        {"ep": 2, "fsdp": 2, "tp": 2}, {"zero": 2, "remat": "dots"}, "deepseek_v3", {}, {"capacity_factor": 1.0},
     ),
 }  # fmt: skip
 

@@ -29,11 +29,11 @@ BASE = Config(
 LLAMA: dict = {}
 OLMO2 = {"qk_norm": "full", "norm_placement": "post", "qkv_bias": True, "tied_embeddings": True}
 QWEN3 = {"qk_norm": "head", "sliding_window": 7}
-MIXTRAL = {"num_layers": 4, "experts": Experts(num=4, per_token=2, d_ff=8)}
+MIXTRAL = {"num_layers": 4, "experts": Experts(num=4, top_k=2, d_ff=8)}
 MIXED = {  # one layer without experts, and padding
     "num_layers": 3,
     "experts": Experts(
-        num=4, per_token=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", bias=True
+        num=4, top_k=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", bias=True
     ),
 }
 UNEVEN = {"num_layers": 7}
@@ -51,7 +51,7 @@ TABLE = {
     "1f1b_pp8": ({"pp": 8}, {}, {"remat": "full"}, LLAMA),
     "interleaved_cp_v2": ({"pp": 4, "cp": 2}, {"schedule": "interleaved"}, {"remat": "full"}, OLMO2),
     "interleaved_fsdp_tp_v4": (
-        {"pp": 2, "fsdp": 2, "tp": 2}, {"schedule": "interleaved", "virtual": 4, "group": 4}, {}, LLAMA,
+        {"pp": 2, "fsdp": 2, "tp": 2}, {"schedule": "interleaved", "virtual": 4}, {}, LLAMA,
     ),
     "zb_uniform_fsdp_sp": (FSDP_SP, {"schedule": "zb_uniform", "virtual": 2}, {"zero": 2}, UNEVEN),
     "zb_h1_fsdp_cp": (FSDP_CP, {"schedule": "zb_h1"}, {"remat": "full"}, LLAMA),
@@ -59,8 +59,8 @@ TABLE = {
     "dualpipe_v_sp_input": (
         {"pp": 4, "sp": 2}, {"schedule": "dualpipe_v", "stash": "input"}, {}, UNEVEN | {"num_layers": 11},
     ),
-    "zb_h1_divergent": ({"pp": 4, "sp": 2}, {"schedule": "zb_h1", "divergent": True}, {}, LLAMA),
-    "zb_v_divergent": (FSDP_SP, {"schedule": "zb_v", "divergent": True}, {"remat": "full"}, LLAMA),
+    "zb_h1_divergent": ({"pp": 4, "sp": 2}, {"schedule": "zb_h1", "per_rank_control_flow": True}, {}, LLAMA),
+    "zb_v_divergent": (FSDP_SP, {"schedule": "zb_v", "per_rank_control_flow": True}, {"remat": "full"}, LLAMA),
     "1f1b_fsdp_cp_zigzag": (FSDP_CP, {}, {"remat": "selective"}, QWEN3),
     "zb_uniform_cp4_ring": (
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},
@@ -85,7 +85,7 @@ SLOW = {"zb_h1_ep_cp_experts"}
 UNEVALUATED = {"zb_h1_ep_cp_experts", "zb_h1_ep_sp_experts", "1f1b_sp_tp_more_than_kv_heads"}
 
 
-BALANCED = MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01)
+BALANCED = MoEConfig(capacity_factor=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01)
 
 
 def configure(mesh, pp, train, model, cp=None) -> Config:

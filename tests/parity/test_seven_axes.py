@@ -30,11 +30,11 @@ DEVICES = 2 ** len(AXES)
 BASE = Config(
     model=ModelConfig(
         vocab_size=64, d_model=16, d_ff=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        experts=Experts(num=4, per_token=2, d_ff=8),
+        experts=Experts(num=4, top_k=2, d_ff=8),
     ),
     mesh=MeshConfig(**dict.fromkeys(AXES, 2)),
     data=DataConfig(source="synthetic", seq_len=32),
-    moe=MoEConfig(bound=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01),
+    moe=MoEConfig(capacity_factor=1.0, aux_loss=0.1, aux_over="sequence", z_loss=0.01),
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(steps=2, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )  # fmt: skip
@@ -45,7 +45,7 @@ ROWS = {
     "fp8": dataclasses.replace(
         BASE,
         model=dataclasses.replace(
-            BASE.model, **WIDER, experts=Experts(num=4, per_token=2, d_ff=64, shared=1)
+            BASE.model, **WIDER, experts=Experts(num=4, top_k=2, d_ff=64, shared=1)
         ),
         train=dataclasses.replace(BASE.train, steps=1, precision="fp8", remat="none"),
     ),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import costs, experts
@@ -10,7 +10,7 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
 from ultrascale_jax.training.model_shape import ModelShape
 
-WAY = ("dispatch", "nodes", "overlap", "implementation")
+WAY = ("dispatch", "a2a_groups", "overlap")
 
 
 def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
@@ -19,7 +19,7 @@ def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
         **({"fsdp": 1} | {name: fields.pop(name) for name in list(fields) if name in axes})
     )
     moe = MoEConfig(
-        **({"bound": 1.5} | {key: fields.pop(key) for key in list(fields) if key in WAY})
+        **({"capacity_factor": 1.5} | {key: fields.pop(key) for key in list(fields) if key in WAY})
     )
     shape = ModelShape.of(getattr(shapes, name))
     return Run(shape=shape, mesh=mesh, seq_len=4096, sequences=sequences, moe=moe, **fields)
@@ -28,7 +28,7 @@ def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
 def test_rows_are_those_of_the_program():
     # A token of Qwen3 has 8 of 128 experts: 41% of the tokens visit one of 16 ranks, 67% one of 8.
     (hop,) = experts.a2a_stages(run(ep=16))
-    visits = hit_fraction(Experts(num=128, per_token=8), 8)
+    visits = hit_fraction(Experts(num=128, top_k=8), 8)
     assert visits == pytest.approx(0.41, abs=0.01)
     assert hop.rows == pytest.approx(1.5 * visits * 8192, abs=8)
     assert experts.received_rows(run(ep=16)) == 16 * hop.rows
@@ -55,7 +55,7 @@ def test_two_halves_send_as_much_as_the_whole():
 
 
 def test_the_kernel_pads_no_rows():
-    ragged = run(ep=8, implementation="mosaic")
+    ragged = run(ep=8, kernels=KernelsConfig(grouped_matmul="mosaic"))
     assert (
         1.5 * experts.gemm_rows(ragged)
         == experts.gemm_rows(run(ep=8))
@@ -68,8 +68,8 @@ def test_the_kernel_pads_no_rows():
     [
         ({"ep": 16}, 2),  # rows of a rank, and of an expert
         ({"ep": 8}, 1),  # there is room for all tokens on each rank
-        ({"ep": 16, "nodes": 2}, 2),  # a node gets every token
-        ({"ep": 64, "name": "DEEPSEEK_V3", "nodes": 8}, 3),
+        ({"ep": 16, "a2a_groups": 2}, 2),  # a node gets every token
+        ({"ep": 64, "name": "DEEPSEEK_V3", "a2a_groups": 8}, 3),
         ({"ep": 16, "dispatch": "capacity"}, 0),
         ({"ep": 8, "name": "MIXTRAL_8X7B"}, 1),  # one expert of a rank has room for all its rows
         ({"name": "LLAMA3_8B"}, 0),
@@ -81,7 +81,7 @@ def test_a_further_round_is_where_a_buffer_may_be_too_small(fields, loops):
 
 
 def test_parts_of_ep_talk_across_nodes_and_their_ranks_within():
-    two = experts.stage_groups(run("DEEPSEEK_V3", ep=64, nodes=8), 8)
+    two = experts.stage_groups(run("DEEPSEEK_V3", ep=64, a2a_groups=8), 8)
     assert [ranks for _, ranks in two] == [
         Group(ranks=8, per_node=1),
         Group(ranks=8, per_node=8),
@@ -97,12 +97,12 @@ def test_parts_of_ep_talk_across_nodes_and_their_ranks_within():
 
 def test_a_token_goes_once_to_a_node():
     cluster = find_cluster(None, "h100", 64)
-    far, near = (hop for hop, _ in experts.stage_groups(run("DEEPSEEK_V3", ep=64, nodes=8), 8))
+    far, near = (hop for hop, _ in experts.stage_groups(run("DEEPSEEK_V3", ep=64, a2a_groups=8), 8))
     # 4 of 8 groups, each on a node: at most half of the tokens, by 1.5.
     assert far.parts * far.rows < 8 * 0.5 * 1.5 * 8192
     assert near.parts == 8
     alone, nodes = (
-        experts.dispatch_seconds(run("DEEPSEEK_V3", ep=64, nodes=nodes), cluster)
+        experts.dispatch_seconds(run("DEEPSEEK_V3", ep=64, a2a_groups=nodes), cluster)
         for nodes in (1, 8)
     )
     assert nodes < 0.75 * alone

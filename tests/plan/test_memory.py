@@ -229,7 +229,7 @@ def test_padding_takes_memory_like_layers():
 
 def test_experts_are_split_over_ep_and_other_weights_are_not():
     # Mixtral 8x7B: 8 experts of 3 x 4,096 x 14,336, of which a token visits two.
-    shape = ModelShape.of(shapes.LLAMA3_8B, experts=Experts(num=8, per_token=2))
+    shape = ModelShape.of(shapes.LLAMA3_8B, experts=Experts(num=8, top_k=2))
     one, four = (
         run_8b(mesh, shape=shape, remat="selective")
         for mesh in ({"fsdp": 4, "ep": 1}, {"fsdp": 4, "ep": 4})

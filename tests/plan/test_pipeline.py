@@ -36,14 +36,8 @@ def run(schedule="1f1b", p=4, m=8, virtual=0, **fields) -> Run:
 def test_a_large_table_is_counted_from_small_ones(schedule, virtual, stash):
     for p in (2, 3, 4):
         for m in (2 * p, 3 * p, 7 * p, 8 * p, 11 * p, 16 * p):
-            key = Key(schedule, p, m, virtual or build(schedule, p, m).virtual, 0)
+            key = Key(schedule, p, m, virtual or build(schedule, p, m).virtual)
             assert pipeline._counts(key, stash) == pipeline._counted(key, stash), (p, m)
-
-
-def test_groups_are_counted_too():
-    for m in (16, 64, 72, 80):
-        key = Key("interleaved", 4, m, 2, 8)
-        assert pipeline._counts(key, "residuals") == pipeline._counted(key, "residuals")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -88,7 +82,7 @@ def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual)
 
 def test_a_divergent_bubble_is_continued_too():
     for schedule, m in (("zb_h1", 20), ("zb_h1", 128), ("zb_v", 128), ("dualpipe_v", 128)):
-        planned = run(schedule, 4, m, divergent=True)
+        planned = run(schedule, 4, m, per_rank_control_flow=True)
         exact = build(schedule, 4, m).bubble(1, 1.25, 0.75, "divergent")
         assert pipeline.divergent_bubble(planned, 2, 2.5, 1.5) == pytest.approx(exact, abs=0.01)
 
@@ -106,6 +100,7 @@ def test_zero_bubble_and_interleaving_are_not_slower_than_1f1b_where_they_are_re
 def test_a_divergent_run_is_faster_than_the_same_in_lock_step():
     cluster = find_cluster(None, "h100", 8)
     lock_step, divergent = (
-        estimate(run("zb_h1", 4, 16, divergent=d), cluster).step_s for d in (False, True)
+        estimate(run("zb_h1", 4, 16, per_rank_control_flow=d), cluster).step_s
+        for d in (False, True)
     )
     assert divergent < lock_step

@@ -319,8 +319,8 @@ def test_experts_are_split_within_a_node_where_that_fits():
 
 def test_experts_are_split_across_nodes_where_nothing_else_fits_or_if_asked():
     asked = searched(few_layers(4), 16, "pp=1,dp=1,fsdp=1,ep=16")
-    assert {(c.run.mesh.ep, c.run.moe.nodes) for c in asked.ranking} == {(16, 2)}
-    assert configured(asked.cfg, asked.winner.run).moe.nodes == 2
+    assert {(c.run.mesh.ep, c.run.moe.a2a_groups) for c in asked.ranking} == {(16, 2)}
+    assert configured(asked.cfg, asked.winner.run).moe.a2a_groups == 2
     # With ZeRO-0 a rank keeps all of its experts.
     tight = searched(few_layers(12), 16, "pp=1,zero=0,fsdp=1,sp=1,tp=1")
     assert {c.run.mesh.ep for c in tight.ranking} == {16}

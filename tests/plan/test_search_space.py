@@ -114,8 +114,8 @@ def test_what_waits_in_lock_step_is_not_recommended_unless_ranks_diverge():
     runs = enumerate_runs(debug, cluster(), {"pp": (2,)}, SPLIT).runs
     assert {run.schedule for run in runs if drawback(run)} == set(UNEVEN)
     text = next(text for run in runs if run.schedule == "zb_v" and (text := drawback(run)))
-    assert text == "zb_v is slow in lock step, and pp.divergent is experimental"
-    cfg = dataclasses.replace(debug, pp=PipelineConfig(divergent=True))
+    assert text == "zb_v is slow in lock step, and pp.per_rank_control_flow is experimental"
+    cfg = dataclasses.replace(debug, pp=PipelineConfig(per_rank_control_flow=True))
     assert not any(drawback(run) for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs)
     assert {run.schedule for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs} == set(
         SCHEDULES

@@ -22,7 +22,7 @@ LLAMA3_8B = ModelShape(
     head_dim=128,
 )
 LLAMA2_7B = ModelShape.of(LLAMA3_8B, vocab_size=32000, d_ff=11008, num_kv_heads=32)
-MIXTRAL = ModelShape.of(LLAMA3_8B, vocab_size=32000, experts=Experts(num=8, per_token=2))
+MIXTRAL = ModelShape.of(LLAMA3_8B, vocab_size=32000, experts=Experts(num=8, top_k=2))
 QWEN3 = ModelShape.of(QWEN3_30B_A3B)
 
 
@@ -210,7 +210,7 @@ def test_fp8_is_faster_but_not_twice():
 def test_experts_cost_what_tokens_visit():
     # 8 experts of which 2 are visited: as much arithmetic as a dense layer of twice the width, and a little more.
     dense = speed(run(ModelShape.of(MIXTRAL, experts=None, d_ff=2 * 14336), fsdp=8))
-    experts = speed(run(MIXTRAL, ep=8, moe=MoEConfig(bound=1)))
+    experts = speed(run(MIXTRAL, ep=8, moe=MoEConfig(capacity_factor=1)))
     ratio = experts.parts["matrix products"] / dense.parts["matrix products"]
     assert ratio == pytest.approx(1, rel=0.1)
     assert experts.parts["exposed ep"] > 0
@@ -233,7 +233,7 @@ def test_what_tokens_wait_for_depends_on_their_way():
         fields = (mesh or {"ep": 16}) | {"remat": remat, "moe": MoEConfig(**moe)}
         return speed(run(QWEN3, **fields)).parts["exposed ep"]
 
-    assert waited(nodes=2) < 0.6 * waited()
+    assert waited(a2a_groups=2) < 0.6 * waited()
     assert waited(overlap=True) < 0.9 * waited()
     assert waited(remat="save:dispatched") == pytest.approx(0.8 * waited())
     assert waited({"ep": 8}) < 0.3 * waited()

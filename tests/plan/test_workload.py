@@ -40,7 +40,7 @@ def test_the_parameters_are_those_of_the_published_checkpoints(shape, billions):
 def test_a_token_of_mixtral_visits_two_experts():
     # 12.9 B of 46.7 B, as its paper says (arXiv 2401.04088); the lookup and the norms are not counted here.
     assert MIXTRAL.active_params == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
-    one = dataclasses.replace(MIXTRAL, experts=Experts(num=8, per_token=1))
+    one = dataclasses.replace(MIXTRAL, experts=Experts(num=8, top_k=1))
     assert MIXTRAL.active_params - one.active_params == 32 * MIXTRAL.expert_params
 
 
@@ -74,8 +74,8 @@ def piped(**pp) -> Config:
 
 
 def test_a_run_has_its_pipeline_from_the_configuration():
-    run = Run.of(piped(schedule="zb_uniform", virtual=4, stash="input", group=8), 8)
-    assert (run.schedule, run.virtual_stages, run.group) == ("zb_uniform", 4, 8)
+    run = Run.of(piped(schedule="zb_uniform", virtual=4, stash="input"), 8)
+    assert (run.schedule, run.virtual_stages) == ("zb_uniform", 4)
     assert run.label.startswith("pp4 fsdp2 zb_uniform v4 input zero")
     assert Run.of(piped(schedule="interleaved"), 8).virtual_stages == 2
     flat = dataclasses.replace(piped(schedule="interleaved"), mesh=MeshConfig(fsdp=8))
@@ -120,7 +120,7 @@ def test_a_run_knows_how_tokens_reach_their_experts():
         return Run.of(dataclasses.replace(cfg, moe=MoEConfig(**moe)), 8).label.split(" zero")[0]
 
     assert label() == "ep8" and label(dispatch="capacity") == "ep8 capacity"
-    assert label(nodes=2, overlap=True) == "ep8 nodes2 overlap"
+    assert label(a2a_groups=2, overlap=True) == "ep8 nodes2 overlap"
     assert Run.of(llama3_8b.config, 8).dispatch == []
     with pytest.raises(UserError, match=r"mesh\.ep=16: must divide"):
         Run.of(dataclasses.replace(cfg, mesh=MeshConfig(ep=16)), 16)

@@ -250,7 +250,7 @@ def test_cheat_sheet_agrees_with_the_ratios_of_a3():
 
 
 def test_cheat_sheet_agrees_with_the_ratio_of_experts():
-    shape = ModelShape.of(SQUARE, experts=Experts(num=64, per_token=2, d_ff=2048))
+    shape = ModelShape.of(SQUARE, experts=Experts(num=64, top_k=2, d_ff=2048))
     row = sheet(shape, axes={"ep": 8})["EP"]
     balance = find_gpu("h100").peak_flops("bf16") / 450e9
     assert row.ratio == pytest.approx(playbook.expert_parallel_ratio(balance, 2048, 8))

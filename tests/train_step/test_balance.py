@@ -36,7 +36,7 @@ BASE = Config(
         num_heads=2,
         num_kv_heads=2,
         head_dim=8,
-        experts=Experts(num=NUM, per_token=1, dense_layers=1, scores="sigmoid", bias=True),
+        experts=Experts(num=NUM, top_k=1, dense_layers=1, scores="sigmoid", bias=True),
     ),
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
@@ -89,7 +89,7 @@ def test_metrics_are_relative_to_the_mean():
 
 def test_metrics_of_two_choices_count_tokens_once_for_the_entropy():
     """And layers that pad a pipeline do not count."""
-    experts = dataclasses.replace(BASE.model.experts, per_token=2)
+    experts = dataclasses.replace(BASE.model.experts, top_k=2)
     cfg = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=experts))
     padded = np.concatenate([ROUTED, 0 * ROUTED[:1]])
     found = jax.jit(functools.partial(balance.metrics, cfg))(padded)

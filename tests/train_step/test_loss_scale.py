@@ -1,7 +1,6 @@
 """Float16: the loss scale falls and grows as it should, and the run is that of one device."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
-    LOSS_SCALES,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -23,11 +21,12 @@ from ultrascale_jax.config import (
     MeshConfig,
     OptimConfig,
     TrainConfig,
-    UserError,
 )
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step import loss_scale
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import make_train_step
@@ -38,7 +37,7 @@ BASE = Config(
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
     optim=OptimConfig(lr=1e-2),
-    train=TrainConfig(steps=16, global_batch=8, precision="fp16", loss_scale_window=3),
+    train=TrainConfig(steps=16, global_batch=8, precision="fp16"),
     checkpoint=CheckpointConfig(keep=1),
 )
 
@@ -63,20 +62,28 @@ def with_infinite_norm(state):
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def test_it_doubles_after_a_window_without_overflow_and_halves_at_one():
+@pytest.fixture(scope="module", autouse=True)
+def short_interval():
+    """Three good steps double it, not 2,000."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+        yield
+
+
+def test_it_doubles_after_three_steps_without_overflow_and_halves_at_one():
     def follow(scale, oks):
         state, found = LossScale(jnp.float32(scale), jnp.int32(0)), []
         for ok in oks:
-            state = state.after(jnp.array(ok), window=2)
+            state = state.after(jnp.array(ok))
             found.append((float(state.scale), int(state.good_steps)))
         return found
 
-    assert follow(8, [True, True, True, False, True, True]) == [
-        *[(8, 1), (16, 0), (16, 1), (8, 0), (8, 1), (16, 0)]
+    assert follow(8, [True, True, True, True, False, True, True, True]) == [
+        *[(8, 1), (8, 2), (16, 0), (16, 1), (8, 0), (8, 1), (8, 2), (16, 0)]
     ]
-    least, most = LOSS_SCALES
+    least, most = loss_scale.LEAST, loss_scale.MOST
     assert follow(least, [False]) == [(least, 0)]
-    assert follow(most, [True, True]) == [(most, 1), (most, 0)]
+    assert follow(most, [True, True, True]) == [(most, 1), (most, 2), (most, 0)]
 
 
 def test_only_float16_has_one():
@@ -118,11 +125,13 @@ def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
 
 @pytest.fixture(scope="module")
 def too_large(tmp_path_factory):
-    """A run whose loss scale overflows in its first steps, more often than `max_skipped` allows: folder and summary."""
+    """A run whose loss scale overflows in its first steps, more often than in a row may be skipped: folder, summary."""
     folder = tmp_path_factory.mktemp("run")
-    cfg = change(BASE, train={"loss_scale": 2.0**32, "max_skipped": 2})
-    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(folder)))
-    return folder, train(cfg, mesh_of(cfg))
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "FIRST", 2.0**32)
+        patch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
+        return folder, train(cfg, mesh_of(cfg))
 
 
 # Implied by the two tests below, and by test_spikes.py's row of fp16.
@@ -142,41 +151,44 @@ def test_an_overflow_skips_the_step_and_halves_it_until_steps_are_good_again(too
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall():
-    cfg = change(BASE, train={"loss_scale": 4.0})
-    state, metrics, _ = run(cfg, 5, with_infinite_norm)
+def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall(monkeypatch):
+    monkeypatch.setattr(loss_scale, "FIRST", 4.0)
+    state, metrics, _ = run(BASE, 5, with_infinite_norm)
     assert [float(m["loss_scale"]) for m in metrics] == [4, 2, 1, 1, 1]
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (5, 3)
 
 
 @pytest.mark.slow
-def test_the_loop_counts_as_the_state_does(tmp_path):
-    cfg = change(BASE, train={"loss_scale": 4.0, "max_skipped": 2})
-    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
+def test_the_loop_counts_as_the_state_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "FIRST", 4.0)
+    monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
     with Checkpoints(cfg) as checkpoints:
         checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
-    with pytest.raises(Diverged, match=r"2 steps in a row up to step 5 "):
+    with pytest.raises(Diverged, match=r"2 steps in a row up to step 5;"):
         train(cfg, mesh_of(cfg))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
+def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path, monkeypatch):
     cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
     mesh = mesh_of(cfg)
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
-    halved = change(cfg, train={"loss_scale": BASE.train.loss_scale / 2})
+    first = loss_scale.FIRST
+    monkeypatch.setattr(loss_scale, "FIRST", first / 2)
     with Checkpoints(cfg) as checkpoints:
-        saved = describe(halved, 1, loader.fingerprint)
-        checkpoints.save(some_state(halved, mesh), saved, wait=True)
+        saved = describe(cfg, 1, loader.fingerprint)
+        checkpoints.save(some_state(cfg, mesh), saved, wait=True)
+    monkeypatch.setattr(loss_scale, "FIRST", first)
 
     def restore(cfg):
         with Checkpoints(cfg) as checkpoints:
             return checkpoints.restore(checkpoints.latest, abstract_state(cfg, mesh))
 
     state = restore(cfg)
-    assert float(state.loss_scale.scale) == BASE.train.loss_scale / 2
+    assert float(state.loss_scale.scale) == first / 2
     other = change(cfg, train={"precision": "bf16"})
     plain = restore(other)
     assert plain.loss_scale is None
@@ -184,12 +196,6 @@ def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path):
     with Checkpoints(other) as checkpoints:
         checkpoints.save(plain, describe(other, 17, loader.fingerprint), wait=True)
     again = restore(cfg)
-    assert float(again.loss_scale.scale) == BASE.train.loss_scale
+    assert float(again.loss_scale.scale) == first
     for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-@pytest.mark.parametrize("value", [0.5, 2.0**41, math.nan])
-def test_a_factor_that_cannot_be_is_refused(value):
-    with pytest.raises(UserError, match=r"train\.loss_scale=.*: must be from 1 to "):
-        TrainConfig(loss_scale=value)

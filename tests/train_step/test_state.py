@@ -92,7 +92,7 @@ def test_the_layers_of_every_schedule_have_their_order():
 MIXED = dataclasses.replace(
     BASE,
     model=dataclasses.replace(
-        BASE.model, experts=Experts(num=4, per_token=2, d_ff=16, dense_layers=2, bias=True)
+        BASE.model, experts=Experts(num=4, top_k=2, d_ff=16, dense_layers=2, bias=True)
     ),
 )
 """Two layers with one feed-forward layer, three with experts."""

@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step import loss_scale
 from ultrascale_jax.train_step.optim import optimizer, schedule
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import (
@@ -228,7 +229,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
     """Against float64, with a norm below `clip_norm` and one above, after two good steps of five."""
     optim = {"clip_norm": clip_norm, "warmup_steps": 4, "weight_decay": 0.1, "betas": (0.8, 0.95)}
     cfg = variant(optim=optim, mesh={"fsdp": 1, "sp": 1}, train={"precision": precision})
-    scale = cfg.train.loss_scale if precision == "fp16" else 1.0
+    scale = loss_scale.FIRST if precision == "fp16" else 1.0
     rng = np.random.default_rng(0)
     targets = np.where(np.arange(32) % 4, 1, -1)[None].astype(np.int32).repeat(8, 0)
 

@@ -39,7 +39,7 @@ def test_all_parameters_are_counted_by_hand():
 
 
 def test_of_the_experts_those_count_that_a_token_visits():
-    experts = Experts(num=6, per_token=2, d_ff=9, shared=2, dense_layers=1, bias=True)
+    experts = Experts(num=6, top_k=2, d_ff=9, shared=2, dense_layers=1, bias=True)
     model = dataclasses.replace(MODEL, experts=experts)
     attention, dense, router, expert = 5 * 8 * 2 + 5 * 4 * 2, 3 * 5 * 7, 5 * 6, 3 * 5 * 9
     counted = 3 * attention + dense + 5 * 11 + 2 * router

@@ -31,6 +31,7 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.hooks import Hook
 from ultrascale_jax.launch.sigterm import SigtermListener
@@ -226,8 +227,8 @@ def test_the_way_to_experts_is_described_as_it_is_run():
     cfg = change(
         BASE,
         mesh={"ep": 4},
-        model={"experts": Experts(num=8, per_token=2)},
-        moe={"overlap": True, "nodes": 2},
+        model={"experts": Experts(num=8, top_k=2)},
+        moe={"overlap": True, "a2a_groups": 2},
     )
     (line,) = parallelism(cfg)
     tokens = BASE.data.seq_len * BASE.train.global_batch // (4 * BASE.train.microbatches)
@@ -240,9 +241,9 @@ def test_the_way_to_experts_is_described_as_it_is_run():
 
 def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(
-        UserError, match=r"model\.attention='cudnn': needs a GPU, and this is a cpu"
+        UserError, match=r"kernels\.attention='cudnn': needs a GPU, and this is a cpu"
     ):
-        run(change(BASE, model={"attention": "cudnn"}), tmp_path / "run")
+        run(change(BASE, kernels={"attention": "cudnn"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -266,15 +267,18 @@ def with_infinite_weight(cfg):
 
 
 @pytest.mark.slow
-def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(tmp_path):
-    cfg = change(BASE, log={"run_dir": str(tmp_path)}, train={"max_skipped": 3})
+def test_steps_that_are_not_finite_change_nothing_and_k_in_a_row_stop_the_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 3)
+    cfg = change(BASE, log={"run_dir": str(tmp_path)})
     state = with_infinite_weight(cfg)
     before = bits((state.params, state.opt_state))
     loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with Checkpoints(cfg) as checkpoints:
         checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
     with pytest.raises(
-        Diverged, match=r"3 steps in a row up to step 4 .*max_skipped=3.*checkpoint: 1"
+        Diverged, match=r"3 steps in a row up to step 4; .*checkpoint: 1"
     ) as stopped:
         train(cfg, mesh_of(cfg))
     assert stopped.value.exit_code == 3

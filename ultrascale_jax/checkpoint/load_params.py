@@ -12,8 +12,8 @@ from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict, saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
-from ultrascale_jax.config import Config, MeshConfig, ModelConfig, PipelineConfig, require
-from ultrascale_jax.launch.run_files import folder_of
+from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
+from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.state import (
     abstract_state,
@@ -31,7 +31,8 @@ def load_params(
     the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
     folder = Path(run_dir).resolve()
-    folder = folder_of(folder, saved_config(folder).checkpoint.dir, make=False)
+    saved_config(folder)  # refuses what is no run directory
+    folder = folder_of(folder, CHECKPOINTS, make=False)
     available = restoring.found_by_process0(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
@@ -63,7 +64,7 @@ def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Tr
     cfg = config_from_dict(meta["config"])
     cfg = dataclasses.replace(
         cfg,
-        model=dataclasses.replace(cfg.model, **ModelConfig().implementations),
+        kernels=KernelsConfig(),
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
     )

@@ -35,7 +35,7 @@ from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED, STOPPED
 from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.multihost import agree
-from ultrascale_jax.launch.run_files import METRICS, folder_of
+from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
 from ultrascale_jax.train_step.state import (
     TrainState,
@@ -60,7 +60,7 @@ class NothingLeft(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `run_dir/checkpoint.dir`; every process calls every method."""
+    """The checkpoints of one run, in `run_dir/checkpoints`; every process calls every method."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Checkpoints:
         if problem is not None:
             fix = "mount it, make room or make it writable; or choose another log.run_dir"
             raise refusal(
-                f"checkpoint.dir={self._cfg.checkpoint.dir!r}: {problem}; {fix}",
+                f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}",
                 lasting=lasting,
             )
         self._listed()
@@ -350,7 +350,7 @@ class _Rotation:
 
 def checkpoint_folder(cfg: Config) -> Path:
     """Return the checkpoint folder of `cfg`. Raises `NotRegular` for a link: a run renames and deletes there."""
-    return folder_of(Path(cfg.log.run_dir).resolve(), cfg.checkpoint.dir, make=False)
+    return folder_of(Path(cfg.log.run_dir).resolve(), CHECKPOINTS, make=False)
 
 
 def _context() -> Any:

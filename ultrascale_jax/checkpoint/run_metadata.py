@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ultrascale_jax.config import DATA, Config, UserError, require
 from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.config.renamed import upgraded
 
 SAME = (
-    *("model.", "data.", "optim.name", "optim.moment_dtype", "optim.stochastic_rounding"),
+    *("model.", "data.", "optim.name", "optim.moment_dtype"),
     *("train.seed", "train.global_batch"),
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
@@ -20,10 +21,7 @@ SAME = (
 Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
 """
 
-FREE = (
-    *("model.attention", "model.rms_norm", "model.cross_entropy", "fp8.implementation"),
-    *("mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
-)
+FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
 """Fields that a resumed run may change silently."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -82,11 +80,12 @@ def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> 
 
 
 def config_from_dict(values: dict) -> Config:
-    """The `Config` whose fields are `values`; fields that an older checkpoint lacks take their defaults.
+    """The `Config` whose fields are `values`, of this version or an older one; fields that are missing have defaults.
 
-    Raises `UserError` for a field that this version does not know, or a value that is none.
+    Raises `UserError` for a field that no version knows, or a value that is none.
     """
-    return _dataclass_from_dict(Config, values, "config")
+    require(isinstance(values, dict), "config", values, "must be a group of fields")
+    return _dataclass_from_dict(Config, upgraded(values), "config")
 
 
 def saved_config(run_dir: Path) -> Config:

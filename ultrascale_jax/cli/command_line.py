@@ -38,6 +38,7 @@ from ultrascale_jax.config import (
     parse_mesh,
     require,
 )
+from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
 
 DEFAULT_RECIPE = "demo"
@@ -110,6 +111,8 @@ def parse[O: Options](
     """
     with user_errors(patience_s=PATIENCE_S):
         recipe, arguments = _split_recipe(argv)
+        for argument in arguments:
+            refuse_old_option(argument)
         default = load_recipe(recipe)
         if (mesh := _mesh_argument(arguments)) is not None:
             sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config, MeshConfig, ModelConfig, parse_mesh, require
+from ultrascale_jax.config import Config, MeshConfig, parse_mesh, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import parse_config, read_config
 from ultrascale_jax.huggingface.files import inside
@@ -158,21 +158,16 @@ def _context(cfg: Config, run_dir: Path) -> int:
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
         known = original.get("max_position_embeddings")
-        if isinstance(known, int) and parse_config(original) == _plain(cfg.model):
+        if isinstance(known, int) and parse_config(original) == cfg.model:
             return known
     rope = cfg.model.rope_scaling
     stretched = round(rope.factor * rope.original_seq_len) if rope else 0
     return max(cfg.data.seq_len, stretched)
 
 
-def _plain(model: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(model, **ModelConfig().implementations)
-
-
 def with_model(cfg: Config, hf_dir: str | Path) -> Config:
     """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
-    model = dataclasses.replace(read_config(hf_dir), **cfg.model.implementations)
-    data = cfg.data
+    model, data = read_config(hf_dir), cfg.data
     if data.tokenizer == "bytes" and (Path(hf_dir) / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
     return dataclasses.replace(cfg, model=model, data=data)

@@ -16,7 +16,7 @@ from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, quarantined,
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.config import AXES, require
-from ultrascale_jax.launch.run_files import folder_of
+from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with command_line.user_errors():
         prog = "ultrascale inspect-checkpoint"
         options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
-        name = saved_config(options.run_dir).checkpoint.dir
-        folder = folder_of(options.run_dir, name, make=False)
+        saved_config(options.run_dir)  # refuses what is no run directory
+        folder = folder_of(options.run_dir, CHECKPOINTS, make=False)
         there = steps(folder)
         fix = f"{folder} holds the steps {there}"
         require(options.step is None or options.step in there, "step", options.step, fix)

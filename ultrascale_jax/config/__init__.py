@@ -11,21 +11,20 @@ import math
 import re
 import warnings
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Literal, get_args
 
 from ultrascale_jax.config.base import LARGEST as LARGEST
-from ultrascale_jax.config.base import Implementation, require_at_least
 from ultrascale_jax.config.base import UserError as UserError
 from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import require as require
+from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.kernels import KernelsConfig as KernelsConfig
 from ultrascale_jax.config.model import Experts as Experts
 from ultrascale_jax.config.model import LatentAttention as LatentAttention
 from ultrascale_jax.config.model import ModelConfig as ModelConfig
 from ultrascale_jax.config.model import RopeScaling as RopeScaling
 from ultrascale_jax.config.training import FP8 as FP8
-from ultrascale_jax.config.training import LOSS_SCALES as LOSS_SCALES
 from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
 from ultrascale_jax.config.training import OptimConfig as OptimConfig
@@ -156,18 +155,16 @@ class PipelineConfig:
     """`afab`, `1f1b`, `interleaved`, `zb_uniform`, `zb_h1`, `zb_v`, `dualpipe_v`, or your own table `FILE.csv`."""
     virtual: int = 0
     """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
-    group: int = 0
-    """Micro-batches that a rank runs in a row before its next stage; 0 is mesh.pp, depth first."""
     stash: Literal["residuals", "input"] = "residuals"
     """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
-    divergent: bool = False
+    per_rank_control_flow: bool = False
     """Experimental: ranks run different operations in a tick, as zb_h1, zb_v and dualpipe_v are drawn."""
 
     def __post_init__(self):
         name, from_file = self.schedule, self.from_file
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
-        require_at_least(0, "pp", self, ("virtual", "group"))
+        require_at_least(0, "pp", self, ("virtual",))
         wanted = {"interleaved": (2, math.inf), "zb_uniform": (1, math.inf)}
         wanted |= {"zb_v": (2, 2), "dualpipe_v": (2, 2)}
         least, most = wanted.get(name, (1, 1))
@@ -175,9 +172,6 @@ class PipelineConfig:
         if from_file:
             least, most, fix = 0, 0, f"the table {name} says it itself; use 0"
         require(not self.virtual or least <= self.virtual <= most, "pp.virtual", self.virtual, fix)
-        fix = f"only {' and '.join(GROUPED)} have groups, with pp.virtual above 1; use 0"
-        grouped = name in GROUPED and self.stages_per_rank > 1
-        require(not self.group or grouped, "pp.group", self.group, fix)
 
     @property
     def from_file(self) -> bool:
@@ -192,12 +186,10 @@ class PipelineConfig:
 
     def check(self, ranks: int, microbatches: int) -> None:
         """Refuse the numbers of ranks and micro-batches for which the schedule does not exist."""
-        name, row = self.schedule, self.group or ranks
+        name = self.schedule
         if name in GROUPED and self.stages_per_rank > 1:
-            fix = f"must be a multiple of mesh.pp={ranks} for {name}; or 0"
-            require(row % ranks == 0, "pp.group", row, fix)
-            fix = f"must be a multiple of {row} (pp.group or mesh.pp) for {name}"
-            require(microbatches % row == 0, "train.microbatches", microbatches, fix)
+            fix = f"must be a multiple of {ranks} (mesh.pp) for {name}"
+            require(microbatches % ranks == 0, "train.microbatches", microbatches, fix)
         fix = f"dualpipe_v wants at least 2*mesh.pp={2 * ranks}"
         enough = name != "dualpipe_v" or microbatches >= 2 * ranks
         require(enough, "train.microbatches", microbatches, fix)
@@ -248,15 +240,13 @@ class MoEConfig:
     """How tokens travel to their experts over mesh.ep, and what keeps experts equally busy."""
 
     dispatch: Dispatch = "dropless"
-    """All-to-all in as many rounds as it takes, all-to-all that drops what is over `bound`, or gather all tokens."""
-    bound: float = 1.25
+    """All-to-alls in as many rounds as it takes, one that drops what is over `capacity_factor`, or all-gather."""
+    capacity_factor: float = 1.25
     """Rows that a buffer holds, as a multiple of those that balanced routing would send."""
-    nodes: int = 1
+    a2a_groups: int = 1
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
     """Halve the batch: one half travels while the experts work on the other."""
-    implementation: Implementation = "auto"
-    """Products of the experts: the Mosaic kernel on ragged groups, or batched GEMMs on groups padded to `bound`."""
     aux_loss: float = 0.0
     """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
     aux_over: AuxOver = "batch"
@@ -267,30 +257,29 @@ class MoEConfig:
     """What the bias of an expert rises by in a step in which it had less than the mean, and falls by otherwise."""
 
     def __post_init__(self):
-        kinds = {"dispatch": Dispatch, "aux_over": AuxOver, "implementation": Implementation}
+        kinds = {"dispatch": Dispatch, "aux_over": AuxOver}
         for name, kind in kinds.items():
             value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
             require(value in get_args(kind), f"moe.{name}", value, fix)
-        require(self.bound >= 1, "moe.bound", self.bound, "must be at least 1")
-        require_at_least(1, "moe", self, ("nodes",))
+        require_at_least(1, "moe", self, ("capacity_factor", "a2a_groups"))
         require_at_least(0, "moe", self, ("aux_loss", "z_loss", "bias_rate"))
         fix = "allgather has no levels; use 1, or another dispatch"
-        require(self.nodes == 1 or self.dispatch != "allgather", "moe.nodes", self.nodes, fix)
+        flat = self.a2a_groups == 1 or self.dispatch != "allgather"
+        require(flat, "moe.a2a_groups", self.a2a_groups, fix)
 
     def check(self, experts: Experts, ep: int) -> None:
         """Refuse ranks that cannot share the experts."""
         fix = f"must divide model.experts.num={experts.num}"
         require(experts.num % ep == 0, "mesh.ep", ep, fix)
-        require(ep % self.nodes == 0, "moe.nodes", self.nodes, f"must divide mesh.ep={ep}")
+        fix = f"must divide mesh.ep={ep}"
+        require(ep % self.a2a_groups == 0, "moe.a2a_groups", self.a2a_groups, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save and what to resume."""
 
-    dir: str = "checkpoints"
-    """Folder inside the run directory."""
-    every: int = 0
+    every: int = 1000
     """Steps between checkpoints; 0 saves only after the last step."""
     keep: int = 3
     """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
@@ -304,11 +293,6 @@ class CheckpointConfig:
     `data` stands for the tokens themselves."""
 
     def __post_init__(self):
-        path = PurePath(self.dir)
-        fix = "must be a relative path that stays inside log.run_dir"
-        inside = not path.is_absolute() and ".." not in path.parts
-        usable = self.dir != "" and "\0" not in self.dir
-        require(inside and usable, "checkpoint.dir", self.dir, fix)
         require_at_least(0, "checkpoint", self, ("every",))
         require_at_least(1, "checkpoint", self, ("keep", "max_failures"))
 
@@ -338,6 +322,7 @@ class Config:
     pp: PipelineConfig = field(default_factory=PipelineConfig)
     cp: ContextConfig = field(default_factory=ContextConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -386,10 +371,10 @@ class Config:
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
-            kernel = self.moe.implementation
+            kernel = self.kernels.grouped_matmul
             fix = f"multiplies bfloat16; use auto or xla with {train.precision}"
             fits = model.experts is None or kernel != "mosaic"
-            require(fits, "moe.implementation", kernel, fix)
+            require(fits, "kernels.grouped_matmul", kernel, fix)
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)
@@ -425,8 +410,8 @@ class Config:
         fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
         require(not mixed, "model.first_window_layer", model.first_window_layer, fix)
         passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
-        fix = "cannot be with pp.divergent, whose ranks part ways; use allgather or ulysses"
-        require(not (pp.divergent and passes_on), "cp.strategy", self.cp.strategy, fix)
+        fix = "cannot be with pp.per_rank_control_flow, whose ranks part ways; use allgather or ulysses"
+        require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
 

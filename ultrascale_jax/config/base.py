@@ -1,11 +1,7 @@
 """How a setting is refused: one error that names the field, its value and the fix."""
 
 import dataclasses
-from typing import Any, Literal
-
-Implementation = Literal["auto", "mosaic", "xla"]
-"""The program that computes a part: our kernel, XLA's own, or the one that is known to be faster."""
-
+from typing import Any
 
 LARGEST = 2**31 - 1
 """The largest integer of a configuration: sizes, steps and indices are int32."""

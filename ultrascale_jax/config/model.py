@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ultrascale_jax.config.base import (
-    Implementation,
     check_numbers,
     require,
     require_at_least,
@@ -32,10 +31,9 @@ class RopeScaling:
     """Which frequencies are stretched."""
     factor: float = 8.0
     """How many times longer than `original_seq_len` the context is."""
-    low_freq_factor: float = 1.0
-    """llama3 and yarn divide frequencies with fewer turns in `original_seq_len` by `factor` (YaRN's beta_slow)."""
-    high_freq_factor: float = 0.0
-    """They keep those with more turns (YaRN's beta_fast); 0 is the kind's own: 4 for llama3, 32 for yarn."""
+    freq_factors: tuple[float, float] = (1.0, 0.0)
+    """Llama 3's low and high: frequencies with fewer turns in `original_seq_len` are divided by `factor`, those with
+    more are kept (YaRN's beta_slow and beta_fast). A high one of 0 is the kind's own: 4 for llama3, 32 for yarn."""
     original_seq_len: int = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
     attention_factor: float = 0.0
@@ -46,8 +44,10 @@ class RopeScaling:
     def __post_init__(self):
         require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
         low, high = self.thresholds
-        name, value = "model.rope_scaling.low_freq_factor", self.low_freq_factor
-        require(0 < low < high, name, value, f"must lie between 0 and high_freq_factor={high}")
+        name, value = "model.rope_scaling.freq_factors", self.freq_factors
+        require(
+            0 < low < high, name, value, f"the first must lie between 0 and the second, {high:g}"
+        )
         require_at_least(1, "model.rope_scaling", self, ("original_seq_len",))
         require_at_least(0, "model.rope_scaling", self, ("attention_factor",))
         name, value = "model.rope_scaling.attention_factor", self.attention_factor
@@ -59,7 +59,8 @@ class RopeScaling:
     def thresholds(self) -> tuple[float, float]:
         """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
         own = 32.0 if self.kind == "yarn" else 4.0
-        return self.low_freq_factor, self.high_freq_factor or own
+        low, high = self.freq_factors
+        return low, high or own
 
     @property
     def magnitude(self) -> float:
@@ -80,7 +81,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Feed-forward layers of experts: a router sends each token to `per_token` of them and weighs what they return.
+    """Feed-forward layers of experts: a router sends each token to `top_k` of them and weighs what they return.
 
     Mixtral (arXiv 2401.04088) and Qwen3-MoE are softmax scores, normalised; DeepSeek-V3 (arXiv 2412.19437) has sigmoid
     scores, a shared expert, first layers without experts, groups, and a bias instead of a loss that balances.
@@ -88,7 +89,7 @@ class Experts:
 
     num: int = 8
     """Routed experts of a layer (E)."""
-    per_token: int = 2
+    top_k: int = 2
     """Routed experts that a token visits (k)."""
     d_ff: int = 0
     """Width of one expert (F); 0 is `model.d_ff`, the width of layers without experts."""
@@ -110,7 +111,7 @@ class Experts:
     """Experts are chosen by score plus a bias that is no part of their weight; `moe.bias_rate` says how it moves."""
 
     def __post_init__(self):
-        names = ("num", "per_token", "groups", "groups_per_token")
+        names = ("num", "top_k", "groups", "groups_per_token")
         require_at_least(1, "model.experts", self, names)
         require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
         require_at_most(MOST_PARTS, "model.experts", self, ("num", "shared"))
@@ -120,7 +121,7 @@ class Experts:
         require(chosen <= groups, name, chosen, f"there are only groups={groups}")
         reach = self.num // groups * chosen
         fix = f"a token can reach only {reach} experts; use fewer"
-        require(self.per_token <= reach, "model.experts.per_token", self.per_token, fix)
+        require(self.top_k <= reach, "model.experts.top_k", self.top_k, fix)
         require(self.scale > 0, "model.experts.scale", self.scale, "must be positive")
 
 
@@ -129,7 +130,7 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values are made of short latents.
 
     A head's H dims are `head_dim - rope_dim` without and then `rope_dim` with rotary positions; the latter are one
-    rotary key that all heads share.
+    rotary key that all heads share. Rotary pairs are neighbours in the weights, not halves as in other attention.
     """
 
     q_rank: int = 1536
@@ -140,8 +141,6 @@ class LatentAttention:
     """Dims of a head that have rotary positions."""
     v_dim: int = 128
     """Width of a head's values (W)."""
-    interleaved: bool = True
-    """Rotary pairs are neighbours in the weights (DeepSeek), not halves."""
 
     def __post_init__(self):
         require_at_least(1, "model.latent", self, ("kv_rank", "rope_dim", "v_dim"))
@@ -190,17 +189,6 @@ class ModelConfig:
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
-    attention: Literal["auto", "cudnn", "mosaic", "xla"] = "auto"
-    """Attention implementation; auto is cuDNN on a GPU and the XLA reference elsewhere."""
-    rms_norm: Implementation = "auto"
-    """That of norms over the model dim; auto is XLA."""
-    cross_entropy: Implementation = "auto"
-    """That of the head and the loss; auto is XLA, in chunks of tokens; mosaic takes less memory and a product more."""
-
-    @property
-    def implementations(self) -> dict[str, Any]:
-        """The fields that say by which program parts are computed: what is computed does not depend on them."""
-        return {name: getattr(self, name) for name in ("attention", "rms_norm", "cross_entropy")}
 
     def __post_init__(self):
         check_numbers("model", self)

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config.base import Implementation, require, require_at_least
+from ultrascale_jax.config.base import require, require_at_least
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
 
 FP8 = ("fp8", "fp8_rowwise", "fp8_block")
 """Precisions whose products are in fp8."""
-
-LOSS_SCALES = 1.0, 2.0**40
-"""Smallest and largest factor of the loss in float16."""
 
 REMAT_NAMES = (
     *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
@@ -28,8 +25,8 @@ class OptimConfig:
     """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
     lr: float = 3e-4
     """Peak learning rate."""
-    min_lr: float = 0.1
-    """Final learning rate as a share of the peak."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate over the peak."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine to the last step, stable then linear decay (wsd), or constant."""
     warmup_steps: int = 0
@@ -44,24 +41,27 @@ class OptimConfig:
     """Decoupled weight decay, on matrices only."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the first moment is stored (the second stays float32 without `stochastic_rounding`)."""
-    stochastic_rounding: bool = False
-    """Both moments in bfloat16, rounded up or down at random so that they are right on average."""
+    moment_dtype: Literal["float32", "bfloat16", "bfloat16_stochastic"] = "float32"
+    """Type in which moments are stored; bfloat16: the first alone. With bfloat16_stochastic both are bfloat16, rounded
+    up or down at random so that they are right on average."""
 
     def __post_init__(self):
         for name in ("lr", "eps"):
             value = getattr(self, name)
             require(value > 0, f"optim.{name}", value, "must be positive")
-        fix = "is a share of optim.lr, from 0 to 1"
-        require(0 <= self.min_lr <= 1, "optim.min_lr", self.min_lr, fix)
+        fix = "is the last rate over optim.lr, from 0 to 1"
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, fix)
         names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
         require_at_least(0, "optim", self, names)
         inside = all(0 <= beta < 1 for beta in self.betas)
         require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
-        rounded = self.name == "adamw" and self.moment_dtype == "bfloat16"
-        fix = "needs optim.name=adamw and optim.moment_dtype=bfloat16"
-        require(rounded or not self.stochastic_rounding, "optim.stochastic_rounding", True, fix)
+        rounds = self.name == "adamw" or not self.stochastic_rounding
+        require(rounds, "optim.moment_dtype", self.moment_dtype, "needs optim.name=adamw")
+
+    @property
+    def stochastic_rounding(self) -> bool:
+        """Whether moments are rounded at random."""
+        return self.moment_dtype == "bfloat16_stochastic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,6 @@ class TrainConfig:
     precision: Precision = "bf16"
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
-    loss_scale: float = 2.0**16
-    """In fp16, what the loss is first multiplied by; halved when gradients overflow, and that step skipped."""
-    loss_scale_window: int = 2000
-    """Steps without overflow after which it doubles."""
     remat: str = "none"
     """`none`, `full`, `selective` (attention), `dots`, or by name: `save:q,k+offload:gate,up`."""
     z_loss: float = 0.0
@@ -93,15 +89,10 @@ class TrainConfig:
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: int = 8
     """Global batches of one evaluation."""
-    max_skipped: int = 10
-    """Stop after so many steps in a row whose loss, gradient norm or update is not finite, or that are spikes."""
 
     def __post_init__(self):
-        names = ("steps", "global_batch", "microbatches", "eval_batches", "max_skipped")
-        require_at_least(1, "train", self, (*names, "loss_scale_window"))
-        least, most = LOSS_SCALES
-        fix = f"must be from {least:g} to {most:g}"
-        require(least <= self.loss_scale <= most, "train.loss_scale", self.loss_scale, fix)
+        names = ("steps", "global_batch", "microbatches", "eval_batches")
+        require_at_least(1, "train", self, names)
         require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
         self.remat_names()
 
@@ -124,25 +115,19 @@ class TrainConfig:
 class Fp8Config:
     """Products of the layers in fp8; without effect in another `train.precision`."""
 
-    gradients: Literal["auto", "e4m3", "e5m2"] = "auto"
-    """Type of the gradients that are multiplied; auto: e5m2 with one scale for a tensor, else e4m3."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Type in which the products are computed that give the weights' gradients."""
-    first_layers: int = 0
-    """So many of the first layers stay bfloat16."""
-    last_layers: int = 0
-    """So many of the last ones."""
-    implementation: Implementation = "auto"
-    """fp8_block: the kernels, or what XLA makes of it; auto: kernels on Hopper GPUs."""
+    bf16_layers: tuple[int, int] = (0, 0)
+    """So many of the first layers, and so many of the last ones, stay bfloat16."""
 
     def __post_init__(self):
-        require_at_least(0, "fp8", self, ("first_layers", "last_layers"))
+        fix = "must be two numbers of layers"
+        require(min(self.bf16_layers) >= 0, "fp8.bf16_layers", self.bf16_layers, fix)
 
     def check(self, num_layers: int, pp: int) -> None:
         """Refuse what cannot be in a model of so many layers, in so many stages."""
-        apart = self.first_layers + self.last_layers
-        fix = f"with fp8.last_layers={self.last_layers} no layer of {num_layers} is left for fp8; use fewer"
-        require(apart < num_layers, "fp8.first_layers", self.first_layers, fix)
-        fix = "stages must be alike: use 0 for fp8.first_layers and fp8.last_layers, or mesh.pp=1"
-        name = "last_layers" if self.last_layers else "first_layers"
-        require(not apart or pp == 1, f"fp8.{name}", getattr(self, name), fix)
+        name, apart = "fp8.bf16_layers", sum(self.bf16_layers)
+        fix = f"no layer of {num_layers} is left for fp8; use fewer"
+        require(apart < num_layers, name, self.bf16_layers, fix)
+        fix = "stages must be alike: use 0 0, or mesh.pp=1"
+        require(not apart or pp == 1, name, self.bf16_layers, fix)

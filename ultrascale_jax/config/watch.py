@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.config.base import require, require_at_least, require_at_most
+from ultrascale_jax.config.base import require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,22 +11,29 @@ class WatchConfig:
 
     hang_s: float = 0.0
     """Seconds without progress after which a process ends itself; 0: learned from the run, at least a minute."""
-    straggler_every: int = 100
-    """Steps between comparisons of the processes' own times; 0: none."""
     replicas_every: int = 0
     """Steps between comparisons of all copies of the parameters, bit for bit; 0: none."""
     rerun: bool = False
     """Run a suspicious step again, to tell a fault of the hardware from one of the data; keeps a copy of the state."""
-    spike_sigma: float = 0.0
-    """Skip steps whose loss or gradient norm is so many standard deviations above its mean; 0: none."""
-    spike_window: int = 128
-    """Steps over which mean and deviation are taken; no step is skipped before there are so many."""
+    spike_guard: tuple[float, int] = (0.0, 128)
+    """Skip steps whose loss or gradient norm is so many standard deviations above its mean of so many steps; no step is
+    skipped before there are so many. 0 deviations: none ever."""
 
     def __post_init__(self):
-        require_at_least(0, "watch", self, ("hang_s", "straggler_every", "replicas_every"))
-        require_at_least(0, "watch", self, ("spike_sigma",))
-        require_at_least(2, "watch", self, ("spike_window",))
-        require_at_most(100_000, "watch", self, ("spike_window",))
+        require_at_least(0, "watch", self, ("hang_s", "replicas_every"))
+        fix = "must be a number of deviations, 0 or more, and one of steps, from 2 to 100000"
+        sound = self.spike_sigma >= 0 and 2 <= self.spike_window <= 100_000
+        require(sound, "watch.spike_guard", self.spike_guard, fix)
+
+    @property
+    def spike_sigma(self) -> float:
+        """Standard deviations above the mean from which on a step is skipped; 0: none is."""
+        return self.spike_guard[0]
+
+    @property
+    def spike_window(self) -> int:
+        """Steps over which mean and deviation are taken."""
+        return self.spike_guard[1]
 
 
 @dataclass(frozen=True, kw_only=True)

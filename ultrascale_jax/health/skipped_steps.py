@@ -19,8 +19,12 @@ FILE_NAME = "skipped.json"
 """Written when a run is stopped: the batches of its last skipped steps, by shard and token."""
 
 
+MOST_IN_A_ROW = 10
+"""Skipped steps after which a run stops."""
+
+
 class Diverged(UserError):
-    """`train.max_skipped` steps in a row were skipped: not finite, or spikes."""
+    """`MOST_IN_A_ROW` steps were skipped: not finite, or spikes."""
 
     exit_code = STOPPED
 
@@ -48,7 +52,7 @@ def suspicious(values: Mapping[str, Any]) -> bool:
 
 
 class SkippedSteps(Hook):
-    """Counts skipped steps, records them, and ends a run of `train.max_skipped` in a row."""
+    """Counts skipped steps, records them, and ends a run with `MOST_IN_A_ROW` of them."""
 
     def __init__(self, loader: Loader, newest: Callable[[], int | None]):
         """`newest`: the newest checkpoint's step."""
@@ -80,7 +84,7 @@ class SkippedSteps(Hook):
             run.events.record("skipped", **found)
         self._last.append(found)
         self._in_a_row += 1
-        if self._in_a_row >= run.cfg.train.max_skipped:
+        if self._in_a_row >= MOST_IN_A_ROW:
             raise Diverged(self._end(run, step))
 
     def _end(self, run: Run, step: int) -> str:
@@ -93,10 +97,9 @@ class SkippedSteps(Hook):
         fault = " or ".join(FAULTS[reason] for reason in sorted(reasons))
         fix = "Lower optim.lr, or raise optim.warmup_steps"
         if "spike" in reasons:
-            fix += f"; or raise watch.spike_sigma={run.cfg.watch.spike_sigma:g}, if the loss has risen for good"
+            fix += f"; or raise watch.spike_guard={run.cfg.watch.spike_guard}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)
         return (
-            f"{fault} in {self._in_a_row} steps in a row up to step {step} "
-            f"(train.max_skipped={run.cfg.train.max_skipped}); newest checkpoint: {self._newest()}; "
+            f"{fault} in {self._in_a_row} steps in a row up to step {step}; newest checkpoint: {self._newest()}; "
             f"hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
         )

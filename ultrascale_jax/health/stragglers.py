@@ -26,11 +26,16 @@ LISTED = 16
 """Processes of which an event tells the times, the slowest first."""
 
 
+def cadence(steps: int) -> int:
+    """Steps between comparisons in a run of so many: 100, or half of a short run, but 20 at least."""
+    return min(100, max(20, steps // 2))
+
+
 class StragglerCheck(Hook):
     """Compares the times of this process's steps with the others' every so many."""
 
     def __init__(self, every: int):
-        """`every`: steps between comparisons; 0: none."""
+        """`every`: steps between comparisons."""
         self._every = every
         self.steps: list[float] = []
         self.own: list[float] = []
@@ -46,8 +51,8 @@ class StragglerCheck(Hook):
         took = time.monotonic() - self._begun
         self.steps.append(took)
         self.own.append(max(0.0, took - (run.device_wait_s - self._waited_s)))
-        if self._every == 0 or run.every(self._every):
-            if self._every > 0 and jax.process_count() > 1:
+        if run.every(self._every):
+            if jax.process_count() > 1:
                 self._compare(run)
             self.steps, self.own = [], []
         self.on_resume(run)

@@ -141,8 +141,7 @@ def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | 
         return theta, _yarn(rope, factor, original, family)
     return theta, RopeScaling(
         factor=factor,
-        low_freq_factor=number(rope, "low_freq_factor"),
-        high_freq_factor=number(rope, "high_freq_factor"),
+        freq_factors=(number(rope, "low_freq_factor"), number(rope, "high_freq_factor")),
         original_seq_len=original,
     )
 
@@ -163,8 +162,7 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        low_freq_factor=given.get("beta_slow", 1.0),
-        high_freq_factor=given.get("beta_fast", 32.0),
+        freq_factors=(given.get("beta_slow", 1.0), given.get("beta_fast", 32.0)),
         original_seq_len=original,
         attention_factor=attention_factor,
         mscale_all_dim=given.get("mscale_all_dim", 0.0) if family.latent else 0.0,

@@ -64,13 +64,14 @@ def read_latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
     rope_dim = integer(raw, "qk_rope_head_dim", 64)
     width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
     require(width is None or width == rope_dim, "head_dim", width, fix)
+    fix = "supported is true, rotary pairs that are neighbours"
+    require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
     direct = raw.get("q_lora_rank", 1536) is None
     latent = LatentAttention(
         q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
         kv_rank=integer(raw, "kv_lora_rank", 512),
         rope_dim=rope_dim,
         v_dim=integer(raw, "v_head_dim", 128),
-        interleaved=flag(raw, "rope_interleave", True),
     )
     return latent, integer(raw, "qk_nope_head_dim", 128) + rope_dim
 
@@ -111,7 +112,7 @@ def latent_dict(cfg: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_dim,
-        "rope_interleave": latent.interleaved,
+        "rope_interleave": True,
         "num_nextn_predict_layers": 0,
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",

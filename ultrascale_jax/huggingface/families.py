@@ -67,8 +67,8 @@ FAMILIES = {
         norm_eps=1e-5,
         num_kv_heads=8,
         rope_theta=1e6,
-        experts=Experts(num=8, per_token=2),
-        expert_keys={"num": "num_local_experts", "per_token": "num_experts_per_tok"},
+        experts=Experts(num=8, top_k=2),
+        expert_keys={"num": "num_local_experts", "top_k": "num_experts_per_tok"},
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -76,10 +76,10 @@ FAMILIES = {
         window="all",
         window_switch=True,
         num_kv_heads=4,
-        experts=Experts(num=128, per_token=8, d_ff=768, normalize=False),
+        experts=Experts(num=128, top_k=8, d_ff=768, normalize=False),
         expert_keys={
             "num": "num_experts",
-            "per_token": "num_experts_per_tok",
+            "top_k": "num_experts_per_tok",
             "d_ff": "moe_intermediate_size",
             "normalize": "norm_topk_prob",
         },
@@ -90,7 +90,7 @@ FAMILIES = {
         latent=True,
         experts=Experts(
             num=256,
-            per_token=8,
+            top_k=8,
             d_ff=2048,
             shared=1,
             dense_layers=3,
@@ -102,7 +102,7 @@ FAMILIES = {
         ),
         expert_keys={
             "num": "n_routed_experts",
-            "per_token": "num_experts_per_tok",
+            "top_k": "num_experts_per_tok",
             "d_ff": "moe_intermediate_size",
             "shared": "n_shared_experts",
             "dense_layers": "first_k_dense_replace",

@@ -14,6 +14,8 @@ from ultrascale_jax.config import UserError
 
 METRICS = "metrics.jsonl"
 """The file of a run's metrics, in its run directory."""
+CHECKPOINTS = "checkpoints"
+"""The folder of its checkpoints there."""
 LINK, NO_FILE, NO_FOLDER = "is a symbolic link", "is not a regular file", "is not a folder"
 
 

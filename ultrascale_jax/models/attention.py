@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.config.kernels import AUTO, AttentionImplementation
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
 from ultrascale_jax.models.inputs import Cache, LayerInputs
@@ -22,8 +23,8 @@ from ultrascale_jax.sharding.rules import act, mesh_size
 class Attention(nnx.Module):
     """One attention layer; heads are split over the tensor group."""
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
-        self.cfg = cfg
+    def __init__(self, cfg: ModelConfig, key: jax.Array, kernels: KernelsConfig = AUTO):
+        self.cfg, self.kernels = cfg, kernels
         D, N, K, H = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         k_q, k_k, k_v, k_o = jax.random.split(key, 4)
         self.w_q = param(k_q, "DNH", "BTD", (D, N, H))
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
-        out_BTNH, cache = attend(self.cfg, q_BTNH, k_BTKH, v_BTKH, inputs)
+        out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs)
         return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
@@ -77,7 +78,7 @@ class Attention(nnx.Module):
 
 
 def attend(
-    cfg: ModelConfig,
+    implementation: AttentionImplementation,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
@@ -88,9 +89,9 @@ def attend(
     Queries and keys have their positions already.
     """
     if inputs.cache is None and mesh_size("cp") > 1:
-        return _over_context(cfg.attention, q_BTNH, k_BTKH, v_BTKH, inputs), None
+        return _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs), None
     k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
-    implementation, start, cache = cfg.attention, jnp.int32(0), None
+    start, cache = jnp.int32(0), None
     if inputs.cache is not None:
         cached_k, cached_v, start = inputs.cache
         k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)

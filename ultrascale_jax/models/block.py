@@ -6,7 +6,8 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ModelConfig, MoEConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import in_fp8, is_variable
@@ -41,27 +42,31 @@ class Block(nnx.Module):
 
     attn: Attention | MLA
 
-    def __init__(self, cfg: ModelConfig, **parts: Any):
+    def __init__(self, cfg: ModelConfig, kernels: KernelsConfig = AUTO, **parts: Any):
         """`parts` are `attn_norm`, `attn`, `mlp_norm`, `mlp` and `moe`, or some of them."""
-        self.cfg = cfg
+        self.cfg, self.kernels = cfg, kernels
         for name, part in parts.items():
             setattr(self, name, part)
 
     @classmethod
-    def init_attention(cls, cfg: ModelConfig, key: jax.Array) -> "Block":
+    def init_attention(cls, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array) -> "Block":
         """A layer without its feed-forward layer."""
         attention = Attention if cfg.latent is None else MLA
         return cls(
             cfg,
+            kernels,
             attn_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
-            attn=attention(cfg, jax.random.split(key)[0]),
+            attn=attention(cfg, jax.random.split(key)[0], kernels),
             mlp_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
         )
 
     @staticmethod
-    def init_feed_forward(kind: FeedForward, cfg: ModelConfig, key: jax.Array) -> MLP | MoE:
+    def init_feed_forward(
+        kind: FeedForward, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
+    ) -> MLP | MoE:
         """The feed-forward layer of the layer that `init_attention` makes of the same key."""
-        return (MLP if kind == "mlp" else MoE)(cfg, jax.random.split(key)[1])
+        key = jax.random.split(key)[1]
+        return MLP(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -70,14 +75,14 @@ class Block(nnx.Module):
 
     def only(self, *names: str) -> "Block":
         """The same block with these parts alone, as far as it has them."""
-        return Block(self.cfg, **{n: part for n, part in self.parts.items() if n in names})
+        return Block(self.cfg, self.kernels, **{n: part for n, part in self.parts.items() if n in names})
 
     def layers(self, kind: FeedForward, size: int, first: int, row: int) -> "Block":
         """Of stacks, `size` layers with this feed-forward layer: their attention from position `first` on, their
         feed-forward layers from `row` on."""
         attention = cut(self.only(*ATTENTION), first, first + size)
         feed_forward = cut(self.parts[kind], row, row + size)
-        return Block(self.cfg, **attention.parts, **{kind: feed_forward})
+        return Block(self.cfg, self.kernels, **attention.parts, **{kind: feed_forward})
 
     def gathered(self, inputs: LayerInputs) -> "Block":
         """Its parameters as they are used: ZeRO-3's all-gathers of one layer; in fp8 as its products want them."""
@@ -135,5 +140,5 @@ class Block(nnx.Module):
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         weight = getattr(self, name)[...]
-        settings = self.cfg.norm_eps, self.cfg.rms_norm
+        settings = self.cfg.norm_eps, self.kernels.norm
         return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", *settings), name)

@@ -51,13 +51,13 @@ class Recipe:
     """Type in which the weight's gradient is multiplied."""
     implementation: str
     """Of products with scales for each block."""
-    first_layers: int = 0
-    last_layers: int = 0
-    """So many layers at either end stay in the type of compute."""
+    bf16_layers: tuple[int, int] = (0, 0)
+    """So many of the first and of the last layers stay in the type of compute."""
 
     def covers(self, layer: int, num_layers: int) -> bool:
         """Whether the products of this layer are in fp8."""
-        return self.first_layers <= layer < num_layers - self.last_layers
+        first, last = self.bf16_layers
+        return first <= layer < num_layers - last
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.config.base import Implementation
+from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, linear

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.attention import attend
 from ultrascale_jax.models.fp8 import linear
 from ultrascale_jax.models.inputs import Cache, LayerInputs
@@ -25,9 +26,9 @@ from ultrascale_jax.sharding.primitives import broadcast_param
 class MLA(nnx.Module):
     """One layer of latent attention; heads are split over the tensor group, latents are not."""
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
+    def __init__(self, cfg: ModelConfig, key: jax.Array, kernels: KernelsConfig = AUTO):
         assert cfg.latent is not None
-        self.cfg, self.latent = cfg, cfg.latent
+        self.cfg, self.latent, self.kernels = cfg, cfg.latent, kernels
         D, N, H, W = cfg.d_model, cfg.num_heads, cfg.head_dim, cfg.value_dim
         Q, J, rope = cfg.latent.q_rank, cfg.latent.kv_rank, cfg.latent.rope_dim
         k_q_a, k_q_b, k_kv_a, k_kv_b, k_o = jax.random.split(key, 5)
@@ -53,7 +54,7 @@ class MLA(nnx.Module):
         k_BTNH = checkpoint_name(self._rotate(k_BTNH, inputs.rope), "k")
         v_BTNW = checkpoint_name(v_BTNW, "v")
         v_BTNH = jnp.pad(v_BTNW, ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - cfg.value_dim)))
-        out_BTNH, cache = attend(cfg, q_BTNH, k_BTNH, v_BTNH, inputs)
+        out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTNH, v_BTNH, inputs)
         out_BTNW = out_BTNH[..., : cfg.value_dim]
         return linear("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
 
@@ -85,6 +86,5 @@ class MLA(nnx.Module):
         """Queries or keys with the rotary embedding of their last dims, the pairs of neighbours put into halves."""
         nope = self.cfg.head_dim - self.latent.rope_dim
         turned = x_BTNH[..., nope:]
-        if self.latent.interleaved:
-            turned = jnp.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)
+        turned = jnp.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)
         return jnp.concatenate([x_BTNH[..., :nope], rotate(turned, rope)], axis=-1)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ultrascale_jax.config import Experts, ModelConfig, MoEConfig
+from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.fp8 import Fp8Weight, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.exchange import expert_layer
@@ -42,7 +43,7 @@ def route(
         chosen = jax.lax.top_k(best, experts.groups_per_token)[1]
         open_ = jnp.any(chosen[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
         wanted = jnp.where(open_[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
-    ids = jax.lax.top_k(wanted, experts.per_token)[1].astype(jnp.int32)
+    ids = jax.lax.top_k(wanted, experts.top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if experts.normalize:
         weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
@@ -71,9 +72,9 @@ STATISTICS_AXES = "BR"
 class MoE(nnx.Module):
     """A layer of experts; routed ones are split over ep, each one's F and the shared ones' over the tensor group."""
 
-    def __init__(self, cfg: ModelConfig, key: jax.Array):
+    def __init__(self, cfg: ModelConfig, key: jax.Array, kernels: KernelsConfig = AUTO):
         assert cfg.experts is not None
-        self.cfg, experts = cfg, cfg.experts
+        self.cfg, self.kernels, experts = cfg, kernels, cfg.experts
         E, D, F = experts.num, cfg.d_model, cfg.expert_d_ff
         k_router, k_gate, k_up, k_down, k_shared = jax.random.split(key, 5)
         self.w_router = param(k_router, "DX", "BRD", (D, E))
@@ -93,7 +94,8 @@ class MoE(nnx.Module):
         router = (self.w_router, self.bias if experts.bias else None)
         matrices = (self.w_gate, self.w_up, self.w_down)
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
-        product, (router, matrices) = jnp.matmul, params
+        product: Product | None = None if self.kernels.grouped_matmul == "mosaic" else jnp.matmul
+        router, matrices = params
         if isinstance(matrices[0], Fp8Weight):
             product = functools.partial(batched, matrices[0].recipe)
             params = router, [weight.value for weight in matrices]
@@ -112,7 +114,7 @@ class MoE(nnx.Module):
         return y_BRD, routed
 
 
-def _experts(experts: Experts, moe: MoEConfig, product: Product, x_BRD, router, matrices):
+def _experts(experts: Experts, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):
     """The layer on this device's tokens, without shared experts: the result and both parts of `Routed`."""
     B, R, D = x_BRD.shape
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)

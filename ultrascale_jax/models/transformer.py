@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.block import Block, cut
 from ultrascale_jax.models.fp8 import Fp8
@@ -76,21 +77,24 @@ class Transformer(nnx.Module):
         key: jax.Array,
         layer_order: Sequence[int | None] | None = None,
         ranks: int = 1,
+        *,
+        kernels: KernelsConfig = AUTO,
     ):
         """`layer_order`: a pipeline's, the layer at each position of the stack, None for one of zeros; over `ranks`."""
-        self.cfg, self.staged, self.ranks = cfg, layer_order is not None, ranks
+        self.cfg, self.kernels = cfg, kernels
+        self.staged, self.ranks = layer_order is not None, ranks
         self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
         k_embed, k_blocks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        attention = functools.partial(Block.init_attention, cfg)
+        attention = functools.partial(Block.init_attention, cfg, kernels)
         parts = _stack(attention, cfg, k_blocks, self.layer_order, 0).parts
         for kind in KINDS:
             if layers := self.layers_of(kind):
-                make = functools.partial(Block.init_feed_forward, kind, cfg)
+                make = functools.partial(Block.init_feed_forward, kind, cfg, kernels)
                 order = self.order_of(f"blocks.{kind}.")
                 parts[kind] = _stack(make, cfg, k_blocks, order, layers.start)
-        self.blocks = Block(cfg, **parts)
+        self.blocks = Block(cfg, kernels, **parts)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
@@ -176,7 +180,7 @@ class Transformer(nnx.Module):
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """The final norm."""
         weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg)
-        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps, self.cfg.rms_norm)
+        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps, self.kernels.norm)
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The output head `[D, V]`, V over the tensor group and pp."""
@@ -195,7 +199,7 @@ class Transformer(nnx.Module):
         """Objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
-            if self.cfg.cross_entropy == "mosaic":
+            if self.kernels.loss == "mosaic":
                 return cross_entropy_of_pieces(x_BTD, head, targets_BT, weight, z_loss)
             return cross_entropy(x_BTD, head, targets_BT, weight, z_loss)
 

@@ -13,6 +13,7 @@ from ultrascale_jax.config import (
     SCHEDULES,
     Config,
     ContextConfig,
+    KernelsConfig,
     MeshConfig,
     MoEConfig,
     OptimConfig,
@@ -27,7 +28,7 @@ from ultrascale_jax.training.model_shape import ModelShape
 
 GIB = 2**30
 
-PIPELINE = ("schedule", "group", "stash", "divergent")
+PIPELINE = ("schedule", "stash", "per_rank_control_flow")
 """Fields that a run has from the section `pp` as they are."""
 
 
@@ -58,16 +59,16 @@ class Run:
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """As the section `moe`; it matters if the model has experts."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """As the section `kernels`."""
     schedule: str = "1f1b"
-    """As `pp.schedule`; this and the next four matter if mesh.pp > 1."""
+    """As `pp.schedule`; this and the next three matter if mesh.pp > 1."""
     virtual_stages: int = 1
     """Stages of the pipeline that one rank holds."""
-    group: int = 0
-    """As `pp.group`."""
     stash: Literal["residuals", "input"] = "residuals"
     """As `pp.stash`."""
-    divergent: bool = False
-    """As `pp.divergent`."""
+    per_rank_control_flow: bool = False
+    """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -95,6 +96,7 @@ class Run:
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
+            "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
             fields["context"] = cfg.cp
@@ -189,7 +191,7 @@ class Run:
         named = [moe.dispatch] if moe.dispatch != "dropless" else []
         return [
             *named,
-            *([f"nodes{moe.nodes}"] if moe.nodes > 1 else []),
+            *([f"nodes{moe.a2a_groups}"] if moe.a2a_groups > 1 else []),
             *(["overlap"] if moe.overlap else []),
         ]
 

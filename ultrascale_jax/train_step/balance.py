@@ -58,5 +58,5 @@ def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
         "moe_load": jnp.sum(loads, axis=0) * experts.num / total,
         "moe_max_load": jnp.max(loads / mean),
         "moe_dropped": jnp.sum(dropped) / total,
-        "moe_entropy": jnp.sum(entropy) * experts.per_token / total,
+        "moe_entropy": jnp.sum(entropy) * experts.top_k / total,
     }

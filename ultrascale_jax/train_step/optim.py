@@ -14,15 +14,15 @@ from ultrascale_jax.train_step.rounding import in_bfloat16
 
 
 def schedule(cfg: Config) -> optax.Schedule:
-    """Learning rate at an optimizer step: linear warm-up, then what `optim.schedule` names, ending at `min_lr * lr`."""
+    """Learning rate at an optimizer step: linear warm-up, then `optim.schedule`, ending at `min_lr_ratio * lr`."""
     optim, steps = cfg.optim, cfg.train.steps
     warmup = optax.linear_schedule(0.0, optim.lr, optim.warmup_steps)
     rest = max(steps - optim.warmup_steps, 1)
     if optim.schedule == "cosine":
-        after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr)
+        after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr_ratio)
     elif optim.schedule == "wsd":
         decay = min(optim.decay_steps or max(steps // 5, 1), rest)
-        down = optax.linear_schedule(optim.lr, optim.min_lr * optim.lr, decay)
+        down = optax.linear_schedule(optim.lr, optim.min_lr_ratio * optim.lr, decay)
         after = optax.join_schedules([optax.constant_schedule(optim.lr), down], [rest - decay])
     else:
         after = optax.constant_schedule(optim.lr)

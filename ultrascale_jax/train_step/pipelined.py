@@ -75,7 +75,7 @@ def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatch
         shared,
         parts,
         stash=cfg.pp.stash,
-        divergent=cfg.pp.divergent,
+        divergent=cfg.pp.per_rank_control_flow,
         lengths=schedules.stage_layers(schedule.num_stages, model.num_layers, model.dense_layers),
         rows=_rows(cfg, params),
     )

@@ -27,16 +27,12 @@ def recipe(cfg: Config) -> Recipe | None:
     if cfg.train.precision not in FP8:
         return None
     scaling, fp8 = SCALINGS[cfg.train.precision], cfg.fp8
-    gradients = (
-        ("e5m2" if scaling == "tensor" else "e4m3") if fp8.gradients == "auto" else fp8.gradients
-    )
     return Recipe(
         scaling=scaling,
-        gradients=gradients,
+        gradients="e5m2" if scaling == "tensor" else "e4m3",
         wgrad=fp8.wgrad,
-        implementation=fp8.implementation,
-        first_layers=fp8.first_layers,
-        last_layers=fp8.last_layers,
+        implementation=cfg.kernels.fp8_matmul,
+        bf16_layers=fp8.bf16_layers,
     )
 
 
@@ -67,12 +63,10 @@ def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> L
 
 def check_kernels(cfg: Config, device: jax.Device) -> None:
     """Refuse programs that do not run on this device or in this precision."""
-    forced = {f"model.{name}": value for name, value in cfg.model.implementations.items()}
-    forced["moe.implementation"] = cfg.moe.implementation
-    if cfg.train.precision == "fp8_block":
-        forced["fp8.implementation"] = cfg.fp8.implementation
     kind = device.device_kind
-    for name, value in forced.items():
+    for name, value in cfg.kernels.choices.items():
+        if name == "kernels.fp8_matmul" and cfg.train.precision != "fp8_block":
+            continue
         fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
         require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
         fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"

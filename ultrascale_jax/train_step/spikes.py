@@ -1,9 +1,9 @@
 """Find spikes: judge each step's loss and gradient norm against a window of past steps.
 
-A run skips a step whose loss or gradient norm is more than `watch.spike_sigma` standard deviations above its mean over
-the last `watch.spike_window` accepted steps (levanter's and OLMo's rule): one bad batch can cost a large model days.
-Skipped steps stay out of the window, so after a lasting rise the run skips on, until `train.max_skipped` skips in a row
-stop it.
+With `watch.spike_guard` a run skips a step whose loss or gradient norm is more than so many standard deviations above
+its mean over so many accepted steps (levanter's and OLMo's rule): one bad batch can cost a large model days. Skipped
+steps stay out of the window, so after a lasting rise the run skips on, until too many skips in a row stop it
+(`health/skipped_steps.py`).
 
 The window is part of the state, on the devices: the step never asks the host, and a run that resumes judges as before.
 """
@@ -23,13 +23,13 @@ class Spikes:
     """The window of past steps, which a run that looks for spikes carries from step to step."""
 
     window: jax.Array
-    """Loss and gradient norm of the last accepted steps, in a ring; float32 `[spike_window, 2]`."""
+    """Loss and gradient norm of the last accepted steps, in a ring; float32 `[window, 2]`."""
     accepted: jax.Array
     """Number of accepted steps; int32."""
 
     @classmethod
     def start(cls, watch: WatchConfig) -> "Spikes | None":
-        """Return the first step's window; None if `spike_sigma` is 0."""
+        """Return the first step's window; None without a guard."""
         if not watch.spike_sigma:
             return None
         return cls(jnp.zeros((watch.spike_window, 2), jnp.float32), jnp.int32(0))

@@ -46,7 +46,7 @@ class TrainState:
     loss_scale: LossScale | None
     """The loss scale, in float16."""
     spikes: Spikes | None = None
-    """With `watch.spike_sigma` the last steps' losses and gradient norms."""
+    """With `watch.spike_guard` the last steps' losses and gradient norms."""
 
 
 type OrderOf = Callable[[str], LayerOrder]
@@ -68,7 +68,8 @@ def initial_state(cfg: Config) -> TrainState:
     def rest(value, dims, on):
         return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
 
-    model = Transformer(cfg.model, jax.random.key(cfg.train.seed), layer_order(cfg), cfg.mesh.pp)
+    key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
+    model = Transformer(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
     params = map_params(rest, model)
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init

@@ -136,7 +136,7 @@ def apply_gradients(
     bad = counted = (~ok).astype(jnp.int32)
     if scaling is not None:
         told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
-        scaling = scaling.after(finite, cfg.train.loss_scale_window)
+        scaling = scaling.after(finite)
     in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
     new = TrainState(params, opt_state, state.step + 1, skipped, in_a_row, scaling, spikes)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)

@@ -22,7 +22,7 @@ def _pipeline(cfg: Config) -> list[str]:
         "in lock step": table.bubble(),
         "with true dependencies": table.bubble(runtime="dependencies"),
     }
-    if cfg.pp.divergent:
+    if cfg.pp.per_rank_control_flow:
         bubbles = {"as it runs": table.bubble(runtime="divergent"), **bubbles}
     if table.formula is not None:
         bubbles = {"by formula": table.formula, **bubbles}
@@ -32,8 +32,8 @@ def _pipeline(cfg: Config) -> list[str]:
     notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
     if table.microbatches < table.ranks:
         notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
-    if cfg.pp.divergent:
-        notes.append("pp.divergent is experimental: no GPU has run it")
+    if cfg.pp.per_rank_control_flow:
+        notes.append("pp.per_rank_control_flow is experimental: no GPU has run it")
     return notes
 
 
@@ -54,7 +54,7 @@ def _experts(cfg: Config) -> list[str]:
     experts, mesh, moe = cfg.model.experts, cfg.mesh, cfg.moe
     if experts is None:
         return []
-    here, k = experts.num // mesh.ep, experts.per_token
+    here, k = experts.num // mesh.ep, experts.top_k
     own = f"{k} of {experts.num} for each token" + f", {experts.shared} shared" * (
         experts.shared > 0
     )
@@ -63,7 +63,7 @@ def _experts(cfg: Config) -> list[str]:
     tokens = cfg.data.seq_len // (mesh.cp * mesh.sp) * cfg.train.global_batch
     tokens //= mesh.batch * cfg.train.microbatches
     parts = capacity.num_chunks(moe, mesh.ep, tokens)
-    way = f"{moe.dispatch} over ep={mesh.ep}" + f" in {moe.nodes} parts" * (moe.nodes > 1)
+    way = f"{moe.dispatch} over ep={mesh.ep}" + f" in {moe.a2a_groups} parts" * (moe.a2a_groups > 1)
     rows = ", then ".join(
         f"{hop.rows:,} rows to each of {hop.parts}"
         for hop in capacity.a2a_stages(moe, experts, mesh.ep, tokens // parts)

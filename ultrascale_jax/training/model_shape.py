@@ -115,7 +115,7 @@ class ModelShape(ModelConfig):
     @property
     def active_params(self) -> int:
         """Parameters that multiply one token: all but the embedding's lookup, the norms and idle experts."""
-        visited = 0 if self.experts is None else self.experts.per_token
+        visited = 0 if self.experts is None else self.experts.top_k
         routed = self.moe_layers * visited * self.expert_params
         matrices = self.dense_params - self.vector_params
         return matrices + routed + self.vocab_size * self.d_model

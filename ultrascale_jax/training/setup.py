@@ -20,7 +20,7 @@ from ultrascale_jax.health.heartbeat import Heartbeat
 from ultrascale_jax.health.replicas import ReplicaCheck
 from ultrascale_jax.health.rerun import Rerun
 from ultrascale_jax.health.skipped_steps import SkippedSteps
-from ultrascale_jax.health.stragglers import StragglerCheck
+from ultrascale_jax.health.stragglers import StragglerCheck, cadence
 from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.launch.distributed import StopRequest, guarded
 from ultrascale_jax.launch.events import Events
@@ -118,7 +118,7 @@ def _all_hooks(
         FaultInjection(faults),
         *([Rerun()] if cfg.watch.rerun else []),
         profiler,
-        StragglerCheck(cfg.watch.straggler_every),
+        StragglerCheck(cadence(cfg.train.steps)),
         Throughput(cfg, mesh),
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),

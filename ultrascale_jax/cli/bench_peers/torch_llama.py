@@ -34,7 +34,7 @@ def rope_table(model: dict, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         if s["kind"] != "llama3":
             raise Unavailable(f"it knows the rope scaling llama3, not {s['kind']}")
         turns = s["original_seq_len"] * frequency / (2 * math.pi)
-        low, high = s["low_freq_factor"], s["high_freq_factor"] or 4.0
+        low, high = s["freq_factors"][0], s["freq_factors"][1] or 4.0
         smooth = (turns - low) / (high - low)
         smooth = smooth.clamp(0, 1)
         frequency = (1 - smooth) * frequency / s["factor"] + smooth * frequency

@@ -27,9 +27,9 @@ WHEN = {
     "1f1b": "the usual: fewest messages, memory does not grow with the micro-batches",
     "interleaved": "the best where m is a multiple of p: bubble and memory / v, v times the messages",
     "zb_uniform": "the smallest bubble, for a W queue; not faster than interleaved so far",
-    "zb_h1": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
-    "zb_v": "in lock step for its numerics; experimental with --pp.divergent: 1F1B's memory",
-    "dualpipe_v": "in lock step for its numerics; experimental with --pp.divergent: F beside B",
+    "zb_h1": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
+    "zb_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
+    "dualpipe_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: F beside B",
 }
 """When to take which."""
 

@@ -24,7 +24,7 @@ def hit_fraction(experts: Experts, count: int) -> float:
     A token's k experts are then any k of those of its groups: the chance that `count` hold none of them is
     C(n - count, k) / C(n, k).
     """
-    k, size = experts.per_token, experts.num // experts.groups
+    k, size = experts.top_k, experts.num // experts.groups
     chosen = size * experts.groups_per_token
     if count > size:
         # Several groups: as if there were none.
@@ -48,11 +48,11 @@ def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> lis
     if ranks == 1 or moe.dispatch == "allgather":
         return []
     found, left, sources = [], ranks, 1
-    for parts in (moe.nodes, ranks // moe.nodes) if moe.nodes > 1 else (ranks,):
+    for parts in (moe.a2a_groups, ranks // moe.a2a_groups) if moe.a2a_groups > 1 else (ranks,):
         left //= parts
         count = left * experts.num // ranks
         held = found[-1].parts * found[-1].rows if found else tokens
-        rows = capacity(held, sources * tokens * hit_fraction(experts, count), moe.bound)
+        rows = capacity(held, sources * tokens * hit_fraction(experts, count), moe.capacity_factor)
         found.append(A2AStage(parts, count, rows))
         sources *= parts
     return [stage for stage in found if stage.parts > 1]

@@ -1,17 +1,18 @@
 """Expert parallelism: tokens travel to the ranks of a mesh axis that hold their experts, and back.
 
     dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold
-               `bound` times what balanced routing sends. Where some rank has more, the ranks take another round: no
-               token is ever dropped, and no buffer is made for the worst case
+               `capacity_factor` times what balanced routing sends. Where some rank has more, the ranks take another
+               round: no token is ever dropped, and no buffer is made for the worst case
     capacity   the same in one round; what does not fit is dropped and counted
     allgather  every rank gets all tokens and keeps those of its experts; sums are reduce-scattered (few ranks)
 
-With `nodes=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place
+With `a2a_groups=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place
 there, and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
 
 On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for
-`bound` times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing is ever of
-the size tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only added up.
+`capacity_factor` times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing
+is ever of the size tokens x experts. Weights multiply the experts' hidden values, so what returns to a token is only
+added up.
 """
 
 import functools
@@ -59,7 +60,7 @@ def expert_layer(
     moe: MoEConfig,
     experts: Experts,
     axis: str = "ep",
-    product: Product = jnp.matmul,
+    product: Product | None = jnp.matmul,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
@@ -73,7 +74,7 @@ def expert_layer(
       moe: how the tokens travel.
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
-      product: what multiplies padded rows and matrices (`moe.implementation` auto or xla).
+      product: multiplies padded rows and matrices; None: the Mosaic kernel multiplies ragged groups.
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
     splits F (`tp`) results are partial sums, which the caller adds.
@@ -104,7 +105,7 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
     ranks = jax.lax.axis_size(axis)
     moe.check(experts, ranks)
     n, D = x.shape
-    k, E = experts.per_token, experts.num // ranks
+    k, E = experts.top_k, experts.num // ranks
     F = w_gate.shape[-1]
     wanted = [(n, k), (n, k), (E, D, F), (E, D, F), (E, F, D)]
     given = [a.shape for a in (ids, weights, w_gate, w_up, w_down)]
@@ -125,7 +126,7 @@ def _outer(
     ranks: int,
     tokens: int,
     splits: bool,
-    product: Product,
+    product: Product | None,
 ) -> Outer:
     """Compose nested all-to-alls around the local experts.
 
@@ -133,10 +134,10 @@ def _outer(
     """
     shared = jax.lax.axis_size("sp") if splits else 1
     local = _Local(
-        rows=tokens * experts.per_token * shared,
-        capacity_factor=moe.bound,
+        rows=tokens * experts.top_k * shared,
+        capacity_factor=moe.capacity_factor,
         drops=moe.dispatch == "capacity",
-        product=None if moe.implementation == "mosaic" else product,
+        product=product,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     if moe.dispatch == "allgather" and ranks > 1:

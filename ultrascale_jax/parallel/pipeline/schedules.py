@@ -4,7 +4,7 @@ A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs
 library only, so that the planner and the command line can use it anywhere.
 """
 
-from ultrascale_jax.config import Config, PipelineConfig, require
+from ultrascale_jax.config import GROUPED, Config, PipelineConfig, require
 from ultrascale_jax.parallel.pipeline import orders as orders
 from ultrascale_jax.parallel.pipeline.from_costs import from_costs
 from ultrascale_jax.parallel.pipeline.table import (
@@ -47,15 +47,27 @@ type LayerOrder = tuple[int | None, ...]
 def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int = 0) -> Schedule:
     """Return the schedule `name` of `config.SCHEDULES`, checked.
 
-    `virtual` and `group` are those of `PipelineConfig`; 0 is the schedule's own. Raises `UserError` where the
-    schedule does not exist for these numbers.
+    Args:
+      name: of `config.SCHEDULES`.
+      ranks: of the pipeline.
+      microbatches: of a step.
+      virtual: stages of one rank; 0 is the schedule's own number.
+      group: micro-batches that a rank runs in a row before its next stage; 0 is `ranks`, depth first. More are not
+        faster and take more memory.
+
+    Raises `UserError` where the schedule does not exist for these numbers.
     """
-    cfg = PipelineConfig(schedule=name, virtual=virtual, group=group)
+    cfg = PipelineConfig(schedule=name, virtual=virtual)
     p, m, v = ranks, microbatches, cfg.stages_per_rank
     require(p >= 1, "mesh.pp", p, "must be at least 1")
     require(m >= 1, "train.microbatches", m, "must be at least 1")
     cfg.check(p, m)
     row = group or p
+    fix = f"only {' and '.join(GROUPED)} have groups, with pp.virtual above 1; use 0"
+    require(not group or (name in GROUPED and v > 1), "group", group, fix)
+    require(row % p == 0, "group", row, f"must be a multiple of mesh.pp={p} for {name}; or 0")
+    fix = f"must be a multiple of {row} (group) for {name}"
+    require(not group or m % row == 0, "train.microbatches", m, fix)
     makers = {
         "afab": lambda: orders.afab(p, m),
         "1f1b": lambda: orders.one_f_one_b(p, m),
@@ -78,7 +90,7 @@ def of_config(cfg: Config) -> Schedule:
     """Return the schedule of a run on `cfg.mesh.pp` ranks: named, or read from the user's table."""
     pp, p, m = cfg.pp, cfg.mesh.pp, cfg.train.microbatches
     if not pp.from_file:
-        return build(pp.schedule, p, m, pp.virtual, pp.group)
+        return build(pp.schedule, p, m, pp.virtual)
     table = read_csv(pp.schedule)
     for field, wanted, has in (
         ("mesh.pp", p, table.ranks),

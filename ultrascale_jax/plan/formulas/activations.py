@@ -48,7 +48,7 @@ def layer_of(run: Run) -> Layer:
         run.precision != "fp32"
         and head_dim % 8 == 0
         and head_dim <= 256
-        and shape.attention != "xla"
+        and run.kernels.attention != "xla"
     )
     width = 4 if run.precision == "fp32" else 2
     return Layer(

@@ -189,7 +189,7 @@ class _Sheet:
         """Every token's copies to their experts and back, beside those experts."""
         shape = self.shape
         n = self.size("ep", min(self.cluster.gpus_per_node, experts.num))
-        copies = self.tokens * experts.per_token
+        copies = self.tokens * experts.top_k
         there = ring_bytes("all-to-all", 2 * copies * shape.d_model / self.mesh.sp, n)
         times = 2 * self.run.microbatches * shape.moe_layers / self.mesh.pp
         return self.row(

@@ -43,17 +43,17 @@ def balanced_rows(run: Run) -> float:
     """Rows of one expert of those tokens if all experts have the same."""
     experts = run.shape.experts
     assert experts is not None
-    return tokens(run) * run.mesh.sp * experts.per_token * run.mesh.ep / experts.num
+    return tokens(run) * run.mesh.sp * experts.top_k * run.mesh.ep / experts.num
 
 
 def expert_capacity(run: Run) -> int:
-    """Rows for which one expert has room: `moe.bound` times the balanced ones."""
-    return capacity.capacity(received_rows(run), balanced_rows(run), run.moe.bound)
+    """Rows for which one expert has room: `moe.capacity_factor` times the balanced ones."""
+    return capacity.capacity(received_rows(run), balanced_rows(run), run.moe.capacity_factor)
 
 
 def gemm_rows(run: Run) -> int:
     """Rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
-    ragged = run.moe.implementation == "mosaic"
+    ragged = run.kernels.grouped_matmul == "mosaic"
     return math.ceil(balanced_rows(run)) if ragged else expert_capacity(run)
 
 
@@ -105,7 +105,7 @@ def traffic_bytes(run: Run) -> float:
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
     """The exchanges, and the ranks of each: one of each part of ep, then those of a part."""
-    mesh, nodes, experts = run.mesh, run.moe.nodes, run.shape.experts
+    mesh, nodes, experts = run.mesh, run.moe.a2a_groups, run.shape.experts
     if experts is None:
         return []
     far = dataclasses.replace(mesh, ep=nodes, cp=mesh.cp * mesh.ep // nodes)

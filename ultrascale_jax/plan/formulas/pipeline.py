@@ -105,7 +105,6 @@ class Key(NamedTuple):
     ranks: int
     microbatches: int
     virtual: int
-    group: int
 
     @property
     def fewer(self) -> tuple[int, int, int] | None:
@@ -114,7 +113,7 @@ class Key(NamedTuple):
         None where the table is small, or the user's.
         """
         grouped = self.virtual > 1 and self.schedule in GROUPED
-        row = (self.group or self.ranks) if grouped else 1
+        row = self.ranks if grouped else 1
         small = 6 * row if grouped else 2 * self.ranks
         small += (self.microbatches - small) % row
         steps = (self.microbatches - small) // row
@@ -123,7 +122,7 @@ class Key(NamedTuple):
 
 
 def _key(run: Run) -> Key:
-    return Key(run.schedule, run.mesh.pp, run.microbatches, run.virtual_stages, run.group)
+    return Key(run.schedule, run.mesh.pp, run.microbatches, run.virtual_stages)
 
 
 @functools.cache

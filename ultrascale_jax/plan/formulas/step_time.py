@@ -100,7 +100,7 @@ class Step:
         passes, weight = self.passes, self.passes.backward_products / 2
         times = passes.forward, passes.backward - weight + self.recomputed(), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
-        if run.divergent:
+        if run.per_rank_control_flow:
             idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
         else:
             chunks = {"F": f, "B": b if counts.slots["weights"] else b + w, "W": w}

@@ -7,7 +7,7 @@ Left out, and counted where it is not the same run under another name:
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 
-Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need (`moe.nodes`).
+Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need (`moe.a2a_groups`).
 """
 
 import dataclasses
@@ -95,8 +95,8 @@ class Space:
 
 def drawback(run: Run) -> str:
     """Why `run` is not recommended although the trainer runs it; empty if it may be."""
-    if run.mesh.pp > 1 and run.schedule in UNEVEN and not run.divergent:
-        return f"{run.schedule} is slow in lock step, and pp.divergent is experimental"
+    if run.mesh.pp > 1 and run.schedule in UNEVEN and not run.per_rank_control_flow:
+        return f"{run.schedule} is slow in lock step, and pp.per_rank_control_flow is experimental"
     return ""
 
 
@@ -189,7 +189,7 @@ def _candidate_config(
     pp, moe = dataclasses.replace(cfg.pp, **schedule), cfg.moe
     if cfg.model.experts is not None and moe.dispatch != "allgather":
         nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
-        moe = dataclasses.replace(moe, nodes=nodes)
+        moe = dataclasses.replace(moe, a2a_groups=nodes)
     return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT[0], **work)
 
 

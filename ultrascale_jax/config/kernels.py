@@ -1,0 +1,42 @@
+"""Choose the implementation of each part of a run that has several; all compute the same."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+from ultrascale_jax.config.base import require
+
+Implementation = Literal["auto", "mosaic", "xla"]
+"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what is known to be best."""
+
+AttentionImplementation = Literal["auto", "cudnn", "mosaic", "xla"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    """Implementation of each part that has a kernel; `mosaic` needs a Hopper GPU and fails where it cannot run."""
+
+    attention: AttentionImplementation = "auto"
+    """Attention; auto: cuDNN on a GPU, XLA elsewhere. mosaic skips what no document or window needs."""
+    norm: Implementation = "auto"
+    """Norms over the model dim; auto: XLA."""
+    loss: Implementation = "auto"
+    """Output head and cross-entropy; auto: XLA, by chunks of tokens. mosaic: less memory, one more product."""
+    grouped_matmul: Implementation = "auto"
+    """Products of the experts; auto: XLA, on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
+    fp8_matmul: Implementation = "auto"
+    """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs. xla: the definition, in float32."""
+
+    def __post_init__(self):
+        for name, kind in get_type_hints(type(self)).items():
+            value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
+            require(value in get_args(kind), f"kernels.{name}", value, fix)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Return each choice by its dotted name."""
+        return {f"kernels.{f.name}": getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+AUTO = KernelsConfig()
+"""For models outside of a run."""
