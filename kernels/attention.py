@@ -206,15 +206,15 @@ def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str
             fits=aligned and q.dtype == k.dtype == jnp.bfloat16,
             needs=f"bfloat16, T and S in multiples of {mosaic.TILE}, and a head dim of 64 or 128",
             got=f"{q.dtype} and {k.dtype}, T={T}, S={S}, H={H}",
-            field="model.attention",
+            field="kernels.attention",
         )
     if implementation == "auto":
         return "cudnn" if cudnn_applies(q, k, masked, causal) else "xla"
     if implementation == "cudnn" and not cudnn_applies(q, k, masked, causal):
         raise ValueError(
-            "model.attention='cudnn': needs a GPU, T == S (even with a mask), bf16 or fp16 and a head dim that is a "
+            "kernels.attention='cudnn': needs a GPU, T == S (even with a mask), bf16 or fp16 and a head dim that is a "
             f"multiple of 8 up to 256; got T={q.shape[1]}, S={k.shape[1]}, {q.dtype}, H={q.shape[3]}; "
-            "use model.attention='xla'"
+            "use kernels.attention='xla'"
         )
     return implementation
 

@@ -42,16 +42,14 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def choose(
-    implementation: str, *, fits: bool, needs: str, got: str, field: str = "implementation"
-) -> bool:
+def choose(implementation: str, *, fits: bool, needs: str, got: str, field: str) -> bool:
     """Return whether to use the Mosaic kernel: only on request, because none has been measured yet for `auto`.
 
     Args:
       implementation: `auto`, `mosaic` or `xla`.
       fits: whether the kernel takes these shapes and types.
       needs, got: what it takes, and what there is, for the error.
-      field: the field of the config that says the implementation.
+      field: the field of the configuration that says the implementation.
 
     Raises:
       ValueError: the implementation is unknown, or the kernel is asked for and cannot run here or on these shapes.

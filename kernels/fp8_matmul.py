@@ -49,6 +49,7 @@ def fp8_matmul(
         fits=fits and jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
         needs=f"float8_e4m3fn or float8_e5m2 to bfloat16 or float32, and dims that are multiples of {mosaic.BLOCK}",
         got=f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}",
+        field="kernels.fp8_matmul",
     )
     a_values, a_scales, b_values, b_scales = vary_alike(*a, *b)
     if not fused:

@@ -7,6 +7,7 @@ warpgroup adds, the other one multiplies. Scales are loaded ahead like the value
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.pipeline_mosaic import STRIP, WARPGROUPS, launch, pipeline, quiesce
+from ultrascale_jax.kernels.pipeline_mosaic import (
+    STRIP,
+    WARPGROUPS,
+    launch,
+    pipeline,
+    quiesce,
+    visit_tiles,
+)
 
 BLOCK = 128
 """Elements of the contracted dim with one scale: 128 bytes, the width of the swizzle. All dims are multiples."""
@@ -59,6 +67,7 @@ def products(
     (G, M, K), N = a.shape, b.shape[1]
     waves = 2 if M % (2 * WAVE) == 0 else 1
     height, steps, by_rows = waves * WAVE, K // BLOCK, b_scales.shape[1] == N
+    tiles = M // height, N // BLOCK
     width = 128 // jnp.dtype(out_dtype).itemsize
     # Scales of one step are neighbours in memory, for TMA.
     operands = [*[a] * waves, b, jnp.swapaxes(a_scales, 1, 2)]
@@ -72,44 +81,31 @@ def products(
         def of_group(group):
             return [x_g.at[group] for x_g in operands_g]
 
-        @functools.partial(
-            pl.run_scoped,
-            buffers=pipeline(None, steps, specs(0, 0), waits=True).get_allocations(*of_group(0)),
-            out_s=plgpu.SMEM(
-                (WARPGROUPS, ROWS, width),
-                out_dtype,
-                transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)),
-            ),
-            collective_axes="wg",
-        )
-        def _(buffers, out_s):
-            tiles = M // height, N // BLOCK
+        def visit(loop, buffers, out_s):
+            group, tile = loop.index
+            row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
             wg = lax.axis_index("wg")
 
-            @plgpu.nd_loop((G, tiles[0] * tiles[1]), collective_axes="program")
-            def _(loop):
-                group, tile = loop.index
-                row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
+            def multiply(index, *refs):
+                tile_scale = None if by_rows else tile_scales_g[group, column, index[0]]
+                return _step(*refs, tile_scale=tile_scale, waves=waves)
 
-                def multiply(index, *refs):
-                    tile_scale = None if by_rows else tile_scales_g[group, column, index[0]]
-                    return _step(*refs, tile_scale=tile_scale, waves=waves)
+            def add_up(run):
+                zeros = jnp.zeros((ROWS, PARTS.step), jnp.float32)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
+                    rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
+                    _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
 
-                def add_up(run):
-                    zeros = jnp.zeros((ROWS, PARTS.step), jnp.float32)
-                    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-                    for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
-                        rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
-                        _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
+            blocks = specs(row, column)
+            run = pipeline(multiply, steps, blocks, add_up, loop.local_index, waits=True)
+            run(*of_group(group), allocations=buffers)
 
-                run = pipeline(
-                    multiply, steps, specs(row, column), add_up, loop.local_index, waits=True
-                )
-                run(*of_group(group), allocations=buffers)
-
-            quiesce(buffers, steps, G * tiles[0] * tiles[1])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        grid = G, tiles[0] * tiles[1]
+        buffers = pipeline(None, steps, specs(0, 0), waits=True).get_allocations(*of_group(0))
+        stored = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+        out_s = plgpu.SMEM((WARPGROUPS, ROWS, width), out_dtype, transforms=stored)
+        visit_tiles(grid, visit, buffers, out_s, lambda used: quiesce(used, steps, math.prod(grid)))
 
     out = jax.ShapeDtypeStruct((G, M, N), out_dtype)
     return launch(body, "fp8_matmul", [out], programs, [*operands, b_scales])[0]

@@ -23,7 +23,7 @@ def grouped_matmul(
     w: jax.Array,
     sizes: jax.Array,
     *,
-    bound: float = 1.5,
+    capacity_factor: float = 1.5,
     implementation: str = "auto",
 ) -> jax.Array:
     """Multiply each row by the matrix of its expert; differentiable in `x` and `w`.
@@ -32,7 +32,7 @@ def grouped_matmul(
       x: `[R, D]`, sorted by expert.
       w: `[E, D, F]` in x's type.
       sizes: `[E]` int32, rows of each expert; their sum is at most R.
-      bound: of the reference: rows of an expert in one turn, as a multiple of R / E.
+      capacity_factor: of the reference: rows of an expert in one turn, as a multiple of R / E.
       implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla
         until the kernel has been measured on a GPU.
 
@@ -49,9 +49,9 @@ def grouped_matmul(
         fits=_fits(x, w),
         needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
         got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
-        field="moe.implementation",
+        field="kernels.grouped_matmul",
     )
-    return _grouped_matmul(*vary_alike(x, w, sizes), _capacity(R, E, bound), fused)
+    return _grouped_matmul(*vary_alike(x, w, sizes), _capacity(R, E, capacity_factor), fused)
 
 
 def mosaic_applies(x: jax.Array, w: jax.Array) -> bool:
@@ -65,9 +65,9 @@ def _fits(x: jax.Array, w: jax.Array) -> bool:
     return fits and x.dtype == w.dtype == jnp.bfloat16
 
 
-def _capacity(R: int, E: int, bound: float) -> int:
+def _capacity(R: int, E: int, capacity_factor: float) -> int:
     """Return an expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all."""
-    return min(R, 8 * math.ceil(bound * R / E / 8))
+    return min(R, 8 * math.ceil(capacity_factor * R / E / 8))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

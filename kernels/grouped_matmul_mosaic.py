@@ -22,7 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.pipeline_mosaic import STAGES, STRIP, WARPGROUPS, launch, pipeline
+from ultrascale_jax.kernels.pipeline_mosaic import (
+    STAGES,
+    STRIP,
+    WARPGROUPS,
+    launch,
+    pipeline,
+    visit_tiles,
+)
 
 ALIGNED = 8
 """A copy from global memory starts at multiples of so many rows."""
@@ -80,32 +87,25 @@ def products(
         return acc
 
     def body(plan_g, count_g, x_g, w_g, y_g):
-        @functools.partial(
-            pl.run_scoped,
-            buffers=pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[0]),
-            out_s=plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW),
-            collective_axes="wg",
-        )
-        def _(buffers, out_s):
-            tiles = count_g[0], F // width
+        tiles = count_g[0], F // width
 
-            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
-            def _(loop):
-                tile, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
-                expert, start, first, rows = (plan_g[i, tile] for i in range(4))
-                start = pl.multiple_of(start, ALIGNED)
+        def visit(loop, buffers, out_s):
+            tile, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
+            expert, start, first, rows = (plan_g[i, tile] for i in range(4))
+            start = pl.multiple_of(start, ALIGNED)
 
-                def store(out_s, part):
-                    offset = column * width + lax.axis_index("wg") * half + part
-                    _store_rows(out_s, y_g, start, first, rows, pl.ds(offset, 64))
+            def store(out_s, part):
+                offset = column * width + lax.axis_index("wg") * half + part
+                _store_rows(out_s, y_g, start, first, rows, pl.ds(offset, 64))
 
-                steps = jnp.where(expert < E, D // DEPTH, 0)
-                epilogue = _epilogue((ROWS, half), out_s, store)
-                pipeline(multiply, steps, specs(start, column), epilogue)(
-                    x_g, w_g.at[jnp.minimum(expert, E - 1)], allocations=buffers
-                )
+            steps = jnp.where(expert < E, D // DEPTH, 0)
+            epilogue = _epilogue((ROWS, half), out_s, store)
+            run = pipeline(multiply, steps, specs(start, column), epilogue)
+            run(x_g, w_g.at[jnp.minimum(expert, E - 1)], allocations=buffers)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffers = pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[0])
+        out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW)
+        visit_tiles((tiles[0] * tiles[1],), visit, buffers, out_s)
 
     out = jax.ShapeDtypeStruct((R, F), x.dtype)
     return launch(body, "grouped_matmul", [out], programs, (plan, count, x, w))[0]
@@ -130,16 +130,12 @@ def weight_gradient(
     height = WARPGROUPS * half
     plan = _groups(sizes)
 
+    def block(start, size, at):
+        rows = pl.Element(DEPTH), size
+        return plgpu.BlockSpec(rows, lambda k: (start + k * DEPTH, at), transforms=SWIZZLED)
+
     def specs(start, row, column):
-        blocks = (height, row), (width, column)
-        return [
-            plgpu.BlockSpec(
-                (pl.Element(DEPTH), size),
-                lambda k, at=at: (start + k * DEPTH, at),
-                transforms=SWIZZLED,
-            )
-            for size, at in blocks
-        ]
+        return [block(start, height, row), block(start, width, column)]
 
     def multiply(first, length, index, x_s, dy_s, acc):
         own_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
@@ -151,35 +147,31 @@ def weight_gradient(
         return acc
 
     def body(plan_g, x_g, dy_g, dw_g):
-        @functools.partial(
-            pl.run_scoped,
-            buffers=pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g),
-            out_s=plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED),
-            collective_axes="wg",
-        )
-        def _(buffers, out_s):
-            tiles = D // height, F // width
+        tiles = D // height, F // width
 
-            @plgpu.nd_loop((E, tiles[0] * tiles[1]), collective_axes="program")
-            def _(loop):
-                expert, tile = loop.index
-                row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
-                start, first, length = (plan_g[i, expert] for i in range(3))
-                start = pl.multiple_of(start, ALIGNED)
+        def visit(loop, buffers, out_s):
+            expert, tile = loop.index
+            row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
+            start, first, length = (plan_g[i, expert] for i in range(3))
+            start = pl.multiple_of(start, ALIGNED)
 
-                def store(out_s, part):
-                    rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
-                    columns = pl.ds(column * width + part, 64)
-                    plgpu.copy_smem_to_gmem(out_s, dw_g.at[expert, rows, columns])
+            def store(out_s, part):
+                rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
+                columns = pl.ds(column * width + part, 64)
+                plgpu.copy_smem_to_gmem(out_s, dw_g.at[expert, rows, columns])
 
-                pipeline(
-                    functools.partial(multiply, first, length),
-                    lax.div(length + DEPTH - 1, DEPTH),
-                    specs(start, row, column),
-                    _epilogue((half, width), out_s, store),
-                )(x_g, dy_g, allocations=buffers)
+            steps, step = (
+                lax.div(length + DEPTH - 1, DEPTH),
+                functools.partial(multiply, first, length),
+            )
+            epilogue = _epilogue((half, width), out_s, store)
+            pipeline(step, steps, specs(start, row, column), epilogue)(
+                x_g, dy_g, allocations=buffers
+            )
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffers = pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g)
+        out_s = plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED)
+        visit_tiles((E, tiles[0] * tiles[1]), visit, buffers, out_s)
 
     out = jax.ShapeDtypeStruct((E, D, F), x.dtype)
     return launch(body, "grouped_matmul_weight_gradient", [out], programs, (plan, x, dy))[0]

@@ -58,6 +58,7 @@ def linear_cross_entropy(
         fits=multiples and x.dtype == head.dtype == jnp.bfloat16,
         needs=f"bfloat16, M in multiples of {mosaic.ROWS}, D of {mosaic.DEPTH} and V of {mosaic.ALIGNED}",
         got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
+        field="kernels.loss",
     )
     # A target that does not count, or is no word of this piece, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)

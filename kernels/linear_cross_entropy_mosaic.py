@@ -9,7 +9,6 @@ warpgroup:
 The statistics of half tiles are 1/64 of the logits' bytes and are combined outside.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.pipeline_mosaic import STRIP, WARPGROUPS, launch, pipeline, quiesce
+from ultrascale_jax.kernels.pipeline_mosaic import (
+    STRIP,
+    WARPGROUPS,
+    launch,
+    pipeline,
+    quiesce,
+    visit_tiles,
+)
 
 ROWS = 128
 """Tokens of a tile."""
@@ -156,35 +162,27 @@ def _for_each_tile(
         first_tile = lax.div(refs[0][0], WIDTH) if starts else 0
         others = refs[len(starts) :]
 
-        @functools.partial(
-            pl.run_scoped,
-            buffers=pipeline(None, steps, specs(0, 0)).get_allocations(x_g, head_g),
-            out_s=plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled),
-            collective_axes="wg",
-        )
-        def _(buffers, out_s):
+        def visit(loop, buffers, out_s):
+            row, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
             wg = lax.axis_index("wg")
 
-            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
-            def _(loop):
-                row, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
+            def around(run):
+                def with_accumulator(acc):
+                    run(acc)
+                    part, rows = column * WARPGROUPS + wg, pl.ds(row * ROWS, ROWS)
+                    word = first_tile * WIDTH + part * HALF
+                    finish(acc[...], rows, part, word, others, out_s.at[wg])
 
-                def around(run):
-                    def with_accumulator(acc):
-                        run(acc)
-                        part, rows = column * WARPGROUPS + wg, pl.ds(row * ROWS, ROWS)
-                        word = first_tile * WIDTH + part * HALF
-                        finish(acc[...], rows, part, word, others, out_s.at[wg])
+                pl.run_scoped(with_accumulator, plgpu.ACC((ROWS, HALF), jnp.float32))
 
-                    pl.run_scoped(with_accumulator, plgpu.ACC((ROWS, HALF), jnp.float32))
+            blocks = specs(row, first_tile + column)
+            run = pipeline(multiply, steps, blocks, around, loop.local_index)
+            run(x_g, head_g, allocations=buffers)
 
-                blocks = specs(row, first_tile + column)
-                run = pipeline(multiply, steps, blocks, around, loop.local_index)
-                run(x_g, head_g, allocations=buffers)
-
-            quiesce(buffers, steps, tiles[0] * tiles[1])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        count = tiles[0] * tiles[1]
+        buffers = pipeline(None, steps, specs(0, 0)).get_allocations(x_g, head_g)
+        out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled)
+        visit_tiles((count,), visit, buffers, out_s, lambda used: quiesce(used, steps, count))
 
     return launch(body, name, out, programs, [x, head, *starts, *rows])
 

@@ -3,6 +3,7 @@
 Two of its warpgroups multiply, a third one loads ahead by TMA.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,27 @@ def pipeline(
         compute_context=around,
         pipeline_state=jnp.where(tile == 0, states.START, states.STEADY) if chained else None,
     )
+
+
+def visit_tiles(
+    grid: tuple, visit: Callable, buffers: Any, out_s: Any, end: Callable = lambda buffers: None
+) -> None:
+    """Call `visit(loop, buffers, out_s)` for each tile of `grid` that is this program's, and then `end(buffers)`.
+
+    Args:
+      grid: numbers of tiles.
+      visit: works on the tile `loop.index`.
+      buffers: allocations of its pipeline, in shared memory.
+      out_s: shared memory for results on their way to global memory.
+      end: what follows the last tile.
+    """
+
+    @functools.partial(pl.run_scoped, buffers=buffers, out_s=out_s, collective_axes="wg")
+    def _(buffers, out_s):
+        plgpu.nd_loop(grid, collective_axes="program")(lambda loop: visit(loop, buffers, out_s))
+        end(buffers)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def quiesce(buffers: Any, steps: int, tiles: int) -> None:

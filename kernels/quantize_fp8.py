@@ -3,9 +3,8 @@
 A scale belongs to the whole array, a row, a block of 1 x 128 or a tile of 128 x 128, and maps the largest magnitude
 there to the largest of the float8 type. Nothing here is differentiable: quantise inside a `custom_vjp`.
 
-XLA reads what it quantises two or three times, once more for the transpose, and writes the result of a norm or SwiGLU
-before. The kernels (`quantize_fp8_mosaic.py`) read once and write float8 alone; where a scale needs the whole array
-(`tensor`, and `row` for both orientations) XLA finds it before.
+XLA reads what it quantises two or three times, and once more for the transpose. The kernel (`quantize_fp8_mosaic.py`)
+reads blocks and tiles once, for both orientations; scales of a row or of the whole array are XLA's.
 """
 
 import functools
@@ -18,7 +17,6 @@ from jax import lax
 
 from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
 from ultrascale_jax.kernels.device import choose, vary_alike
-from ultrascale_jax.kernels.rms_norm import reference as rms_norm_reference
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
@@ -57,8 +55,8 @@ def quantize_fp8(
       amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a piece of the tensor.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       power_of_2: round scales up to powers of 2, which lose nothing in products.
-      implementation: `xla`, `mosaic` (bfloat16 `[M, K]`, multiples of 128, on a Hopper GPU; a forced one fails
-        loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+      implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
+        GPU; a forced one fails loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
 
     Raises:
       ValueError: scaling, dtype or implementation is unknown, amax does not belong to it, or the kernel cannot run here
@@ -81,57 +79,6 @@ def quantize_fp8_both(
     return straight, turned
 
 
-def rms_norm_quantize(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    scaling: Scaling,
-    *,
-    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
-    power_of_2: bool = False,
-    implementation: str = "auto",
-) -> Quantized:
-    """`quantize_fp8` of the RMSNorm of `x` `[..., M, K]` with `weight` `[K]` float32, which is never in memory.
-
-    The kernel takes scaling `row` with K a multiple of 128, and `block` with K a multiple of 512; rows have to fit into
-    shared memory (K up to 28,544).
-
-    Raises:
-      ValueError: as `quantize_fp8`.
-    """
-    x, weight = vary_alike(x, weight)
-    make, combine = lambda x, w: rms_norm_reference(x, w, eps), mosaic.normed(eps)
-    return _quantize_made(make, combine, [x], [weight], scaling, dtype, power_of_2, implementation)
-
-
-def swiglu_quantize(
-    gate: jax.Array,
-    up: jax.Array,
-    scaling: Scaling,
-    *,
-    dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
-    power_of_2: bool = False,
-    implementation: str = "auto",
-) -> Quantized:
-    """`quantize_fp8` of silu(gate) * up, both `[..., M, K]`, which is never in memory.
-
-    The kernel takes what that of `rms_norm_quantize` takes.
-
-    Raises:
-      ValueError: as `quantize_fp8`.
-    """
-    rows = vary_alike(gate, up)
-    return _quantize_made(
-        swiglu, mosaic.gated, rows, [], scaling, dtype, power_of_2, implementation
-    )
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up in float32, back in gate's type (arXiv 2002.05202)."""
-    gate32 = gate.astype(jnp.float32)
-    return (gate32 * lax.logistic(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
-
-
 def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
     """`values` times `scales`, multiplied in float32."""
     values, scales = q.values.astype(jnp.float32), q.scales
@@ -151,38 +98,18 @@ def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool
         x, amax = vary_alike(x, amax)
     fused = choose(
         implementation,
-        fits=x.ndim == 2 and x.dtype == jnp.bfloat16 and not any(n % BLOCK for n in x.shape),
-        needs=f"bfloat16 [M, K] in multiples of {BLOCK}",
-        got=f"{x.dtype} {list(x.shape)}",
+        fits=scaling in ("block", "tile")
+        and x.ndim == 2
+        and x.dtype == jnp.bfloat16
+        and not any(n % BLOCK for n in x.shape),
+        needs=f"scaling block or tile of bfloat16 [M, K] in multiples of {BLOCK}",
+        got=f"{scaling} of {x.dtype} {list(x.shape)}",
+        field="kernels.fp8_matmul",
     )
     if fused:
-        return kernel(x, scaling, amax, dtype, power_of_2, both=both)
+        return kernel(x, scaling, dtype, power_of_2, both=both)
     arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
     return tuple(reference(a, scaling, amax, dtype, power_of_2) for a in arrays)
-
-
-def _quantize_made(make, combine, rows, vectors, scaling, dtype, power_of_2, implementation):
-    """`quantize_fp8` of `make(*rows, *vectors)`; `combine` is that in the kernel."""
-    _check(scaling, dtype)
-    blocks = scaling == "block"
-    types = sorted({a.dtype.name for a in rows})
-    flat = rows[0].ndim == 2 and types == ["bfloat16"]
-    fused = choose(
-        implementation,
-        fits=flat
-        and all(v.dtype == jnp.float32 for v in vectors)
-        and scaling in ("row", "block")
-        and mosaic.rows_fit(rows, vectors, blocks=blocks),
-        needs=f"bfloat16 [M, K], a float32 weight, scaling row (K in multiples of {BLOCK}) or block (of "
-        f"{mosaic.Blocks.MULTIPLE}), and rows that fit into shared memory",
-        got=f"{' and '.join(types)} {list(rows[0].shape)}, scaling={scaling!r}",
-    )
-    if not fused:
-        return reference(make(*rows, *vectors), scaling, None, dtype, power_of_2)
-    scale = functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2)
-    return Quantized(
-        *mosaic.by_rows(rows, scale, dtype, blocks=blocks, combine=combine, vectors=vectors)
-    )
 
 
 def _check(scaling: str, dtype) -> None:
@@ -206,26 +133,15 @@ def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
 
 
 def kernel(
-    x, scaling: Scaling, amax, dtype, power_of_2: bool, *, both: bool, programs: int | None = None
+    x, scaling: Scaling, dtype, power_of_2: bool, *, both: bool, programs: int | None = None
 ) -> tuple[Quantized, ...]:
-    """The kernels' `quantize_fp8`, and of the transpose if `both`; `programs` run at once (none: one on each SM)."""
-    scale = functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2)
-    tiled = functools.partial(mosaic.by_tiles, x, scale, dtype, both=both, programs=programs)
-    if scaling in ("block", "tile"):
-        return tuple(Quantized(*result) for result in tiled(tiles=scaling == "tile"))
-    if scaling == "row" and not both and mosaic.rows_fit([x], blocks=False):
-        result = mosaic.by_rows([x], scale, dtype, blocks=False, programs=programs)
-        return (Quantized(*result),)
-    turns, size = range(2 if both else 1), jnp.abs(x).astype(jnp.float32)
-    if scaling == "row":
-        scales = [scale(jnp.max(size, axis=1 - turn)) for turn in turns]
-    else:
-        whole = jnp.max(size) if amax is None else amax.astype(jnp.float32)
-        scales = [scale(whole) for _ in turns]
-    inverses = [jnp.broadcast_to(1 / scales[turn], x.shape[turn]) for turn in turns]
-    values = (values for (values,) in tiled(inverses=inverses))
-    scales = [s[:, None] if s.ndim else s for s in scales]
-    return tuple(Quantized(*q) for q in zip(values, scales, strict=True))
+    """The kernel's `quantize_fp8`, and of the transpose if `both`; `programs` run at once (none: one on each SM)."""
+    scale, tiles = (
+        functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2),
+        scaling == "tile",
+    )
+    results = mosaic.quantize(x, scale, dtype, both=both, tiles=tiles, programs=programs)
+    return tuple(Quantized(*result) for result in results)
 
 
 def scale_of(amax: jax.Array, dtype, power_of_2: bool) -> jax.Array:

@@ -1,7 +1,7 @@
-"""RMSNorm, alone and of a sum with the residual (arXiv 1910.07467).
+"""RMSNorm (arXiv 1910.07467); the shortest of the kernels, to read first.
 
-XLA's forward pass of the norm alone already moves no byte too many; the kernels (`rms_norm_mosaic.py`) are for the sum,
-and for the backward pass, which here recomputes what it needs from the input.
+XLA's forward pass already moves no byte too many. The kernels (`rms_norm_mosaic.py`) are for the backward pass, which
+recomputes what it needs from the input in one read of each row.
 """
 
 import functools
@@ -32,29 +32,18 @@ def rms_norm(
     Raises:
       ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
     """
-    fused = _choose(implementation, x, weight)
+    D = x.shape[-1]
+    fused = choose(
+        implementation,
+        fits=x.dtype == jnp.bfloat16
+        and weight.dtype == jnp.float32
+        and D % mosaic.MULTIPLE == 0
+        and D <= mosaic.WIDEST,
+        needs=f"bfloat16 with a float32 weight, and D a multiple of {mosaic.MULTIPLE} up to {mosaic.WIDEST}",
+        got=f"{x.dtype} with {weight.dtype}, D={D}",
+        field="kernels.norm",
+    )
     return _rms_norm(*vary_alike(x, weight), eps, fused)
-
-
-def add_rms_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    weight: jax.Array,
-    *,
-    eps: float,
-    implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """`rms_norm` of x + residual, and this sum; for the backward pass only the sum is saved.
-
-    Args:
-      x, residual: `[..., D]` of one type.
-      weight, eps, implementation: as for `rms_norm`.
-
-    Raises:
-      ValueError: as `rms_norm`.
-    """
-    fused = _choose(implementation, x, weight, residual)
-    return _add_rms_norm(*vary_alike(x, residual, weight), eps, fused)
 
 
 def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -65,28 +54,11 @@ def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale * weight).astype(x.dtype)
 
 
-def mosaic_applies(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the kernels take these shapes and types."""
-    D = x.shape[-1]
-    typed = x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32
-    return typed and D % mosaic.MULTIPLE == 0 and D <= mosaic.WIDEST
-
-
-def _choose(implementation: str, x: jax.Array, weight: jax.Array, *others: jax.Array) -> bool:
-    types = {a.dtype.name for a in (x, *others)}
-    return choose(
-        implementation,
-        fits=mosaic_applies(x, weight) and len(types) == 1,
-        needs=f"bfloat16 with a float32 weight, and D a multiple of {mosaic.MULTIPLE} up to {mosaic.WIDEST}",
-        got=f"{' and '.join(sorted(types))} with {weight.dtype}, D={x.shape[-1]}",
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rms_norm(x, weight, eps: float, fused: bool):
     if not fused:
         return reference(x, weight, eps)
-    return mosaic.forward(_rows(x), weight, eps)[0].reshape(x.shape)
+    return mosaic.forward(_rows(x), weight, eps).reshape(x.shape)
 
 
 def _forward(x, weight, eps: float, fused: bool):
@@ -97,43 +69,11 @@ def _backward(eps: float, fused: bool, inputs, dy):
     if not fused:
         return jax.vjp(lambda x, weight: reference(x, weight, eps), *inputs)[1](dy)
     x, weight = inputs
-    return _kernel_backward(x, weight, dy, eps)
+    dx, dw = mosaic.backward(_rows(x), weight, _rows(dy), eps)
+    return dx.reshape(x.shape), dw
 
 
 _rms_norm.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add_rms_norm(x, residual, weight, eps: float, fused: bool):
-    if not fused:
-        total = x + residual
-        return reference(total, weight, eps), total
-    normed, total = mosaic.forward(_rows(x), weight, eps, _rows(residual))
-    return normed.reshape(x.shape), total.reshape(x.shape)
-
-
-def _add_forward(x, residual, weight, eps: float, fused: bool):
-    normed, total = _add_rms_norm(x, residual, weight, eps, fused)
-    return (normed, total), (total, weight)
-
-
-def _add_backward(eps: float, fused: bool, inputs, gradients):
-    (total, weight), (dy, dtotal) = inputs, gradients
-    if fused:
-        dx, dw = _kernel_backward(total, weight, dy, eps, dtotal)
-    else:
-        dx, dw = _backward(eps, fused, inputs, dy)
-        dx += dtotal
-    return dx, dx, dw
-
-
-_add_rms_norm.defvjp(_add_forward, _add_backward)
-
-
-def _kernel_backward(x, weight, dy, eps: float, dtotal=None):
-    dtotal = None if dtotal is None else _rows(dtotal)
-    dx, dw = mosaic.backward(_rows(x), weight, _rows(dy), eps, dtotal)
-    return dx.reshape(x.shape), dw
 
 
 def _rows(x: jax.Array) -> jax.Array:

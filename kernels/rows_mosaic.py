@@ -22,11 +22,8 @@ from ultrascale_jax.kernels.device import cores, vary_alike
 LANES = 128
 """Threads of a warpgroup. A row is `[D / LANES, LANES]` in memory: TMA takes at most 256 elements of a dim."""
 
-WIDEST = 256 * LANES
-"""Elements of the longest row."""
-
 MEMORY = 224 * 1024
-"""Bytes of shared memory for rows, vectors and sums; a Hopper SM has 227 KiB for a program."""
+"""Bytes of shared memory for rows, vector and sums; a Hopper SM has 227 KiB for a program."""
 
 REGISTERS = 16384
 """Elements of the sums that a program's warpgroups carry together: a quarter of the registers of an SM."""
@@ -61,92 +58,75 @@ def stages(D: int) -> int:
     return min(8, max(2, 8192 // D))
 
 
-def warpgroups(rows: Sequence[Any], vectors: int = 0, *, sums: bool = False) -> int:
-    """Warpgroups of a program for these `[M, D]` rows and `[D]` vectors; 0 where a row does not fit."""
+def warpgroups(rows: Sequence[jax.Array], sums: bool) -> int:
+    """Warpgroups of a program for these `[M, D]` rows."""
     D = rows[0].shape[1]
     own = stages(D) * D * sum(x.dtype.itemsize for x in rows)
-    most = REGISTERS // D if sums else 4
-    buffer = 4 * Chunks(D).size * LANES if sums else 4 * D // LANES
-    return min(4, most, (MEMORY - 4 * D * vectors) // (own + buffer))
+    own += 4 * Chunks(D).size * LANES if sums else 0
+    return min(4, REGISTERS // D if sums else 4, (MEMORY - 4 * D) // own)
 
 
 def for_each_row(
     step: Callable,
     name: str,
     rows: Sequence[jax.Array],
-    vectors: Sequence[jax.Array],
-    out: Sequence[jax.ShapeDtypeStruct],
+    vector: jax.Array,
     *,
     sums: bool = False,
-    scratch: bool = False,
     programs: int | None = None,
-) -> list[jax.Array]:
-    """Call `step(row, rows, vectors, out, sums)` in a kernel for every row.
+) -> tuple[jax.Array, ...]:
+    """Call `step(rows, vector, out, sums)` in a kernel for every row.
 
     Args:
-      step: gets the number of the row; in shared memory the rows with this number and the vectors, each
-        `[D / LANES, LANES]`; the refs of `out` in global memory; and the sums before this row. It returns the new sums.
-      rows: `[M, D]` each, D a multiple of 128 up to `WIDEST`.
-      vectors: `[D]` float32.
-      out: shapes and types of the results, as the step writes them.
-      sums: whether there are sums, a tuple of a row's chunks; else it is empty.
-      scratch: whether the step gets, as one more row, `[D / LANES]` float32 of shared memory that it copies from.
+      step: gets in shared memory the rows with one number and the vector, each `[D / LANES, LANES]`; in global memory
+        the row of the result; and the sums before this row. It writes the result and returns the new sums.
+      rows: `[M, D]` of one type each, D a multiple of 128.
+      vector: `[D]` float32.
+      sums: whether there are sums, a tuple of a row's chunks.
       programs: programs that run at once; none is one on each SM.
 
     Returns:
-      `out`, and with `sums` the sum over all rows, `[D]` float32.
+      The result, as a row of `rows`, and with `sums` the sum over all rows, `[D]` float32.
     """
-    M, D = rows[0].shape
-    tall, depth, together = D // LANES, stages(D), warpgroups(rows, len(vectors), sums=sums)
-    programs, chunks = programs or cores(), Chunks(D)
-    out = [*out, *([jax.ShapeDtypeStruct((programs, tall, LANES), jnp.float32)] if sums else [])]
+    (M, D), programs = rows[0].shape, programs or cores()
+    tall, depth, together, chunks = D // LANES, stages(D), warpgroups(rows, sums), Chunks(D)
+    out = [jax.ShapeDtypeStruct((M, tall, LANES), rows[0].dtype)]
+    out += [jax.ShapeDtypeStruct((programs, tall, LANES), jnp.float32)] if sums else []
 
     def body(*refs):
-        it = iter(refs)
-        rows_g, vectors_g, out_g = ([next(it) for _ in part] for part in (rows, vectors, out))
-        rows_s, vectors_s, loaded, there, scratch_s, sums_s, summed = it
+        *rows_g, vector_g, out_g = refs[: len(rows) + 2]
+        total_g, (rows_s, vector_s, loaded, there, sums_s, summed) = (
+            refs[len(rows) + 2 : -6],
+            refs[-6:],
+        )
         wg = lax.axis_index("wg")
         row_of, count = share(M, together, programs)
-        if vectors:
-
-            @pl.when(wg == 0)
-            def _():
-                for v_g, v_s in zip(vectors_g, vectors_s, strict=True):
-                    plgpu.copy_gmem_to_smem(v_g, v_s, there)
-
-            plgpu.barrier_wait(there)
+        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(vector_g, vector_s, there))
+        plgpu.barrier_wait(there)
 
         def load(n, slot, barrier):
             for x_g, x_s in zip(rows_g, rows_s, strict=True):
                 plgpu.copy_gmem_to_smem(x_g.at[row_of(n)], x_s.at[wg, slot], barrier)
 
         def one(n, slot, state):
-            row_s = [x_s.at[wg, slot] for x_s in rows_s]
-            row_s += [scratch_s.at[wg]] if scratch else []
-            return step(row_of(n), row_s, vectors_s, out_g, state)
+            return step([x_s.at[wg, slot] for x_s in rows_s], vector_s, out_g.at[row_of(n)], state)
 
-        zeros = tuple(chunks.zeros() for _ in chunks.starts) if sums else ()
+        zeros = tuple(chunks.zeros() for _ in chunks.starts if sums)
         state = loaded_ahead(one, count, load, loaded, depth, zeros)
         if sums:
-            _add_up(chunks, state, out_g[-1].at[lax.axis_index("program")], sums_s, summed)
-        if scratch:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _add_up(chunks, state, total_g[0].at[lax.axis_index("program")], sums_s, summed)
 
     memory = (
         [plgpu.SMEM((together, depth, tall, LANES), x.dtype) for x in rows],
-        [plgpu.SMEM((tall, LANES), jnp.float32) for _ in vectors],
+        plgpu.SMEM((tall, LANES), jnp.float32),
         plgpu.Barrier(num_arrivals=len(rows), num_barriers=together * depth),
-        plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
-        plgpu.SMEM((together, tall), jnp.float32) if scratch else None,
+        plgpu.Barrier(num_arrivals=1),
         plgpu.SMEM((together, chunks.size, LANES), jnp.float32) if sums else None,
         plgpu.Barrier(num_arrivals=together) if sums else None,
     )
-    operands = [x.reshape(M, tall, LANES) for x in rows]
-    operands += [v.reshape(tall, LANES) for v in vectors]
-    results = call(body, name, out, programs, together, memory, operands)
-    if sums:
-        results[-1] = jnp.sum(results[-1], axis=0).reshape(D)
-    return results
+    operands = [*(x.reshape(M, tall, LANES) for x in rows), vector.reshape(tall, LANES)]
+    y, *totals = call(body, name, out, programs, together, memory, operands)
+    return y.reshape(M, D), *(jnp.sum(total, axis=0).reshape(D) for total in totals)
 
 
 def share(total: int, together: int, programs: int) -> tuple[Callable, jax.Array]:

@@ -94,5 +94,5 @@ def test_queries_may_start_later_than_keys(key_heads):
 
 
 def test_forced_cudnn_fails_loudly_without_a_gpu(key_heads):
-    with pytest.raises(ValueError, match=r"model\.attention='cudnn'"):
+    with pytest.raises(ValueError, match=r"kernels\.attention='cudnn'"):
         attention(*arrays(key_heads)[:3], q_index=INDEX, implementation="cudnn")

@@ -256,7 +256,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     q, k, v, _ = case((1, 128, 2, 1, 64), (128,)).arrays
     index = np.arange(128)
     run = functools.partial(attention, q_index=index, implementation="mosaic")
-    with pytest.raises(ValueError, match=r"model\.attention='mosaic'.*got cpu"):
+    with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got cpu"):
         run(q, k, v)
     wrong = (
         [x.astype(np.float32) for x in (q, k, v)],
@@ -267,7 +267,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
         assert jax.eval_shape(run, q, k, v).shape == q.shape
         for arrays in wrong:
-            with pytest.raises(ValueError, match=r"model\.attention='mosaic'.*got NVIDIA H100"):
+            with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got NVIDIA H100"):
                 jax.eval_shape(run, *arrays)
         with pytest.raises(ValueError, match="takes no `visible`"):
             attention_forward(q, k, v, mask, implementation="mosaic")

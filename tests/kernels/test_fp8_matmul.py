@@ -74,13 +74,13 @@ def test_what_is_no_block_scaled_product_fails_loudly(h100s):
     ]:
         with pytest.raises(ValueError, match=r"must be .* in blocks of 1 x 128"):
             fp8_matmul(*wrong)
-    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+    with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got cpu"):
         fp8_matmul(a, b, implementation="mosaic")
     short = Quantized(a.values[:64], a.scales[:64])
     other = Quantized(a.values.astype(jnp.bfloat16), a.scales)
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
         for wrong, dtype in (short, jnp.bfloat16), (other, jnp.bfloat16), (a, jnp.float16):
-            with pytest.raises(ValueError, match=r"implementation='mosaic'.*got NVIDIA H100"):
+            with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got NVIDIA H100"):
                 fp8_matmul(wrong, b, out_dtype=dtype, implementation="mosaic")
 
 

@@ -37,7 +37,9 @@ def arrays(R, E, D, F, dtype=np.float32):
 def with_gradients(implementation, bound=1.5):
     def run(x, w, sizes, dy):
         y, pull_back = jax.vjp(
-            lambda x, w: grouped_matmul(x, w, sizes, bound=bound, implementation=implementation),
+            lambda x, w: grouped_matmul(
+                x, w, sizes, capacity_factor=bound, implementation=implementation
+            ),
             x,
             w,
         )
@@ -81,7 +83,7 @@ def test_each_device_multiplies_its_own_rows_and_gradients_of_shared_experts_add
 
         def run(x, w, sizes, dy):
             multiply = smap(
-                lambda *a: grouped_matmul(*a, bound=1.0),
+                lambda *a: grouped_matmul(*a, capacity_factor=1.0),
                 in_specs=specs,
                 out_specs=split,
                 axes=("ep",),
@@ -106,13 +108,15 @@ def test_each_device_multiplies_its_own_rows_and_gradients_of_shared_experts_add
 def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     x, w, _ = arrays(8, 1, 128, 128, jnp.bfloat16)
     sizes = np.array([8], np.int32)
-    with pytest.raises(ValueError, match=r"moe\.implementation='mosaic'.*got cpu"):
+    with pytest.raises(ValueError, match=r"kernels\.grouped_matmul='mosaic'.*got cpu"):
         grouped_matmul(x, w, sizes, implementation="mosaic")
     wrong = (x[:7], w), (x, w[..., :64]), (x.astype(np.float32), w)
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
         assert jax.eval_shape(with_gradients("mosaic"), x, w, sizes, x)[0].shape == (8, 128)
         for arguments in wrong:
-            with pytest.raises(ValueError, match=r"moe\.implementation='mosaic'.*got NVIDIA H100"):
+            with pytest.raises(
+                ValueError, match=r"kernels\.grouped_matmul='mosaic'.*got NVIDIA H100"
+            ):
                 grouped_matmul(*arguments, sizes, implementation="mosaic")
     with pytest.raises(ValueError, match="must be auto, mosaic or xla"):
         grouped_matmul(x, w, sizes, implementation="triton")

@@ -134,7 +134,7 @@ def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(
 
 def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     x, head, targets = inputs(128, 64, 256, jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+    with pytest.raises(ValueError, match=r"kernels.loss='mosaic'.*got cpu"):
         loss(x, head, targets, "mosaic")
     wrong = (
         (x[:64], head, targets[:64]),
@@ -143,7 +143,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     )
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
         for given in wrong:
-            with pytest.raises(ValueError, match=r"implementation='mosaic'.*got NVIDIA H100"):
+            with pytest.raises(ValueError, match=r"kernels.loss='mosaic'.*got NVIDIA H100"):
                 loss(*given, "mosaic")
 
 

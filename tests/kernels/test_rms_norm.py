@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
-from ultrascale_jax.kernels.rms_norm import add_rms_norm, rms_norm
+from ultrascale_jax.kernels.rms_norm import rms_norm
 from ultrascale_jax.kernels.shapes import RMS_NORM
 from ultrascale_jax.sharding.manual import smap
 
@@ -29,11 +29,11 @@ def in_float64(x, weight, dy):
 
 
 def arrays(shape, dtype=np.float32):
-    """x, residual, weight, dy, and the sum's own gradient."""
+    """x, weight and dy."""
     rng = np.random.default_rng(0)
-    x, residual, dy, dtotal = (rng.normal(size=shape).astype(dtype) for _ in range(4))
+    x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
     weight = (1 + 0.3 * rng.normal(size=shape[-1:])).astype(np.float32)
-    return x, residual, weight, dy, dtotal
+    return x, weight, dy
 
 
 def norm_with_gradients(implementation):
@@ -46,16 +46,6 @@ def norm_with_gradients(implementation):
     return run
 
 
-def added_with_gradients(implementation):
-    def run(x, residual, weight, dy, dtotal):
-        (y, total), pull_back = jax.vjp(
-            lambda *a: add_rms_norm(*a, eps=EPS, implementation=implementation), x, residual, weight
-        )
-        return y, total, *pull_back((dy, dtotal))
-
-    return run
-
-
 def relative(got, want) -> float:
     difference = np.asarray(got, np.float64) - want
     return float(np.linalg.norm(difference) / np.linalg.norm(want))
@@ -63,24 +53,17 @@ def relative(got, want) -> float:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
 def test_the_reference_equals_float64_with_its_gradients(dtype):
-    x, residual, weight, dy, dtotal = arrays((3, 5, 48), dtype)
+    given = arrays((3, 5, 48), dtype)
     bound = 1e-6 if dtype == np.float32 else 4e-3
-    norm, added = norm_with_gradients("xla"), added_with_gradients("auto")
-    both = jax.jit(lambda *a: (norm(a[0], a[2], a[3]), added(*a)))
-    results, of_sum = both(x, residual, weight, dy, dtotal)
-    for got, want in zip(results, in_float64(x, weight, dy), strict=True):
+    results = jax.jit(norm_with_gradients("auto"))(*given)
+    for got, want in zip(results, in_float64(*given), strict=True):
         assert relative(got, want) < bound
-    total = x + residual
-    y, dx, dw = in_float64(total, weight, dy)
-    dx += np.asarray(dtotal, np.float64)
-    for got, want in zip(of_sum, (y, total.astype(np.float64), dx, dx, dw), strict=True):
-        assert relative(got, want) < bound
-    assert [a.dtype for a in of_sum] == [dtype] * 4 + [np.float32]
+    assert [a.dtype for a in results] == [dtype, dtype, np.float32]
 
 
 def test_gradients_of_a_weight_that_devices_share_add_up():
     mesh = jax.make_mesh((4,), ("dp",), (AxisType.Explicit,), devices=jax.devices()[:4])
-    x, _, weight, dy, _ = arrays((8, 32))
+    x, weight, dy = arrays((8, 32))
     with jax.set_mesh(mesh):
         split = P("dp")
 
@@ -101,18 +84,18 @@ def test_gradients_of_a_weight_that_devices_share_add_up():
 
 
 def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
-    x, residual, weight, _, _ = arrays((4, 256), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"implementation='mosaic'.*got cpu"):
+    x, weight, _ = arrays((4, 256), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"kernels\.norm='mosaic'.*got cpu"):
         rms_norm(x, weight, eps=EPS, implementation="mosaic")
     wrong = (
-        (x[:, :200], residual[:, :200], weight[:200]),
-        (x.astype(np.float32), residual, weight),
-        (x, residual, weight.astype(jnp.bfloat16)),
+        (x[:, :200], weight[:200]),
+        (x.astype(np.float32), weight),
+        (x, weight.astype(jnp.bfloat16)),
     )
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
-        for a, b, w in wrong:
-            with pytest.raises(ValueError, match=r"implementation='mosaic'.*got NVIDIA H100"):
-                add_rms_norm(a, b, w, eps=EPS, implementation="mosaic")
+        for a, w in wrong:
+            with pytest.raises(ValueError, match=r"kernels\.norm='mosaic'.*got NVIDIA H100"):
+                rms_norm(a, w, eps=EPS, implementation="mosaic")
     with pytest.raises(ValueError, match="must be auto, mosaic or xla"):
         rms_norm(x, weight, eps=EPS, implementation="triton")
 
@@ -127,27 +110,17 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
 def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(
     interpreted, shape, programs
 ):
-    x, residual, weight, dy, dtotal = arrays(shape, jnp.bfloat16)
-    total = x + residual
+    given = arrays(shape, jnp.bfloat16)
 
-    def run(x, residual, total, weight, dy, dtotal):
-        return (
-            *mosaic.forward(x, weight, EPS, programs=programs),
-            *mosaic.backward(x, weight, dy, EPS, programs=programs),
-            *mosaic.forward(x, weight, EPS, residual, programs=programs),
-            *mosaic.backward(total, weight, dy, EPS, dtotal, programs=programs),
-        )
+    def run(x, weight, dy):
+        y = mosaic.forward(x, weight, EPS, programs=programs)
+        return y, *mosaic.backward(x, weight, dy, EPS, programs=programs)
 
-    results = interpreted(run, x, residual, total, weight, dy, dtotal)
-    y, dx, dw, added, same, dadded, dw_added = results
-    want_y, want_dx, want_dw = in_float64(x, weight, dy)
+    y, dx, dw = interpreted(run, *given)
+    want_y, want_dx, want_dw = in_float64(*given)
     assert relative(y, want_y) < 4e-3 and relative(dx, want_dx) < 4e-3
     assert relative(dw, want_dw) < 1e-6
-    want_y, want_dx, want_dw = in_float64(total, weight, dy)
-    assert relative(added, want_y) < 4e-3 and relative(dw_added, want_dw) < 1e-6
-    assert relative(dadded, want_dx + np.asarray(dtotal, np.float64)) < 4e-3
-    np.testing.assert_array_equal(same, total)
-    assert all(a.dtype == jnp.bfloat16 for a in (y, dx, added, same, dadded))
+    assert y.dtype == dx.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -160,15 +133,13 @@ def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     shape = RMS_NORM[name]
     D = shape[1]
-    norm = compiled(norm_with_gradients("mosaic"), shape, (D,), shape)
-    added = compiled(added_with_gradients("mosaic"), shape, shape, (D,), shape, shape)
-    for program in (norm, added):
-        text = program.as_text()
-        assert len(re.findall("custom_call_target=.mosaic", text)) == 2
-        assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
-        # The partial sums of the weight's gradient, one row of float32 for each SM.
-        assert program.memory_analysis().temp_size_in_bytes < 144 * D * 4
+    program = compiled(norm_with_gradients("mosaic"), shape, (D,), shape)
+    text = program.as_text()
+    assert len(re.findall("custom_call_target=.mosaic", text)) == 2
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    # The partial sums of the weight's gradient, one row of float32 for each SM.
+    assert program.memory_analysis().temp_size_in_bytes < 144 * D * 4
     words = "".join(capfd.readouterr())
     assert (
-        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 4
+        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 2
     )

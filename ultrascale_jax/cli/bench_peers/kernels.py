@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ultrascale_jax.cli.bench_peers.contestant import Contestant, Unavailable, serve
 from ultrascale_jax.cli.bench_peers.turns import require_gpu, take_turns
@@ -29,7 +29,7 @@ MOST_COPIES = 8
 
 Limit = Literal["copy", "bf16 GEMM", "fp8 GEMM"]
 
-Scaling = Literal["tensor", "row", "block", "tile"]
+Scaling = Literal["block", "tile"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def works(spec: dict) -> list[Work]:
 
 
 def rms_norm(M: int, D: int) -> list[Work]:
-    """The norm alone and of a sum; the backward pass has the inputs, and recomputes what it needs."""
+    """The norm; the backward pass has the inputs, and recomputes what it needs."""
     row = M * D * 2
 
     def arguments(arrays: int) -> Callable:
@@ -95,11 +95,6 @@ def rms_norm(M: int, D: int) -> list[Work]:
 
         return functools.partial(rms_norm, eps=1e-5, implementation=name)
 
-    def add(name: str) -> Callable:
-        from ultrascale_jax.kernels.rms_norm import add_rms_norm
-
-        return functools.partial(add_rms_norm, eps=1e-5, implementation=name)
-
     def kept(name: str) -> Callable:
         def run(x, dy, weight):
             import jax
@@ -108,70 +103,41 @@ def rms_norm(M: int, D: int) -> list[Work]:
 
         return run
 
-    def add_kept(name: str) -> Callable:
-        def run(x, residual, dy, dtotal, weight):
-            import jax
-
-            return jax.vjp(add(name), x, residual, weight)[1], (dy, dtotal)
-
-        return run
-
-    def backward(name: str) -> Callable:
-        def run(pull_back, dy):
-            dx, *_, dweight = pull_back(dy)  # both terms of the sum have the same gradient
-            return dx, dweight
-
-        return run
-
     memory = functools.partial(Work, contestants=(XLA, MOSAIC), limit=COPY)
-    backwards = functools.partial(memory, run=backward)
     return [
         memory(name="rms_norm, forward", make=arguments(1), run=norm, amount=2 * row),
-        backwards(name="rms_norm, backward", make=arguments(2), prepare=kept, amount=3 * row),
-        memory(name="add_rms_norm, forward", make=arguments(2), run=add, amount=4 * row),
-        backwards(
-            name="add_rms_norm, backward", make=arguments(4), prepare=add_kept, amount=4 * row
+        memory(
+            name="rms_norm, backward",
+            make=arguments(2),
+            prepare=kept,
+            run=lambda name: lambda pull_back, dy: pull_back(dy),
+            amount=3 * row,
         ),
     ]
 
 
 def quantize_fp8(M: int, K: int) -> list[Work]:
-    """All scalings, both orientations, and what is fused with the norm and with SwiGLU."""
-    x, q = M * K * 2, M * K
+    """Activations and gradients by blocks in both orientations, weights by tiles: what `fp8_block` wants."""
 
-    def scales(scaling: Scaling) -> int:
-        return 4 * {"tensor": 1, "row": M, "block": M * K // 128, "tile": M * K // 128**2}[scaling]
-
-    def work(
-        function: str, scaling: Scaling, arrays: int, amount: int, weight: bool = False
-    ) -> Work:
+    def work(function: str, scaling: Scaling, amount: int) -> Work:
         def run(name: str) -> Callable:
-            def call(*arrays):
+            def call(x):
                 from ultrascale_jax.kernels import quantize_fp8 as kernels
 
-                more = (1e-5,) if weight else ()
-                return getattr(kernels, function)(*arrays, *more, scaling, implementation=name)
+                return getattr(kernels, function)(x, scaling, implementation=name)
 
             return call
 
         def make(key) -> tuple:
-            return (*normals(key, *[(M, K)] * arrays), *([weights(K)] if weight else []))
+            return normals(key, (M, K))
 
         name, both = f"{function}, {scaling}", (XLA, MOSAIC)
         return Work(name=name, contestants=both, make=make, run=run, limit=COPY, amount=amount)
 
-    one = {scaling: q + scales(scaling) for scaling in get_args(Scaling)}
+    read, blocks, tiles = M * K * 2, M * K // 128, M * K // 128**2
     return [
-        # Its scale is known when all of x has been read.
-        work("quantize_fp8", "tensor", 1, 2 * x + one["tensor"]),
-        work("quantize_fp8", "row", 1, x + one["row"]),
-        work("quantize_fp8", "block", 1, x + one["block"]),
-        work("quantize_fp8", "tile", 1, x + one["tile"]),
-        work("quantize_fp8_both", "tensor", 1, 2 * x + 2 * one["tensor"]),
-        work("quantize_fp8_both", "block", 1, x + 2 * one["block"]),
-        work("rms_norm_quantize", "row", 1, x + one["row"], weight=True),
-        work("rms_norm_quantize", "block", 1, x + one["block"], weight=True),
-        work("swiglu_quantize", "block", 2, 2 * x + one["block"]),
+        work("quantize_fp8_both", "block", read + 2 * (M * K + 4 * blocks)),
+        work("quantize_fp8", "tile", read + M * K + 4 * tiles),
     ]
 
 
