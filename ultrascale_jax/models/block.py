@@ -75,7 +75,9 @@ class Block(nnx.Module):
 
     def only(self, *names: str) -> "Block":
         """The same block with these parts alone, as far as it has them."""
-        return Block(self.cfg, self.kernels, **{n: part for n, part in self.parts.items() if n in names})
+        return Block(
+            self.cfg, self.kernels, **{n: part for n, part in self.parts.items() if n in names}
+        )
 
     def layers(self, kind: FeedForward, size: int, first: int, row: int) -> "Block":
         """Of stacks, `size` layers with this feed-forward layer: their attention from position `first` on, their
