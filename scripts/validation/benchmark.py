@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scripts.validation import nanotron
 from scripts.validation.nanotron_time import (
     NANOTRON,
@@ -247,24 +249,9 @@ def _median(values: Sequence[float]) -> float | None:
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Rank correlation; equal values share the mean of their ranks. 0 if one of both is constant."""
-    ranks = [_ranks(first), _ranks(second)]
-    if any(len(set(r)) == 1 for r in ranks):
+    if len(set(first)) == 1 or len(set(second)) == 1:
         return 0.0
-    return statistics.correlation(*ranks)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for i in order[start:end]:
-            ranks[i] = (start + end - 1) / 2
-        start = end
-    return ranks
+    return statistics.correlation(first, second, method="ranked")
 
 
 def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> NanotronProfile:
@@ -275,8 +262,6 @@ def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> Nanotro
     nearer of the predictions for a step that ran and one that stalled. A weak prior (30% for an error of 10%) holds the
     constants that the rows say little of.
     """
-    import numpy as np
-
     timed = [
         (row, row.run.step_tokens / row.tokens_per_s_gpu / row.run.num_gpus)
         for row in rows

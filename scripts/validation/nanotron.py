@@ -1,14 +1,14 @@
 """The playbook's benchmark: its models, its runs, and what nanotron needs of one GPU's memory.
 
 What is kept was read off nanotron's source (github.com/huggingface/nanotron: `models/llama.py`, `models/base.py`,
-`optim/`, `parallel/`; perhaps not the benchmark's own version), and five constants were fitted by `fit` on half of
+`optim/`, `parallel/`; perhaps not the benchmark's own version), and five constants were fitted on half of
 `tests/data/plan/playbook_runs.csv`; which five was chosen by looking at all of it. The benchmark records
 `torch.cuda.max_memory_reserved()` of rank 0, which is on the first stage of a pipeline.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ultrascale_jax.cli.plan_commands.memory import MemoryModel
 from ultrascale_jax.config import MeshConfig, require
@@ -129,7 +129,7 @@ class Allocator:
 
 
 FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queue=94.9)
-"""`fit` of the calibration rows; `tests/plan/test_nanotron.py` repeats it."""
+"""`fit` of the calibration rows, in `tests/scripts/test_nanotron.py`, which repeats it."""
 
 
 def nanotron_breakdown(
@@ -247,40 +247,3 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
             "workspace": allocator.fixed * 2**30,
         }
     )
-
-
-def fit(rows: Iterable[Mapping[str, str]]) -> Allocator:
-    """The constants that predict the recorded memory of `rows` best; rows without one are left out.
-
-    Least squares of the relative error, reweighted by 1 / (1 + (error / scale)^2) with a scale that falls from 50% to
-    6%: the rows mix versions of the code, and some are far from all others. No constant is negative.
-    """
-    import numpy as np
-
-    measured = [row for row in rows if row["mem_gb"] != "nan"]
-    memory = np.array([float(row["mem_gb"]) for row in measured])
-    count = len(astuple(FITTED))
-    units = [Allocator(*(float(i == j) for j in range(count))) for i in range(count)]
-
-    def predicted(allocator: Allocator) -> Sequence[float]:
-        runs = map(run_of, measured)
-        return [
-            sum(nanotron_breakdown(r, stage=0, allocator=allocator).parts.values()) for r in runs
-        ]
-
-    rest = np.array(predicted(Allocator(0, 0, 0, 0, 0))) / 2**30 / memory
-    terms = (
-        np.array([predicted(unit) for unit in units]).T / 2**30 / memory[:, None] - rest[:, None]
-    )
-    constants, weight = np.zeros(count), np.ones(len(memory))
-    for scale in [max(0.06, 0.5 * 0.9**step) for step in range(60)]:
-        root, free = np.sqrt(weight), np.ones(count, bool)
-        while free.any():
-            constants[:] = 0
-            some = terms[:, free] * root[:, None]
-            constants[free] = np.linalg.lstsq(some, (1 - rest) * root, rcond=None)[0]
-            if (constants >= 0).all():
-                break
-            free &= constants > 0
-        weight = 1 / (1 + ((terms @ constants + rest - 1) / scale) ** 2)
-    return Allocator(*map(float, constants))

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from scripts.validation import playbook
+from tests import playbook
 from ultrascale_jax.config import Experts, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
