@@ -8,7 +8,6 @@ what is measured is the table and the executor. Beside it stands what the table 
 import importlib.metadata
 import math
 import os
-import signal
 import statistics
 import sys
 import threading
@@ -27,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
@@ -217,7 +216,6 @@ def bench(options: Options, report: Report) -> None:
         if found:
             text = f"{form}: largest measured bubble over its table's, at most {ALLOWANCE}"
             report.goal(text, max(found), max(found) <= ALLOWANCE)
-    report.complete = True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -228,16 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command_line.use_fake_devices(max(options.ranks))
         command = ["python", "-m", "scripts.bench_pipelines", *arguments]
         report = Report(options.out, "pipelines", command)
-        try:
-            bench(options, report)
-        except KeyboardInterrupt:
-            for row in (row for row in report.rows if row["status"] == "running"):
-                row |= {"status": "skipped", "reason": "interrupted"}
-        report.save()
-        console = Console()
-        report.print(console if console.is_terminal else Console(width=150))
-    if not report.complete:
-        raise SystemExit(128 + signal.SIGINT)
+        report.complete_by(lambda: bench(options, report), output.console(150))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_the_peer_suite_times_every_contestant_and_skips_what_is_not_installed(t
     done = subprocess.run(command(path, "--steps", "3"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(path.read_text())
-    assert report["complete"] and report["command"].startswith("python -m scripts.bench --tiny")
+    assert report["complete"] and report["command"].startswith("ultrascale bench --tiny")
     rows = {row["contestant"]: row for row in report["results"]}
     for name in ("ultrascale_jax", "bare JAX, scanned", "bare JAX, unrolled"):
         row = rows[name]
@@ -120,17 +120,20 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
 def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
     options = bench.Options(suite="gpu", tiny=True, steps=2)
     report = Report(tmp_path / "gpu.json", "gpu", [])
-    bench.Bench(options, report)._attention(bench.attention_part(64, tiny=True))
+    part = bench.attention_part(64, tiny=True)
+    bench.Bench(options, report)._in_turns(part)
     whole, *rows = report.rows
     assert {row["status"] for row in report.rows} == {"measured"}, whole
     assert whole["compile_s"] > 0 and whole["peak_gb"] > 0.05 and "loss" not in whole
     assert [(row["workload"].rpartition(": ")[2], row["contestant"]) for row in rows] == [
-        (program.work, program.contestant) for program in attention.PROGRAMS
+        (program.work, program.contestant) for program in attention.programs(part.spec)
     ]
-    for row, program in zip(rows, attention.PROGRAMS, strict=True):
+    products = {"forward": 2, "forward and backward": 7, "block, forward": 2, "block, backward": 5}
+    for row in rows:
         assert row["num_steps"] == 2 and row["step_s"]["median"] > 0
         # 4 heads of 16 over half of 64 x 64 scores.
-        operations = program.products * 2 * 4 * 16 * 64 * 64 / 2
+        work = row["workload"].rpartition(": ")[2]
+        operations = products[work] * 2 * 4 * 16 * 64 * 64 / 2
         assert row["tflops_per_device"] == pytest.approx(
             operations / row["step_s"]["median"] / 1e12
         )
@@ -148,7 +151,7 @@ def test_attentions_programs_compute_what_their_names_say():
         given = attention.arrays(spec)
         results = {
             program: jax.jit(run)(*given[program])
-            for program, run in attention.functions(spec["implementation"]).items()
+            for program, run in attention.functions(spec).items()
         }
 
     def same(got, want):
@@ -180,8 +183,7 @@ def test_attention_is_timed_with_the_heads_of_llama_3_8b():
     heads = {name: getattr(LLAMA3_8B, name) for name in names}
     for spec in specs:
         assert spec | heads | {"implementation": "cudnn", "needs_gpu": True} == spec
-    ring = attention.PROGRAMS[1]
-    assert len({spec["calls"] * attention.flops(ring, spec) for spec in specs}) == 1
+    assert len({spec["calls"] * attention.programs(spec)[1].amount for spec in specs}) == 1
 
 
 @pytest.mark.slow
@@ -190,7 +192,7 @@ def test_the_products_of_experts_take_turns_and_each_has_a_row(tmp_path):
     report = Report(tmp_path / "gpu.json", "gpu", [])
     name, *_ = bench.GROUPED_GEMMS
     part = bench.grouped_gemm_part(name, tiny=True)
-    bench.Bench(options, report)._grouped_gemm(part)
+    bench.Bench(options, report)._in_turns(part)
     whole, *rows = report.rows
     assert {row["status"] for row in report.rows} == {"measured"}, whole
     # Both do the same: gradients too, in bfloat16.
@@ -213,7 +215,6 @@ def test_the_kernel_takes_the_experts_that_are_timed_on_a_gpu_and_has_goals():
         assert spec["rows"] % 8 == spec["d_model"] % 128 == spec["d_ff"] % 128 == 0
         contestants = {program.contestant for program in grouped_gemm.programs(spec)}
         assert contestants == {grouped_gemm.KERNEL, grouped_gemm.PADDED, grouped_gemm.RAGGED}
-    assert set(bench.GROUPED_GEMM_GOALS) < set(grouped_gemm.WORKS)
 
 
 def measured(tmp_path, *parts):
@@ -222,7 +223,7 @@ def measured(tmp_path, *parts):
     report = Report(tmp_path / "kernels.json", "kernels", [])
     running = bench.Bench(options, report)
     for part in parts:
-        running._kernel(part)
+        running._in_turns(part)
     return report
 
 
@@ -295,22 +296,40 @@ def test_on_an_h100_our_kernels_take_the_shapes_that_are_timed(kernel, model):
             assert "Ref<gmem>" in text
 
 
-def test_the_goals_of_a_kernel_are_at_least_or_at_most(tmp_path):
+def test_goals_are_at_least_or_at_most(tmp_path):
     report = Report(tmp_path / "kernels.json", "kernels", [])
     running = bench.Bench(bench.Options(suite="kernels"), report)
     row = {"of_roofline": 0.9, "relative": 0.7, "tflops_per_device": 600, "temporary_gb": 0.4}
-    for work in ("rms_norm, forward", "rms_norm, backward", "quantize_fp8, tile"):
-        running._kernel_goals("model", work, row)
-    running._kernel_goals("model", kernels.LOSS, row)
-    running._kernel_goals("model", "attention, causal, forward", row | {"relative": 1.1})
-    assert [(goal["goal"].partition("model: ")[2], goal["met"]) for goal in report.goals] == [
-        ("rms_norm, forward: of_roofline, at least 0.85", True),
-        ("rms_norm, backward: of_roofline, at least 0.85", True),
-        ("rms_norm, backward: relative, at most 0.667", False),
-        ("quantize_fp8, tile: of_roofline, at least 0.8", True),
-        (f"{kernels.LOSS}: tflops_per_device, at least 620", False),
-        (f"{kernels.LOSS}: temporary_gb, at most 1", True),
-        ("attention, causal, forward: relative, at most 1", False),
+    for work in (
+        *("rms_norm, forward", "rms_norm, backward", "quantize_fp8, tile", kernels.LOSS),
+        "attention, causal, forward",
+    ):
+        running._add_goals(row | {"workload": f"model: {work}", "contestant": kernels.MOSAIC})
+        running._add_goals(row | {"workload": f"model: {work}", "contestant": kernels.XLA})
+    (name, *_), ring = bench.GROUPED_GEMMS, {"relative": 1.1, "contestant": attention.RING[0]}
+    for work in grouped_gemm.WORKS:
+        place = f"{bench.grouped_gemm_part(name, tiny=False).workload}: {work}"
+        running._add_goals(row | {"workload": place, "contestant": grouped_gemm.KERNEL})
+    for work in ("forward and backward", "block, forward"):
+        place = f"{bench.attention_part(8192, tiny=False).workload}: {work}"
+        running._add_goals(ring | {"workload": place})
+        running._add_goals(ring | {"workload": place, "contestant": attention.DIRECT})
+    assert [(goal["goal"], goal["met"]) for goal in report.goals] == [
+        ("model: rms_norm, forward: mosaic: of_roofline, at least 0.85", True),
+        ("model: rms_norm, backward: mosaic: of_roofline, at least 0.85", True),
+        ("model: rms_norm, backward: mosaic: relative, at most 0.667", False),
+        ("model: quantize_fp8, tile: mosaic: of_roofline, at least 0.8", True),
+        (f"model: {kernels.LOSS}: mosaic: tflops_per_device, at least 620", False),
+        (f"model: {kernels.LOSS}: mosaic: temporary_gb, at most 1", True),
+        ("model: attention, causal, forward: mosaic: relative, at most 1", True),
+        *(
+            (f"experts, {name}: {work}: {grouped_gemm.KERNEL}: tflops_per_device, {goal}", True)
+            for work, goal in (("forward", "at least 400"), ("weight gradient", "at least 450"))
+        ),
+        (
+            "attention, sequence 8192: forward and backward: ring_attention: relative, at most 1.02",
+            False,
+        ),
     ]
 
 

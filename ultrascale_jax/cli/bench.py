@@ -18,6 +18,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
+import re
 import resource
 import signal
 import statistics
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,12 +34,16 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.bench_peers import attention, grouped_gemm, kernels
-from ultrascale_jax.cli.bench_peers.contestant import Unavailable
+from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli.bench_peers.contestant import (
+    CUBLAS_FP8,
+    ERROR,
+    TEMPORARY,
+    Program,
+    Unavailable,
+)
 from ultrascale_jax.cli.bench_peers.report import Report, figures, spread
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process, one_core
-from ultrascale_jax.cli.bench_peers.turns import Program
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.kernels import shapes
 from ultrascale_jax.launch.run_files import METRICS
@@ -65,9 +70,6 @@ TORCH_SETTINGS = ({}, {"loss_chunks": 8}, {"loss_chunks": 8, "recompute": True})
 ATTENTION_TOKENS = (8192, 16384, 32768)
 """Where attention is timed alone; a step makes so many calls that it takes the same time at each length."""
 
-ALLOWANCE = 1.02
-"""What ring attention over one rank may take of cuDNN's time."""
-
 GROUPED_GEMMS = {
     "Qwen3-30B-A3B, 16 of 128 experts": (65536, 16, 2048, 768),
     "Mixtral 8x7B, 1 of 8 experts": (16384, 1, 4096, 14336),
@@ -78,9 +80,6 @@ GROUPED_GEMMS = {
 
 GROUPED_GEMM_CALLS = 8
 """Calls of a step: the kernel takes half a millisecond for the smallest."""
-
-GROUPED_GEMM_GOALS = {"forward": 400, "weight gradient": 450}
-"""TFLOP/s that the kernel is to reach on an H100."""
 
 KERNEL_SHAPES = {
     "rms_norm": shapes.RMS_NORM,
@@ -99,15 +98,20 @@ KERNEL_CALLS = 4
 ROOFLINE_SIZE = 8192
 """Of the square matrices of the roofline."""
 
-KERNEL_GOALS: dict[str, dict[str, tuple[float, bool]]] = {
-    "rms_norm, ": {"of_roofline": (0.85, True)},
-    "rms_norm, backward": {"relative": (1 / 1.5, False)},
-    "quantize": {"of_roofline": (0.8, True)},
-    "fp8_matmul, ": {"tflops_per_device": (1000, True)},
-    kernels.LOSS: {"tflops_per_device": (620, True), "temporary_gb": (1.0, False)},
-    "attention, ": {"relative": (1.0, False)},
-}
-"""By what a work's name holds, what is wanted of our kernels on an H100: at least or, if false, at most."""
+GOALS = (
+    (r"attention, sequence \d+: forward.*: (ring|zigzag)_attention", "relative", 1.02, False),
+    (r"experts, .*: forward: grouped_matmul, mosaic", "tflops_per_device", 400, True),
+    (r"experts, .*: weight gradient: grouped_matmul, mosaic", "tflops_per_device", 450, True),
+    (r"rms_norm, .*: mosaic", "of_roofline", 0.85, True),
+    (r"rms_norm, backward: mosaic", "relative", 1 / 1.5, False),
+    (r"quantize.*: mosaic", "of_roofline", 0.8, True),
+    (r"fp8_matmul, .*: mosaic", "tflops_per_device", 1000, True),
+    (r"linear_cross_entropy, forward and backward: mosaic", "tflops_per_device", 620, True),
+    (r"linear_cross_entropy, forward and backward: mosaic", "temporary_gb", 1.0, False),
+    (r"attention, (causal|documents), .*: mosaic", "relative", 1.0, False),
+)
+"""Goals on an H100 of programs that take turns: a pattern in `workload: work: contestant`, the figure, what is wanted,
+and whether that is the least or the most."""
 
 FIRST_STEP = "scripts.train, to its first step"
 
@@ -151,7 +155,7 @@ class Bench:
         self.options, self.report = options, report
         self.deadline = time.monotonic() + 60 * options.minutes
         self.console = Console(stderr=True)
-        self.roofline: dict[str, float] = {}
+        self.roofline: dict[str | None, float] = {}
         """Bytes or operations a second of each limit."""
 
     def peer(self) -> None:
@@ -197,9 +201,9 @@ class Bench:
             for part in self._first_that_fits(parts)
         ]
         for n in (64, 128) if self.options.tiny else ATTENTION_TOKENS:
-            self._attention(attention_part(n, tiny=self.options.tiny))
+            self._in_turns(attention_part(n, tiny=self.options.tiny))
         for name in list(GROUPED_GEMMS)[: 1 if self.options.tiny else None]:
-            self._grouped_gemm(grouped_gemm_part(name, tiny=self.options.tiny))
+            self._in_turns(grouped_gemm_part(name, tiny=self.options.tiny))
         for part in (part for n in seq_lens for part in ours[n] if part not in tried):
             self._measure(part)
         for n in () if self.options.tiny else seq_lens:
@@ -208,13 +212,13 @@ class Bench:
     def kernels(self) -> None:
         """The suite `kernels`."""
         tiny = self.options.tiny
-        self._kernel(kernel_part("roofline", "this GPU", (64 if tiny else ROOFLINE_SIZE,), tiny))
+        self._in_turns(kernel_part("roofline", "this GPU", (64 if tiny else ROOFLINE_SIZE,), tiny))
         for model in ("tiny",) if tiny else KERNEL_MODELS:
             for kernel, by_model in KERNEL_SHAPES.items():
-                self._kernel(kernel_part(kernel, model, by_model[model], tiny))
+                self._in_turns(kernel_part(kernel, model, by_model[model], tiny))
             if model == KERNEL_MODELS[0] or tiny:
                 for name in list(GROUPED_GEMMS)[: 1 if tiny else None]:
-                    self._grouped_gemm(grouped_gemm_part(name, tiny=tiny))
+                    self._in_turns(grouped_gemm_part(name, tiny=tiny))
 
     def _first_that_fits(self, parts: Iterable[Part]) -> list[Part]:
         """Measure the first part that does not run out of memory; the parts that were tried.
@@ -241,88 +245,56 @@ class Bench:
             row["status"] = "measured"
         return row
 
-    def _attention(self, part: Part) -> None:
-        """Time attention's programs, and compare those over one rank with cuDNN."""
-        _, rows = self._in_turns(part, attention.PROGRAMS, attention.flops)
-        for work in () if self.options.tiny or not rows else ("forward", "forward and backward"):
-            slowest = max(row["relative"] for program, row in rows.items() if program.work == work)
-            text = (
-                f"{part.workload}: {work}: time over one rank relative to cuDNN, below {ALLOWANCE}"
-            )
-            self.report.goal(text, slowest, slowest < ALLOWANCE)
-
-    def _grouped_gemm(self, part: Part) -> None:
-        """Time the products of experts, and compare the kernel's speed with what is wanted."""
-        programs = grouped_gemm.programs(part.spec)
-        _, rows = self._in_turns(part, programs, grouped_gemm.flops)
-        for program, row in rows.items():
-            least = GROUPED_GEMM_GOALS.get(program.work)
-            if program.contestant == grouped_gemm.KERNEL and least is not None:
-                text = f"{part.workload}: {program.work}: TFLOP/s of the kernel, at least {least}"
-                self.report.goal(text, row["tflops_per_device"], row["tflops_per_device"] >= least)
-
-    def _kernel(self, part: Part) -> None:
-        """Time a kernel's programs, and compare them with the roofline and with what is wanted."""
-        programs = kernels.programs(part.spec)
-        whole, rows = self._in_turns(part, programs)
-        for program, row in rows.items():
-            place = f"{program.work}: {program.contestant}: "
-            notes = whole["notes"]
-            if notes.get(place + kernels.CUBLAS_FP8) == "0" and not self.options.tiny:
-                row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}
-                continue
-            rate = program.amount / row["step_s"]["median"]
-            unit = (
-                {"gb_per_s": 1e9} if program.limit == kernels.COPY else {"tflops_per_device": 1e12}
-            )
-            row |= {name: rate / size for name, size in unit.items()}
-            row["error"] = float(notes[place + kernels.ERROR])
-            if program.copies == 1:
-                row["temporary_gb"] = float(notes[place + kernels.TEMPORARY])
-            if part.spec["kernel"] == "roofline":
-                self.roofline[program.limit] = rate
-            elif program.limit in self.roofline:
-                row["of_roofline"] = rate / self.roofline[program.limit]
-            if program.contestant == kernels.MOSAIC:
-                self._kernel_goals(part.workload, program.work, row)
-        self.report.save()
-
-    def _kernel_goals(self, workload: str, work: str, row: dict) -> None:
-        for holds, goals in KERNEL_GOALS.items():
-            for figure, (wanted, at_least) in goals.items() if holds in work else ():
-                if figure in row:
-                    met = row[figure] >= wanted if at_least else row[figure] <= wanted
-                    words = f"at {'least' if at_least else 'most'} {wanted:.3g}"
-                    self.report.goal(f"{workload}: {work}: {figure}, {words}", row[figure], met)
-
-    def _in_turns[P: Program](
-        self, part: Part, programs: Sequence[P], flops: Callable[[P, dict], int] | None = None
-    ) -> tuple[dict, dict[P, dict]]:
-        """Time programs that take turns in one process: its row, and one for each (none if it fails)."""
-        row, turn, rows = self._row(part), len(programs), {}
+    def _in_turns(self, part: Part) -> None:
+        """Time programs that take turns in one process: a row of the process, and one of each, with its goals."""
+        row, first = self._row(part), {}
         with self._recorded(row), self._start(part) as process:
             facts = process.ready()
-            process.run(turn)
-            answer = process.run(turn * self.options.steps)
+            programs = [Program(**fields) for fields in facts.pop("programs")]
+            process.run(len(programs))
+            answer = process.run(len(programs) * self.options.steps)
             row |= {"peak_gb": answer["peak_bytes"] / 1e9, **facts, "status": "measured"}
-            first = {}
             for i, program in enumerate(programs):
-                step_s = answer["step_s"][i::turn]
+                step_s = answer["step_s"][i :: len(programs)]
                 # Of neighbours in time: the clock of a GPU moves by more than what is looked for.
                 pairs = zip(step_s, first.setdefault(program.work, step_s), strict=True)
-                values: dict = spread(
-                    [seconds / (part.spec["calls"] * program.copies) for seconds in step_s]
-                )
-                if flops is not None:
-                    rate = flops(program, part.spec) / values["step_s"]["median"]
-                    values["tflops_per_device"] = rate / 1e12
-                rows[program] = self.report.add(
+                one = self.report.add(
                     f"{part.workload}: {program.work}",
                     program.contestant,
-                    **values,
+                    **spread([s / (part.spec["calls"] * program.copies) for s in step_s]),
                     relative=statistics.median(ours / theirs for ours, theirs in pairs),
                 )
-        return row, rows
+                self._add_rates(one, program, part, facts["notes"])
+                self._add_goals(one)
+
+    def _add_rates(self, row: dict, program: Program, part: Part, notes: dict[str, str]) -> None:
+        """Add how fast a program was, also of the roofline, and what its notes say, to its row."""
+        place = f"{program.work}: {program.contestant}: "
+        if notes.get(place + CUBLAS_FP8) == "0" and not self.options.tiny:
+            row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}
+            return
+        rate = program.amount / row["step_s"]["median"]
+        if program.limit == "copy":
+            row["gb_per_s"] = rate / 1e9
+        else:
+            row["tflops_per_device"] = rate / 1e12
+        if part.spec.get("kernel") == "roofline":
+            self.roofline[program.limit] = rate
+        elif program.limit in self.roofline:
+            row["of_roofline"] = rate / self.roofline[program.limit]
+        if place + ERROR in notes:
+            row["error"] = float(notes[place + ERROR])
+        if place + TEMPORARY in notes and program.copies == 1:
+            row["temporary_gb"] = float(notes[place + TEMPORARY])
+
+    def _add_goals(self, row: dict) -> None:
+        """Compare a row of programs that take turns with `GOALS`."""
+        place = f"{row['workload']}: {row['contestant']}"
+        for pattern, figure, wanted, at_least in () if self.options.tiny else GOALS:
+            if figure in row and re.search(pattern, place):
+                met = row[figure] >= wanted if at_least else row[figure] <= wanted
+                words = f"at {'least' if at_least else 'most'} {wanted:.3g}"
+                self.report.goal(f"{place}: {figure}, {words}", row[figure], met)
 
     def _row(self, part: Part) -> dict:
         self.console.print(f"{part.workload}: {part.contestant}", markup=False)
@@ -379,9 +351,8 @@ class Bench:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            row["first_step_cpu_s"] = (
-                used.ru_utime + used.ru_stime - earlier.ru_utime - earlier.ru_stime
-            )
+            # User and system time are the first two fields.
+            row["first_step_cpu_s"] = sum(used[:2]) - sum(earlier[:2])
 
     def _peer_goals(self) -> None:
         rows = {row["contestant"]: row for row in self.report.rows if row["status"] == "measured"}
@@ -399,20 +370,15 @@ class Bench:
 
     def _gpu_goals(self, workload: str) -> None:
         rows = [row for row in self.report.rows if row["workload"] == workload and "step_s" in row]
-        ours = [
-            row["step_s"]["median"]
-            for row in rows
-            if row["contestant"].startswith("ultrascale_jax")
-        ]
-        torch = [row["step_s"]["median"] for row in rows if row["contestant"].startswith("PyTorch")]
+        ours, torch = (
+            [row for row in rows if row["contestant"].startswith(name)]
+            for name in ("ultrascale_jax", "PyTorch")
+        )
         if ours and torch:
-            ratio = min(torch) / min(ours)
+            theirs, own = (min(row["step_s"]["median"] for row in some) for some in (torch, ours))
+            ratio = theirs / own
             self.report.goal(f"{workload}: speed relative to PyTorch, above 1", ratio, ratio > 1)
-        if shares := [
-            row["mfu"]
-            for row in rows
-            if row["contestant"].startswith("ultrascale_jax") and "mfu" in row
-        ]:
+        if shares := [row["mfu"] for row in ours if "mfu" in row]:
             self.report.goal(f"{workload}: MFU, at least 50%", max(shares), max(shares) >= 0.5)
 
 
@@ -475,55 +441,43 @@ def attention_part(seq_len: int, *, tiny: bool) -> Part:
     arguments = [*"llama3_8b --mesh fsdp=1 --data.seq-len".split(), str(seq_len)]
     arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
     cfg, _ = command_line.parse(arguments, prog="bench")
-    heads = {name: getattr(cfg.model, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    calls = 1 if tiny else (max(ATTENTION_TOKENS) // seq_len) ** 2
-    implementation = "xla" if tiny else "cudnn"
-    return Part(
-        workload=f"{'tiny ' if tiny else ''}attention, sequence {seq_len}",
-        contestant="all of its programs",
-        module=ATTENTION,
-        cfg=cfg,
-        spec={
-            **heads,
-            "seq_len": seq_len,
-            "calls": calls,
-            "implementation": implementation,
-            "needs_gpu": not tiny,
-        },
-        environ={**_one_gpu(), **_ENVIRON},
-    )
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    spec = {
+        **{name: getattr(cfg.model, name) for name in names},
+        "seq_len": seq_len,
+        "calls": 1 if tiny else (max(ATTENTION_TOKENS) // seq_len) ** 2,
+        "implementation": "xla" if tiny else "cudnn",
+    }
+    return _turns_part(ATTENTION, f"attention, sequence {seq_len}", spec, tiny=tiny)
 
 
 def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
     """Products of the experts of `GROUPED_GEMMS[name]`: all programs of `bench_peers/grouped_gemm.py`."""
     sizes = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
     spec = dict(zip(("rows", "experts", "d_model", "d_ff"), sizes, strict=True))
-    return Part(
-        workload=f"{'tiny ' if tiny else ''}experts, {name}",
-        contestant="all of its programs",
-        module=GROUPED_GEMM,
-        cfg=Config(),
-        spec={**spec, "calls": 1 if tiny else GROUPED_GEMM_CALLS, "needs_gpu": not tiny},
-        environ={**_one_gpu(), **_ENVIRON},
-    )
+    spec["calls"] = 1 if tiny else GROUPED_GEMM_CALLS
+    return _turns_part(GROUPED_GEMM, f"experts, {name}", spec, tiny=tiny)
 
 
 def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> Part:
     """A kernel on a shape: all programs of `bench_peers/kernels.py`."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     float8 = {"XLA_FLAGS": flags.strip()} if kernel in ("roofline", "fp8_matmul") else {}
+    spec = {"kernel": kernel, "shape": shape, "calls": 1 if tiny else KERNEL_CALLS}
+    part = _turns_part(KERNELS, model, spec, tiny=tiny)
+    name = f"{kernel}, {part.contestant}"
+    return dataclasses.replace(part, workload=model, contestant=name, environ=part.environ | float8)
+
+
+def _turns_part(module: str, workload: str, spec: dict, *, tiny: bool) -> Part:
+    """Programs that take turns in one process."""
     return Part(
-        workload=model,
-        contestant=f"{kernel}, all of its programs",
-        module=KERNELS,
+        workload=f"{'tiny ' if tiny else ''}{workload}",
+        contestant="all of its programs",
+        module=module,
         cfg=Config(),
-        spec={
-            "kernel": kernel,
-            "shape": shape,
-            "calls": 1 if tiny else KERNEL_CALLS,
-            "needs_gpu": not tiny,
-        },
-        environ={**_one_gpu(), **_ENVIRON, **float8},
+        spec={**spec, "needs_gpu": not tiny},
+        environ={**_one_gpu(), **_ENVIRON},
     )
 
 
@@ -560,17 +514,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
         path = options.out or Path("out/bench") / f"{options.suite}.json"
         report = Report(path, options.suite, ["ultrascale", "bench", *arguments])
-        bench = Bench(options, report)
-        try:
-            getattr(bench, options.suite)()
-            report.complete = True
-        except KeyboardInterrupt:
-            for row in (row for row in report.rows if row["status"] == "running"):
-                row |= {"status": "skipped", "reason": "interrupted"}
-        report.save()
-        console = Console()
-        report.print(console if console.is_terminal else Console(width=190))
-    if not report.complete:
-        raise SystemExit(128 + signal.SIGINT)
+        report.complete_by(getattr(Bench(options, report), options.suite), output.console(190))
     if any(row["status"] == "failed" for row in report.rows):
         raise SystemExit(1)

@@ -6,65 +6,58 @@ hundredth have to meet the same clock (`turns.py`).
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.cli.bench_peers.contestant import Contestant, serve
-from ultrascale_jax.cli.bench_peers.turns import difference, require_gpu, take_turns
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-
-@dataclass(frozen=True)
-class Program:
-    """One of the programs that take turns."""
-
-    work: str
-    """What it does; the first program of the same work is what the others are compared with."""
-    contestant: str
-    products: int
-    """Matrix products over the scores that are seen: two forward, five backward, of which one is the scores' again."""
-    copies: int = 1
-
+from ultrascale_jax import ring_attention, zigzag_attention
+from ultrascale_jax.cli.bench_peers.contestant import Contestant, Program, require_gpu, serve
+from ultrascale_jax.cli.bench_peers.turns import difference, normals, take_turns
+from ultrascale_jax.kernels.attention import attention_backward, attention_forward
+from ultrascale_jax.sharding.manual import smap
 
 DIRECT = "jax.nn"
 """`jax.nn.dot_product_attention`: on a GPU cuDNN's forward and backward call and nothing else."""
 
 RING = ("ring_attention", "zigzag_attention")
 
-PROGRAMS = (
-    *(Program("forward", name, 2) for name in (DIRECT, *RING)),
-    *(Program("forward and backward", name, 7) for name in (DIRECT, *RING)),
-    *(Program("block, forward", name, 2) for name in ("one causal", "two halves")),
-    *(Program("block, backward", name, 5) for name in ("one causal", "two halves")),
-)
-"""In the order of their turns. `two halves`, T/2 queries with T/2 keys twice and no mask, is a step of the zigzag ring.
-They have as many scores as one causal block of T."""
+BLOCKS = ("one causal", "two halves")
+"""`two halves`, T/2 queries with T/2 keys twice and no mask, is a step of the zigzag ring, with as many scores as one
+causal block of T."""
 
 
-def flops(program: Program, spec: dict) -> int:
-    """Operations of one call."""
-    scores = spec["num_heads"] * spec["seq_len"] ** 2 // 2
-    return program.products * 2 * scores * spec["head_dim"]
+def programs(spec: dict) -> tuple[Program, ...]:
+    """In the order of their turns.
+
+    Their products are over the scores that are seen: two forward, five backward, one of them the scores' again.
+    """
+    product = 2 * (spec["num_heads"] * spec["seq_len"] ** 2 // 2) * spec["head_dim"]
+    works = {
+        "forward": (2, (DIRECT, *RING)),
+        "forward and backward": (7, (DIRECT, *RING)),
+        "block, forward": (2, BLOCKS),
+        "block, backward": (5, BLOCKS),
+    }
+    return tuple(
+        Program(work, name, products * product)
+        for work, (products, names) in works.items()
+        for name in names
+    )
 
 
 def one_rank():
     """A mesh of one device with an automatic axis `cp`: no array gets a sharding, as where cuDNN is called directly."""
-    import jax
-
     return jax.make_mesh((1,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 
 
-def functions(implementation: Literal["cudnn", "xla"]) -> dict[Program, Callable]:
+def functions(spec: dict) -> dict[Program, Callable]:
     """Each program's function on the current mesh, which has one axis `cp`.
 
     It takes q, k, v and the cotangent; a block's backward pass also `out` and `lse`.
     """
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    from ultrascale_jax import ring_attention, zigzag_attention
-    from ultrascale_jax.kernels.attention import attention_backward, attention_forward
-    from ultrascale_jax.sharding.manual import smap
-
+    implementation: Literal["cudnn", "xla"] = spec["implementation"]
     pieces = P(None, "cp")
 
     def over_one_rank(attend: Callable) -> Callable:
@@ -108,26 +101,17 @@ def functions(implementation: Literal["cudnn", "xla"]) -> dict[Program, Callable
 
     attends = direct, over_one_rank(ring_attention), over_one_rank(zigzag_attention)
     blocks = block, halves, block_backward, halves_backward
-    return dict(zip(PROGRAMS, (*map(forward, attends), *map(both, attends), *blocks), strict=True))
+    runs = (*map(forward, attends), *map(both, attends), *blocks)
+    return dict(zip(programs(spec), runs, strict=True))
 
 
 def arrays(spec: dict) -> dict[Program, tuple]:
     """Each program's arguments; halves are pairs of arrays, so that no program has to cut any."""
-    import jax
-    import jax.numpy as jnp
-
-    from ultrascale_jax.kernels.attention import attention_forward
-
     T, H, heads = spec["seq_len"], spec["head_dim"], (spec["num_heads"], spec["num_kv_heads"])
 
     @jax.jit
     def make():
-        keys = jax.random.split(jax.random.key(0), 4)
-        shapes = [(1, T, heads[i], H) for i in (0, 1, 1, 0)]
-        whole = [
-            jax.random.normal(key, shape, jnp.bfloat16)
-            for key, shape in zip(keys, shapes, strict=True)
-        ]
+        whole = normals(jax.random.key(0), *((1, T, heads[i], H) for i in (0, 1, 1, 0)))
         halves = [tuple(jnp.split(x, 2, axis=1)) for x in whole]
         return whole, halves
 
@@ -139,16 +123,13 @@ def arrays(spec: dict) -> dict[Program, tuple]:
     done = attend(*whole[:3], causal=True)
     parts = [attend(*qkv, causal=False) for qkv in zip(*halves[:3], strict=True)]
     given = {"one causal": (*whole, *done), "two halves": (*halves, *zip(*parts, strict=True))}
-    count = {program: 6 if program.work == "block, backward" else 4 for program in PROGRAMS}
     return {
-        program: given.get(program.contestant, tuple(whole))[: count[program]]
-        for program in PROGRAMS
+        p: given.get(p.contestant, tuple(whole))[: 6 if p.work == "block, backward" else 4]
+        for p in programs(spec)
     }
 
 
 def make(spec: dict) -> Contestant:
-    import jax
-
     require_gpu(spec)
     jax.set_mesh(one_rank())
 
@@ -156,7 +137,7 @@ def make(spec: dict) -> Contestant:
         results = {p.contestant: x for p, x in outputs.items() if p.work == "forward and backward"}
         return {f"{name} differs by": difference(results[name], results[DIRECT]) for name in RING}
 
-    return take_turns(functions(spec["implementation"]), arrays(spec), spec["calls"], notes)
+    return take_turns(functions(spec), arrays(spec), spec["calls"], notes)
 
 
 if __name__ == "__main__":

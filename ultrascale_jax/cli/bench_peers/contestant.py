@@ -14,11 +14,35 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 
 class Unavailable(Exception):
     """This contestant cannot run here; the message says why."""
+
+
+Limit = Literal["copy", "bf16 GEMM", "fp8 GEMM"]
+"""What bounds a work: a work of the kernel `roofline`."""
+
+ERROR, TEMPORARY, CUBLAS_FP8 = "error", "temporary GB", "__cublas$lt$matmul$f8"
+"""What the notes of kernels have of each program: how far its results are from those of XLA in float32, relative in the
+Frobenius norm; memory beside arguments and results; and of products in float8, in how many places they are."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of several programs in one process that take turns (`turns.py`)."""
+
+    work: str
+    """What it does; the first program of the same work is what the others are compared with."""
+    contestant: str
+    """Who does it."""
+    amount: int
+    """Operations of one call, or least bytes of traffic where `limit` is `copy`."""
+    limit: Limit | None = None
+    copies: int = 1
+    """How often its function does it, each time with arguments of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +65,8 @@ class Contestant:
     """Distributions whose versions are reported."""
     notes: dict[str, str]
     """What else distinguishes the run."""
+    programs: tuple[Program, ...] = ()
+    """Where several take turns: step i is that of program i % len(programs)."""
 
 
 def serve(make: Callable[[dict], Contestant]) -> None:
@@ -53,10 +79,10 @@ def serve(make: Callable[[dict], Contestant]) -> None:
 
     try:
         contestant = make(json.loads(sys.argv[1]))
-        loss = {} if contestant.loss is None else {"loss": contestant.loss}
+        some = {"loss": contestant.loss, "programs": [asdict(one) for one in contestant.programs]}
         answer(
             compile_s=contestant.compile_s,
-            **loss,
+            **{name: value for name, value in some.items() if value not in (None, [])},
             first_step=contestant.first_step,
             device=contestant.device,
             versions={name: importlib.metadata.version(name) for name in contestant.libraries},
@@ -99,3 +125,22 @@ def resident_bytes() -> int:
     """Most memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_bytes() -> int:
+    """Most memory that JAX's first device has held; of a CPU, this process."""
+    import jax
+
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("peak_bytes_in_use") or resident_bytes()
+
+
+def require_gpu(spec: dict) -> None:
+    """Set XLA's flags; fail if the specification needs a GPU and JAX has none."""
+    import jax
+
+    from ultrascale_jax.launch import distributed
+
+    distributed.set_environment(os.environ)
+    if spec["needs_gpu"] and jax.default_backend() != "gpu":
+        raise Unavailable(f"JAX sees no GPU, only {jax.default_backend()}")

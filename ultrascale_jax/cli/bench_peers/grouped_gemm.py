@@ -4,11 +4,21 @@ Rows are as many as a device gets, in groups of uneven sizes as a router makes t
 (`turns.py`).
 """
 
-import dataclasses
 from collections.abc import Callable
 
-from ultrascale_jax.cli.bench_peers.contestant import Contestant, Unavailable, serve
-from ultrascale_jax.cli.bench_peers.turns import difference, require_gpu, take_turns
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultrascale_jax.cli.bench_peers.contestant import (
+    Contestant,
+    Program,
+    Unavailable,
+    require_gpu,
+    serve,
+)
+from ultrascale_jax.cli.bench_peers.turns import difference, normals, take_turns
+from ultrascale_jax.kernels.grouped_matmul import grouped_matmul, mosaic_applies
 
 WORKS = ("forward", "input gradient", "weight gradient")
 
@@ -18,31 +28,15 @@ SPREAD = 0.3
 """Standard deviation of the logarithm of an expert's share of the rows."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """One of the programs that take turns."""
-
-    work: str
-    contestant: str
-    copies: int = 1
-
-
 def programs(spec: dict) -> tuple[Program, ...]:
     """In the order of their turns; the kernel only where there is a GPU."""
     names = (RAGGED, PADDED, KERNEL) if spec["needs_gpu"] else (RAGGED, PADDED)
-    return tuple(Program(work, name) for work in WORKS for name in names)
-
-
-def flops(program: Program, spec: dict) -> int:
-    """Operations of one call, the same for each work."""
-    return 2 * spec["rows"] * spec["d_model"] * spec["d_ff"]
+    flops = 2 * spec["rows"] * spec["d_model"] * spec["d_ff"]
+    return tuple(Program(work, name, flops) for work in WORKS for name in names)
 
 
 def functions(spec: dict) -> dict[Program, Callable]:
     """Each program's function of x, w, the sizes and y's cotangent; it returns a tuple of one array."""
-    import jax
-
-    from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 
     def ours(implementation: str) -> Callable:
         return lambda *arrays: grouped_matmul(*arrays, implementation=implementation)
@@ -62,43 +56,27 @@ def functions(spec: dict) -> dict[Program, Callable]:
 
 def arrays(spec: dict) -> tuple:
     """x, w, the sizes, whose sum is the number of rows, and y's cotangent."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
     R, E, D, F = (spec[name] for name in ("rows", "experts", "d_model", "d_ff"))
     shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
     ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
     sizes = jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
 
-    @jax.jit
-    def make():
-        keys = jax.random.split(jax.random.key(0), 3)
-        shapes = (R, D), (E, D, F), (R, F)
-        return [
-            jax.random.normal(key, shape, jnp.bfloat16)
-            for key, shape in zip(keys, shapes, strict=True)
-        ]
-
-    x, w, dy = make()
+    x, w, dy = jax.jit(lambda: normals(jax.random.key(0), (R, D), (E, D, F), (R, F)))()
     return x, w, sizes, dy
 
 
 def make(spec: dict) -> Contestant:
     require_gpu(spec)
-    from ultrascale_jax.kernels.grouped_matmul import mosaic_applies
-
     x, w, sizes, dy = arrays(spec)
     if spec["needs_gpu"] and not mosaic_applies(x, w):
         raise Unavailable("the kernel needs an H100 or H200")
 
     def notes(results: dict[Program, tuple], _) -> dict[str, str]:
+        theirs = {p.work: result for p, result in results.items() if p.contestant == RAGGED}
         return {
-            f"{program.work}: {program.contestant} differs by": difference(
-                result, results[Program(program.work, RAGGED)]
-            )
-            for program, result in results.items()
-            if program.contestant != RAGGED
+            f"{p.work}: {p.contestant} differs by": difference(result, theirs[p.work])
+            for p, result in results.items()
+            if p.contestant != RAGGED
         }
 
     given = dict.fromkeys(programs(spec), (x, w, sizes, dy))

@@ -11,13 +11,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ultrascale_jax.cli.bench_peers.contestant import Contestant, Unavailable, serve
-from ultrascale_jax.cli.bench_peers.turns import require_gpu, take_turns
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultrascale_jax.cli.bench_peers.contestant import (
+    CUBLAS_FP8,
+    ERROR,
+    TEMPORARY,
+    Contestant,
+    Limit,
+    Program,
+    Unavailable,
+    require_gpu,
+    serve,
+)
+from ultrascale_jax.cli.bench_peers.turns import normals, take_turns
+from ultrascale_jax.kernels import attention as attention_kernel
+from ultrascale_jax.kernels import fp8_matmul as fp8_kernel
+from ultrascale_jax.kernels import linear_cross_entropy as loss_kernel
+from ultrascale_jax.kernels import quantize_fp8 as quantize_kernels
+from ultrascale_jax.kernels import rms_norm as norm_kernels
+from ultrascale_jax.kernels.device import on_hopper
 
 XLA, MOSAIC, CUDNN = "xla", "mosaic", "cudnn"
 
 COPY, BF16, FP8 = "copy", "bf16 GEMM", "fp8 GEMM"
-"""What bounds a work: these works of the roofline."""
+"""The works of the roofline."""
 
 RATES = {COPY: 3.0e12, BF16: 7.5e14, FP8: 1.4e15}
 """Bytes or operations a second that an H100 about reaches: for the number of calls of a program, and no figure."""
@@ -27,22 +47,7 @@ PROGRAM_S = 4e-4
 
 MOST_COPIES = 8
 
-Limit = Literal["copy", "bf16 GEMM", "fp8 GEMM"]
-
 Scaling = Literal["block", "tile"]
-
-
-@dataclass(frozen=True)
-class Program:
-    """One of the programs that take turns."""
-
-    work: str
-    contestant: str
-    limit: Limit
-    amount: int
-    """Least bytes of traffic, or operations, of one call."""
-    copies: int
-    """Calls, each with arguments of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ def programs(spec: dict) -> tuple[Program, ...]:
         copies = min(max(math.ceil(PROGRAM_S / seconds), 1), MOST_COPIES)
         copies = copies if spec["needs_gpu"] else 1 + (work.limit == COPY)
         found += [
-            Program(work.name, name, work.limit, work.amount, copies)
+            Program(work.name, name, work.amount, work.limit, copies)
             for name in (work.contestants if spec["needs_gpu"] else (XLA,))
         ]
     return tuple(found)
@@ -91,14 +96,10 @@ def rms_norm(M: int, D: int) -> list[Work]:
         return lambda key: (*normals(key, *[(M, D)] * arrays), weights(D))
 
     def norm(name: str) -> Callable:
-        from ultrascale_jax.kernels.rms_norm import rms_norm
-
-        return functools.partial(rms_norm, eps=1e-5, implementation=name)
+        return functools.partial(norm_kernels.rms_norm, eps=1e-5, implementation=name)
 
     def kept(name: str) -> Callable:
         def run(x, dy, weight):
-            import jax
-
             return jax.vjp(norm(name), x, weight)[1], dy
 
         return run
@@ -122,9 +123,7 @@ def quantize_fp8(M: int, K: int) -> list[Work]:
     def work(function: str, scaling: Scaling, amount: int) -> Work:
         def run(name: str) -> Callable:
             def call(x):
-                from ultrascale_jax.kernels import quantize_fp8 as kernels
-
-                return getattr(kernels, function)(x, scaling, implementation=name)
+                return getattr(quantize_kernels, function)(x, scaling, implementation=name)
 
             return call
 
@@ -146,20 +145,17 @@ def fp8_matmul(M: int, N: int, K: int) -> list[Work]:
 
     def product(name: str, a: Scaling, b: Scaling, m: int, n: int, k: int, out: str) -> Work:
         def make(key) -> tuple:
-            from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
-
             x, y = normals(key, (m, k), (n, k))
-            return x, y, quantize_fp8(x, a), quantize_fp8(y, b)
+            quantize = quantize_kernels.quantize_fp8
+            return x, y, quantize(x, a), quantize(y, b)
 
         def run(name: str) -> Callable:
             def call(x, y, a, b):
-                from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
-
                 if name == BF16_DOT:
                     return transposed_dot(x, y, out)
                 if name == TENSORWISE:
                     return tensorwise_dot(a.values, b.values, out)
-                return fp8_matmul(a, b, out_dtype=out, implementation=name)
+                return fp8_kernel.fp8_matmul(a, b, out_dtype=out, implementation=name)
 
             return call
 
@@ -187,26 +183,17 @@ def linear_cross_entropy(M: int, D: int, V: int) -> list[Work]:
     """The head's product and the loss; three products with the gradients, whatever is computed twice."""
 
     def make(key) -> tuple:
-        import jax
-        import jax.numpy as jnp
-
         x, head = normals(key, (M, D), (D, V))
         targets = jax.random.randint(key, (M,), -1, V, jnp.int32)
         return x, head * D**-0.5, targets
 
     def loss(name: str, x, head, targets):
-        import jax.numpy as jnp
-
-        from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
-
-        return linear_cross_entropy(
+        return loss_kernel.linear_cross_entropy(
             x, head, targets, weight=jnp.float32(1 / M), z_loss=1e-4, implementation=name
         )
 
     def both(name: str) -> Callable:
         def run(x, head, targets):
-            import jax
-
             def objective(x, head):
                 return loss(name, x, head, targets)
 
@@ -237,29 +224,19 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
     """Causal, and with documents, where cuDNN takes a mask `[T, S]`."""
 
     def ends() -> list[int]:
-        import numpy as np
-
         inside = np.random.default_rng(0).choice(np.arange(1, T), DOCUMENTS - 1, replace=False)
         return [0, *sorted(int(end) for end in inside), T]
 
     def work(kind: str, passes: str, scores: int) -> Work:
         def make(key) -> tuple:
-            import jax.numpy as jnp
-            import numpy as np
-
             shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
             ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), np.diff(ends()))
             return *normals(key, *shapes), jnp.broadcast_to(ids, (B, T))
 
         def run(name: str) -> Callable:
             def call(q, k, v, dout, ids):
-                import jax
-                import jax.numpy as jnp
-
-                from ultrascale_jax.kernels.attention import attention
-
                 def attend(q, k, v):
-                    return attention(
+                    return attention_kernel.attention(
                         q,
                         k,
                         v,
@@ -300,8 +277,6 @@ def roofline(size: int) -> list[Work]:
         return lambda x, y: tensorwise_dot(x, y, "bfloat16")
 
     def eighths(key) -> tuple:
-        import jax.numpy as jnp
-
         return tuple(x.astype(jnp.float8_e4m3fn) for x in normals(key, square, square))
 
     alone = functools.partial(Work, contestants=(XLA,))
@@ -334,45 +309,24 @@ KERNELS: dict[str, Callable[..., list[Work]]] = {
 }
 
 
-def normals(key, *shapes: tuple[int, ...]) -> tuple:
-    """Random bfloat16 arrays."""
-    import jax
-    import jax.numpy as jnp
-
-    keys = jax.random.split(key, len(shapes))
-    return tuple(
-        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
-    )
-
-
 def weights(D: int):
     """Scales of a norm, float32."""
-    import jax.numpy as jnp
-
     return jnp.linspace(0.5, 1.5, D, dtype=jnp.float32)
 
 
 def transposed_dot(x, y, out: str):
     """x `[M, K]` times the transpose of y `[N, K]`."""
-    import jax
-
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
 def tensorwise_dot(x, y, out: str):
     """The same of float8 values whose scales are 1, in the one form that XLA makes a float8 product of cuBLASLt of."""
-    import jax.numpy as jnp
-
     one = jnp.bfloat16(1)
     return transposed_dot(x.astype(jnp.bfloat16) * one, y.astype(jnp.bfloat16) * one, out)
 
 
 def make(spec: dict) -> Contestant:
     require_gpu(spec)
-    import jax
-
-    from ultrascale_jax.kernels.device import on_hopper
-
     if spec["needs_gpu"] and spec["kernel"] != "roofline" and not on_hopper():
         raise Unavailable(f"the kernels need an H100 or H200, not {jax.devices()[0].device_kind}")
     by_name = {work.name: work for work in works(spec)}
@@ -404,18 +358,11 @@ def make(spec: dict) -> Contestant:
     return take_turns(functions, given, spec["calls"], notes)
 
 
-ERROR, TEMPORARY, CUBLAS_FP8 = "error", "temporary GB", "__cublas$lt$matmul$f8"
-"""What the notes have of each program: how far its results are from those of XLA in float32, relative in the Frobenius
-norm; memory beside arguments and results; and of products in float8, in how many places they are."""
-
-
 def _each(run: Callable) -> Callable:
     return lambda *sets: [run(*one) for one in sets]
 
 
 def _prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
-    import jax
-
     if work.prepare is None:
         return arguments
     return jax.jit(work.prepare(contestant))(*arguments)
@@ -423,8 +370,6 @@ def _prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
 
 def _reference(work: Work, arguments: tuple):
     """What XLA makes in float32 of the arguments that are compared."""
-    import jax
-    import jax.numpy as jnp
 
     def widened(x):
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
@@ -438,15 +383,15 @@ def _reference(work: Work, arguments: tuple):
 
 def _error(got, expected) -> float:
     """The largest relative error of any array, in the Frobenius norm."""
-    import jax
-    import jax.numpy as jnp
-
-    from ultrascale_jax.kernels.quantize_fp8 import Quantized, dequantize
 
     def plain(tree) -> list:
         return [
-            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x.astype(jnp.float32)
-            for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
+            quantize_kernels.dequantize(x, jnp.float32)
+            if isinstance(x, quantize_kernels.Quantized)
+            else x.astype(jnp.float32)
+            for x in jax.tree.leaves(
+                tree, is_leaf=lambda x: isinstance(x, quantize_kernels.Quantized)
+            )
         ]
 
     @jax.jit

@@ -8,14 +8,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from ultrascale_jax.cli import output
 from ultrascale_jax.config import Config
 from ultrascale_jax.training.flops import flops_per_token, mfu
 
@@ -135,6 +136,19 @@ class Report:
         unfinished.write_text(text + "\n")
         os.replace(unfinished, self.path)
 
+    def complete_by(self, work: Callable[[], None], console: Console) -> None:
+        """Do `work`, which adds the rows, and print them; an interrupt ends the process with what there is."""
+        try:
+            work()
+            self.complete = True
+        except KeyboardInterrupt:
+            for row in (row for row in self.rows if row["status"] == "running"):
+                row |= {"status": "skipped", "reason": "interrupted"}
+        self.save()
+        self.print(console)
+        if not self.complete:
+            raise SystemExit(128 + signal.SIGINT)
+
     def print(self, console: Console) -> None:
         """The table, then the parts that have no figures, then the goals."""
         measured = [row for row in self.rows if row["status"] == "measured"]
@@ -143,9 +157,7 @@ class Report:
             for name, value in COLUMNS.items()
             if any(name in _flat(row) for row in measured)
         }
-        table = Table("workload", "contestant", *(heading for heading, _ in used.values()))
-        for column in table.columns[2:]:
-            column.justify = "right"
+        table = output.table(("workload", "contestant"), [heading for heading, _ in used.values()])
         for row in measured:
             values = _flat(row)
             cells = [

@@ -5,56 +5,28 @@ too; the first of the same work is what the others are compared with.
 """
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from ultrascale_jax.cli.bench_peers.contestant import (
     Contestant,
-    Unavailable,
+    Program,
+    device_bytes,
     moment,
     pipelined,
-    resident_bytes,
 )
 
 
-class Program(Protocol):
-    """One of the programs."""
-
-    @property
-    def work(self) -> str:
-        """What it does."""
-        ...
-
-    @property
-    def contestant(self) -> str:
-        """Who does it."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """How often its function does it."""
-        ...
-
-
-def require_gpu(spec: dict) -> None:
-    """Set XLA's flags; fail if the specification needs a GPU and there is none."""
-    import jax
-
-    from ultrascale_jax.launch import distributed
-
-    distributed.set_environment(os.environ)
-    if spec["needs_gpu"] and jax.default_backend() != "gpu":
-        raise Unavailable(f"JAX sees no GPU, only {jax.default_backend()}")
-
-
-def take_turns[P: Program](
-    functions: Mapping[P, Callable],
-    given: Mapping[P, tuple],
+def take_turns(
+    functions: Mapping[Program, Callable],
+    given: Mapping[Program, tuple],
     calls: int,
-    notes: Callable[[dict[P, tuple], dict[P, Any]], dict[str, str]],
+    notes: Callable[[dict[Program, tuple], dict[Program, Any]], dict[str, str]],
 ) -> Contestant:
     """Compile all programs and call each once.
 
@@ -64,8 +36,6 @@ def take_turns[P: Program](
       calls: calls of a step.
       notes: what to report of all programs' results, and of the compiled programs.
     """
-    import jax
-
     begun = time.perf_counter()
     lowered = [jax.jit(function).lower(*given[program]) for program, function in functions.items()]
     with ThreadPoolExecutor() as pool:
@@ -83,25 +53,20 @@ def take_turns[P: Program](
             done = run(*given[program])
         return done
 
-    def peak_bytes() -> int:
-        statistics = jax.local_devices()[0].memory_stats() or {}
-        return statistics.get("peak_bytes_in_use") or resident_bytes()
-
     return Contestant(
         run=lambda n: pipelined(step, jax.block_until_ready, n),
-        peak_bytes=peak_bytes,
+        peak_bytes=device_bytes,
         compile_s=compile_s,
         first_step=moment(),
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib"),
         notes=found,
+        programs=tuple(functions),
     )
 
 
 def difference(ours: tuple, theirs: tuple) -> str:
     """Largest difference of any result from theirs, as a share of that result's largest value."""
-    import jax
-    import jax.numpy as jnp
 
     @jax.jit
     def largest(x, y):
@@ -109,3 +74,11 @@ def difference(ours: tuple, theirs: tuple) -> str:
         return jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
 
     return f"{max(float(largest(x, y)) for x, y in zip(ours, theirs, strict=True)):.1e}"
+
+
+def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Random bfloat16 arrays."""
+    keys = jax.random.split(key, len(shapes))
+    return tuple(
+        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
+    )

@@ -1,0 +1,42 @@
+"""What commands print: JSON of a verb, tables, progress bars."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ultrascale_jax.plan.prediction import SCHEMA
+
+
+def console(width: int) -> Console:
+    """Return the console of stdout; where that is no terminal it has `width` columns, so that rows stay whole."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def table(words: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
+    """Return an empty table: columns of `words`, of `numbers`, which are aligned right, and of `more` words."""
+    made = Table(*words)
+    for name in numbers:
+        made.add_column(name, justify="right")
+    for name in more:
+        made.add_column(name)
+    return made
+
+
+def progress(*, transient: bool = False) -> Progress:
+    """Return a bar on stderr that counts done things."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    stderr = Console(stderr=True)
+    hidden = transient and not stderr.is_terminal
+    return Progress(
+        *columns, TimeElapsedColumn(), console=stderr, transient=transient, disable=hidden
+    )
+
+
+def verb_json(verb: str, values: dict[str, Any]) -> str:
+    """Return the JSON object of a verb of the planner, with the version of its fields."""
+    return json.dumps({"verb": verb, "schema": SCHEMA, **values})
