@@ -8,7 +8,6 @@ project's trainer instead.
 """
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -20,12 +19,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from scripts.validation import benchmark, published, validate_published
+from scripts.validation import benchmark, published
 from scripts.validation.benchmark import Cell, Prediction
 from scripts.validation.nanotron_time import NANOTRON, NanotronProfile
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import require
-from ultrascale_jax.plan.prediction import SCHEMA
 
 GOALS = (
     ("spearman_least", "rank correlation of throughput, worst cell", 0.9, True),
@@ -60,7 +58,7 @@ def main(argv: list[str]) -> None:
             fix = "no constant is fitted to published runs; leave it out"
             require(not options.calibrate, "calibrate", True, fix)
             require(options.half != "train", "half", options.half, fix)
-            validate_published.show(published.read(options.runs), options.json)
+            published.show(published.read(options.runs), options.json)
             return
         rows, contradictory = benchmark.read(options.runs)
         profile = NANOTRON
@@ -72,10 +70,11 @@ def main(argv: list[str]) -> None:
     ]
     predictions = [benchmark.predict(row, profile) for row in chosen]
     found = summarize(predictions)
-    found |= {"verb": "validate", "schema": SCHEMA, "half": options.half, "left_out": contradictory}
+    found |= {"half": options.half, "left_out": contradictory}
     found["constants"] = {name: getattr(profile, name) for name in benchmark.FITTED}
     if options.json:
-        print(json.dumps(found | {"predictions": [_prediction(p) for p in predictions]}))
+        found["predictions"] = [_prediction(p) for p in predictions]
+        print(output.verb_json("validate", found))
         return
     console = Console()
     if options.calibrate:

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.prediction import SCHEMA
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
@@ -45,12 +44,12 @@ def main(argv: list[str]) -> None:
         from ultrascale_jax.plan.compiled.timeline import trace
 
         (folder / "step.hlo").write_text(step.text)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        (folder / "summary.json").write_text(output.verb_json("compile", summary))
         (folder / "trace.json").write_text(json.dumps(trace(timeline)))
     if options.json:
-        print(json.dumps(summary))
+        print(output.verb_json("compile", summary))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = output.console(120)
     show(summary, cluster, console)
     if folder is not None:
         console.print(f"wrote {folder}/step.hlo, summary.json and trace.json")
@@ -113,8 +112,6 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
         row["exposed_s"] = timeline.waited_s.get(key, 0.0)
     waiting = [c for c in found if not c.asynchronous]
     return {
-        "verb": "compile",
-        "schema": SCHEMA,
         **predict_step(step, timeline, cluster.gpu).summary(),
         **{name: getattr(step, name) for name in MEMORY},
         "synchronous": len(waiting),

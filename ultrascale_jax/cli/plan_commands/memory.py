@@ -5,7 +5,6 @@ No JAX, no GPU: the answer is there at once.
 
 import dataclasses
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import Run
 
@@ -79,7 +77,7 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
         require(options.software in models, "software", options.software, fix)
         summary = summarize(cfg, options, cluster.gpu, models[options.software])
     if options.json:
-        print(json.dumps(summary))
+        print(output.verb_json("memory", summary))
         return
     console = Console()
     about = f"{summary['gpus']} x {summary['gpu']}, {summary['software']}: {summary['label']}"
@@ -101,8 +99,6 @@ def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> di
     fits = held.peak_bytes <= usable
     hint, hint_bytes = _hint(cfg, options, model, usable, fits=fits)
     return {
-        "verb": "memory",
-        "schema": SCHEMA,
         "label": run.label,
         "software": options.software,
         "gpus": options.gpus,

@@ -5,7 +5,6 @@ measured runs. `report RECIPE ...` computes everything by formulas. A page needs
 """
 
 import dataclasses
-import json
 import platform
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -17,14 +16,13 @@ import tyro
 from rich.console import Console
 
 from ultrascale_jax import __version__
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.figures import page
 from ultrascale_jax.figures.figure import Figure, version
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.report import files, plans
 from ultrascale_jax.plan.workload import GIB
 
@@ -168,11 +166,7 @@ def _write(
         raise UserError(f"out={out!r}: cannot be written: {error.strerror}") from None
     written = [str(folder / f"{f.name}.png") for f, _ in drawn] + [str(folder / "report.html")]
     if as_json:
-        print(
-            json.dumps(
-                {"verb": "report", "schema": SCHEMA, "files": written, "complete": not stopped}
-            )
-        )
+        print(output.verb_json("report", {"files": written, "complete": not stopped}))
     else:
         print("\n".join(written))
     if stopped:

@@ -4,23 +4,19 @@ Without a name all schedules side by side; with one its table and its numbers. `
 --memory-cap. --csv writes a table that can be edited and trained with: --pp.schedule FILE.csv.
 """
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.plan.formulas import pipeline
-from ultrascale_jax.plan.prediction import SCHEMA
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
@@ -93,11 +89,7 @@ def main(argv: list[str]) -> None:
     numbers = measure(schedule, costs)
     if options.json:
         cells = [[dict(cell) for cell in row] for row in schedule.ticks]
-        print(
-            json.dumps(
-                {"verb": "schedule", "schema": SCHEMA, "costs": costs, **numbers, "table": cells}
-            )
-        )
+        print(output.verb_json("schedule", {"costs": costs, **numbers, "table": cells}))
         return
     print(f"{schedule.text()}\n\n{describe(numbers)}", *written, sep="\n")
 
@@ -193,9 +185,9 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
             found.append((name, str(error)))
     if options.json:
         rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
-        print(json.dumps({"verb": "schedule", "schema": SCHEMA, "costs": costs, "schedules": rows}))
+        print(output.verb_json("schedule", {"costs": costs, "schedules": rows}))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = output.console(150)
     console.print(
         compared(found, f"{p} ranks, {m} micro-batches; times of F, B, W {options.costs}")
     )
@@ -211,9 +203,8 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
 def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
     """The table of all schedules."""
     numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
-    table = Table("schedule", *numbers, "when", title=title)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    table = output.table(["schedule"], numbers, ["when"])
+    table.title = title
     for name, row in found:
         if isinstance(row, str):
             table.add_row(name, *[""] * len(numbers), row)

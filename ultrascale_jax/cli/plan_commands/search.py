@@ -12,17 +12,16 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.prediction import SCHEMA, StepPrediction
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
@@ -61,9 +60,9 @@ def main(argv: list[str]) -> None:
         require(some, *named, illegal(search, options.gpus))
     result = summarize(search, recipe, options)
     if options.json:
-        print(json.dumps(result | {"complete": not interrupted}))
+        print(output.verb_json("search", result | {"complete": not interrupted}))
     else:
-        show(result, Console() if sys.stdout.isatty() else Console(width=200))
+        show(result, output.console(200))
     if interrupted:
         print("interrupted: this is the ranking so far", file=sys.stderr)
         raise SystemExit(common.INTERRUPTED)
@@ -86,10 +85,7 @@ def _require_free(cfg: Config, recipe: Config) -> None:
 
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:
     """Rank by formula, then compile the `most` best; whether it was interrupted."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    stderr = Console(stderr=True)
-    shown = {"console": stderr, "transient": True, "disable": not stderr.is_terminal}
-    with Progress(*columns, TimeElapsedColumn(), **shown) as progress:
+    with output.progress(transient=True) as progress:
         try:
             formulas = progress.add_task("formulas", total=None)
             search.predict(
@@ -160,8 +156,6 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
     sections = search.rows(options.top)
     winner = search.winner
     return {
-        "verb": "search",
-        "schema": SCHEMA,
         "label": f"{recipe} on {options.gpus} {search.cluster.gpu.name}",
         "gpus": options.gpus,
         "gpu": search.cluster.gpu.name,

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process
 from ultrascale_jax.cli.plan_commands import common, sweep_table
@@ -32,7 +30,6 @@ from ultrascale_jax.cli.plan_commands.words import recipe_of, words
 from ultrascale_jax.config import Config, ModelConfig, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import mfu
@@ -40,7 +37,6 @@ from ultrascale_jax.training.flops import mfu
 OURS = "ultrascale_jax.cli.bench_peers.ours"
 WARM_UP = 2
 STEPS = 10
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 COUNT = "import jax, json; print(json.dumps([jax.device_count(), jax.devices()[0].device_kind]))"
 
 
@@ -92,7 +88,7 @@ def main(argv: list[str]) -> None:
         require(bool(runs), "grid", options.grid or "all meshes", fix)
         table = sweep_table.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
     made, complete = [], False
-    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
+    with output.progress() as progress:
         task = progress.add_task("", total=len(runs))
         try:
             for run in runs:
@@ -214,10 +210,10 @@ def report(
     """The rows of this grid, the fastest first, as a table or as JSON; a figure that is missing is null there."""
     if options.json:
         label = f"{recipe} on {machine.cluster.num_gpus} {machine.device}"
-        head = {"verb": "sweep", "schema": SCHEMA, "label": label, "gpus": machine.cluster.num_gpus}
         rows = [{name: _number(value) for name, value in row.items()} for row in made]
-        head |= {"gpu": machine.device, "csv": str(table.path), "complete": complete}
-        print(json.dumps(head | {"rows": rows}))
+        head = {"label": label, "gpus": machine.cluster.num_gpus, "gpu": machine.device}
+        head |= {"csv": str(table.path), "complete": complete, "rows": rows}
+        print(output.verb_json("sweep", head))
         return
     shown = ("mesh", "mbs", "gas", "zero", "remat", "tok_s_gpu", "mfu_pct", "mem_gb", "status")
     grid = RichTable(*shown)
@@ -225,7 +221,7 @@ def report(
         column.overflow = "fold"
     for row in sorted(made, key=lambda row: -float(row["tok_s_gpu"].replace("nan", "0"))):
         grid.add_row(*(row[name] for name in shown))
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = output.console(150)
     console.print(grid)
     state = "all" if complete else "interrupted:"
     console.print(f"{state} {len(made)} rows are in {table.path}", markup=False, soft_wrap=True)
