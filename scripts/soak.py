@@ -147,12 +147,12 @@ class Soak:
         self._struck = Struck()
         self._flipped: int | None = None
         self._kinds: dict[str, Callable[[], str]] = {
-            "SIGKILL of one rank": self._kill_one,
+            "SIGKILL of one rank": lambda: self._signal(signal.SIGKILL),
             "SIGKILL of all ranks": self._kill_all,
-            "SIGKILL of the supervisor": self._kill_supervisor,
-            "SIGSTOP of one rank": self._stop_one,
-            "SIGTERM to the job": self._term_job,
-            "SIGTERM to one rank": self._term_one,
+            "SIGKILL of the supervisor": lambda: self._signal_job(signal.SIGKILL),
+            "SIGSTOP of one rank": lambda: self._signal(signal.SIGSTOP),
+            "SIGTERM to the job": lambda: self._signal_job(signal.SIGTERM),
+            "SIGTERM to one rank": lambda: self._signal(signal.SIGTERM),
             FLIP: self._flip,
         }
         if disk is not None:
@@ -210,39 +210,24 @@ class Soak:
                 return None
         return min(beat.step for beat in beats if beat is not None)
 
-    def _signal(self, rank: int, number: signal.Signals) -> str:
+    def _signal(self, number: signal.Signals, rank: int | None = None) -> str:
+        """To a random rank, if `rank` is none."""
+        rank = self._random.randrange(PROCESSES) if rank is None else rank
         beat = read_beat(self._run_dir, rank)
         with contextlib.suppress(ProcessLookupError):
             if beat is not None:
                 os.kill(beat.pid, number)
         return f"(rank {rank})"
 
-    def _rank(self) -> int:
-        return self._random.randrange(PROCESSES)
-
-    def _kill_one(self) -> str:
-        return self._signal(self._rank(), signal.SIGKILL)
+    def _signal_job(self, number: signal.Signals) -> str:
+        assert self._job is not None
+        self._job.send_signal(number)
+        return ""
 
     def _kill_all(self) -> str:
         for rank in range(PROCESSES):
-            self._signal(rank, signal.SIGKILL)
+            self._signal(signal.SIGKILL, rank)
         return ""
-
-    def _kill_supervisor(self) -> str:
-        assert self._job is not None
-        self._job.kill()
-        return ""
-
-    def _stop_one(self) -> str:
-        return self._signal(self._rank(), signal.SIGSTOP)
-
-    def _term_job(self) -> str:
-        assert self._job is not None
-        self._job.send_signal(signal.SIGTERM)
-        return ""
-
-    def _term_one(self) -> str:
-        return self._signal(self._rank(), signal.SIGTERM)
 
     def _flip(self) -> str:
         """One bit of one byte, and a kill, so that the checkpoint is read."""
@@ -257,7 +242,7 @@ class Soak:
             path.write_bytes(data)
             self._flipped = steps[-1]
             detail = f"({path.relative_to(self._run_dir)})"
-        self._signal(self._rank(), signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         return detail
 
     def _fill(self) -> str:
@@ -275,8 +260,7 @@ class Soak:
 def plan(options: Options, chance: random.Random) -> str:
     """Faults from inside, in the words of `US_FAULT`; those that have struck are left out by the run itself."""
     faults = []
-    rounds = 100
-    for turn in range(1, rounds):
+    for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]
         # A save is due at a multiple of `save_every`; the others strike at any step.
         step -= step % options.save_every
@@ -291,13 +275,8 @@ def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subp
     own += ["--hang-s", str(HANG_S)]
     given = [options.recipe, "--run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
     given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
-    given += [
-        "--checkpoint.every",
-        str(options.save_every),
-        "--watch.rerun",
-        "--dist.heartbeat-s",
-        "10",
-    ]
+    given += ["--checkpoint.every", str(options.save_every)]
+    given += ["--watch.rerun", "--dist.heartbeat-s", "10"]
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_PLATFORMS": "cpu",
@@ -336,10 +315,8 @@ def small_disk(folder: Path):
     """`folder` as a disk of its own, if that is allowed here; none otherwise."""
     folder.mkdir(parents=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
-    mounted = (
-        shutil.which("mount") is not None
-        and not subprocess.run(words, capture_output=True).returncode
-    )
+    found = shutil.which("mount") is not None
+    mounted = found and subprocess.run(words, capture_output=True).returncode == 0
     try:
         yield folder if mounted else None
     finally:

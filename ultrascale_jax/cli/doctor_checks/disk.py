@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.cli.doctor_checks.findings import Finding
+from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
 from ultrascale_jax.config import Config
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.train_step.state import abstract_state
@@ -47,8 +47,8 @@ def checks(cfg: Config, size: int) -> list[Finding]:
         free, keep = stat.f_frsize * stat.f_bavail, cfg.checkpoint.keep + 1
         text = f"{free / 1e9:.1f} GB free; a checkpoint has {size / 1e9:.3f} GB, and {keep} are there at times"
         fix = "Make room, or choose another --run-dir, or a smaller --checkpoint.keep"
-        verdict = "FAIL" if free < size else "WARN" if free < keep * size else "OK"
-        found.append(Finding(verdict, "disk space", text, fix if verdict != "OK" else ""))
+        verdict = "FAIL" if free < size else "WARN"
+        found.append(judged(free < keep * size, "disk space", text, fix, verdict))
     return found
 
 
@@ -91,11 +91,9 @@ def _shared(folder: Path) -> list[Finding]:
     if jax.process_count() == 1:
         return []
     path = folder / f".doctor-shared-{gather(uuid.uuid4().hex)[0]}"
-    try:
+    with contextlib.suppress(OSError):
         if jax.process_index() == 0:
             path.write_text("seen")
-    except OSError:
-        pass
     gather(None)
     until, seen = time.monotonic() + SEEN_S, False
     while not seen and time.monotonic() < until:

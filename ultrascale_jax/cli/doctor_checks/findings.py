@@ -31,6 +31,11 @@ class Finding:
         return f"{self.verdict:4}  {self.name}: {self.text}{self.fix and f'. {self.fix}'}"
 
 
+def judged(bad: object, name: str, text: str, fix: str, verdict: str = "WARN") -> Finding:
+    """Return `verdict` with its fix where something is `bad`, otherwise OK."""
+    return Finding(verdict, name, text, fix) if bad else Finding("OK", name, text)
+
+
 def of_all(own: Sequence[Finding]) -> list[Finding]:
     """The findings of all processes, each once, with the processes that have it where they are not all."""
     ranks: dict[Finding, list[int]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from ultrascale_jax.cli.doctor_checks.findings import Finding
+from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
 from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.launch.distributed import PROXIES, check_devices
@@ -51,9 +51,8 @@ def environment(environ: Mapping[str, str], num_processes: int) -> list[Finding]
     """Variables and limits that make a run slow, or hang."""
     proxies = sorted(name for name in environ if name.lower() in PROXIES)
     text = f"{', '.join(proxies)} set; gRPC does not use it here" if proxies else "no proxies"
-    fix = "Collectives do not know proxies; unset what nothing needs" if proxies else ""
-    several = num_processes > 1
-    found = [Finding("WARN" if proxies and several else "OK", "proxies", text, fix)]
+    fix = "Collectives do not know proxies; unset what nothing needs"
+    found = [judged(proxies and num_processes > 1, "proxies", text, fix)]
     names = sorted(name for name in environ if name.startswith("NCCL_"))
     nccl = " ".join(f"{name}={environ[name]}" for name in names)
     found.append(Finding("OK", "NCCL", nccl or "no NCCL_ variables: its own choices"))
@@ -70,21 +69,17 @@ def limits(on_gpus: bool, num_processes: int) -> list[Finding]:
         room = os.statvfs("/dev/shm")
         size = room.f_frsize * room.f_blocks
         few = on_gpus and num_processes > 1 and size < SHM_BYTES
-        fix = (
-            "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm" if few else ""
-        )
+        fix = "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm"
         text = f"/dev/shm has {size / 2**30:.1f} GiB"
-        found.append(Finding("WARN" if few else "OK", "shared memory", text, fix))
+        found.append(judged(few, "shared memory", text, fix))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     free = soft == resource.RLIM_INFINITY
-    low = on_gpus and num_processes > 1 and not free
-    fix = "ulimit -l unlimited (docker: --ulimit memlock=-1), which InfiniBand needs" if low else ""
+    fix = "ulimit -l unlimited (docker: --ulimit memlock=-1), which InfiniBand needs"
     text = "unlimited" if free else f"{soft / 2**20:.0f} MiB"
-    found.append(Finding("WARN" if low else "OK", "locked memory", text, fix))
+    found.append(judged(on_gpus and num_processes > 1 and not free, "locked memory", text, fix))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = 0 <= soft < FILES
-    fix = f"ulimit -n {FILES * 16}" if low else ""
-    found.append(Finding("WARN" if low else "OK", "open files", f"limit {soft}", fix))
+    text, fix = f"limit {soft}", f"ulimit -n {FILES * 16}"
+    found.append(judged(0 <= soft < FILES, "open files", text, fix))
     return found
 
 
@@ -103,9 +98,8 @@ def devices(launch: Launch | None, dist: DistConfig, environ: Mapping[str, str])
         found = [Finding("FAIL", "devices", f"{text}, and this host has a GPU", fix)]
     known = cpu or every[0].device_kind in {gpu.kind for gpu in GPUS.values()}
     if not known:
-        found.append(
-            Finding("NOTE", "devices", f"{every[0].device_kind} is not in plan/hardware.py")
-        )
+        text = f"{every[0].device_kind} is not in plan/hardware.py"
+        found.append(Finding("NOTE", "devices", text))
     try:
         check_devices(launch, dist)
     except UserError as error:
@@ -125,8 +119,8 @@ def ranks(launch: Launch | None) -> list[Finding]:
         f"{', ...' if len(hosts) > 8 else ''}; devices of each: {', '.join(map(str, counts))}"
     )
     uneven = len(counts) > 1 or len(set(hosts.values())) > 1
-    fix = "Give every host the same processes and every process the same devices" if uneven else ""
-    return [Finding("WARN" if uneven else "OK", "ranks", text, fix)]
+    fix = "Give every host the same processes and every process the same devices"
+    return [judged(uneven, "ranks", text, fix)]
 
 
 def clock() -> list[Finding]:
@@ -138,9 +132,8 @@ def clock() -> list[Finding]:
         multihost_utils.sync_global_devices(name)
     times = gather(time.time())
     skew, slow = max(times) - min(times), times.index(min(times))
-    fix = f"Process {slow} is behind; run NTP (chrony)" if skew > SKEW_S else ""
-    text = f"processes are {skew:.3f} s apart"
-    return [Finding("WARN" if skew > SKEW_S else "OK", "clocks", text, fix)]
+    text, fix = f"processes are {skew:.3f} s apart", f"Process {slow} is behind; run NTP (chrony)"
+    return [judged(skew > SKEW_S, "clocks", text, fix)]
 
 
 def _version(name: str) -> str:
