@@ -218,16 +218,15 @@ def bench(options: Options, report: Report) -> None:
             report.goal(text, max(found), max(found) <= ALLOWANCE)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else list(argv)
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "python -m scripts.bench_pipelines"
-        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         command_line.use_fake_devices(max(options.ranks))
-        command = ["python", "-m", "scripts.bench_pipelines", *arguments]
+        command = ["python", "-m", "scripts.bench_pipelines", *argv]
         report = Report(options.out, "pipelines", command)
         report.complete_by(lambda: bench(options, report), output.console(150))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -108,11 +108,10 @@ DESCRIPTION = """Train under the supervisor while a random fault strikes every s
 undisturbed run, bit for bit, and let the ledger explain every second."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "python -m scripts.soak"
-        options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
         command_line.load_recipe(options.recipe)
         ours = not options.run_dir.exists() or (options.run_dir / "disturbed").exists()
         fix = "is not the directory of a soak; give one that may be removed"
@@ -473,4 +472,4 @@ def _checks(
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -43,9 +43,9 @@ class Options:
     """Columns model, nodes, mbs, gas, gbs, dp, pp, tp, zero, tok_s_gpu, mem_gb (nan: failed); or published runs."""
     half: Annotated[Literal["test", "train", "all"], tyro.conf.arg(metavar="NAME")] = "test"
     """The half that no constant was fitted on, the other, or all: test, train, all."""
-    calibrate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    calibrate: command_line.Flag = False
     """Fit the constants of the throughput on the half `train` first, and print them."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
 

@@ -219,7 +219,7 @@ def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, change, message)
 
 
 @pytest.mark.parametrize("fault", ["input", "index"])
-def test_the_command_ends_with_one_line_on_an_error(tmp_path, monkeypatch, capsys, fault):
+def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys, fault):
     out, said = tmp_path / "out", "error: input='/nowhere/*': no file matches"
     pattern = "/nowhere/*"
     if fault == "index":
@@ -227,9 +227,8 @@ def test_the_command_ends_with_one_line_on_an_error(tmp_path, monkeypatch, capsy
         (out / "index.json").write_text("{")
         (tmp_path / "a.txt").write_text("text")
         pattern, said = f"{tmp_path}/a.txt", f"error: out='{out}': index.json is damaged"
-    monkeypatch.setattr(sys, "argv", ["prepare_data", "--input", pattern, "--out", str(out)])
     with pytest.raises(SystemExit, match="2"):
-        main()
+        main(["--input", pattern, "--out", str(out)])
     errors = capsys.readouterr().err
     assert errors.startswith(said) and errors.count("\n") == 1
 

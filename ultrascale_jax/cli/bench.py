@@ -128,7 +128,7 @@ class Options:
     """Steps to time of each contestant, after the first."""
     minutes: float = 8.0
     """Time for everything; what has not ended by then is stopped or skipped."""
-    tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    tiny: command_line.Flag = False
     """A model of no size, on any device: to try the benchmark itself."""
 
     def __post_init__(self):
@@ -505,15 +505,14 @@ def _numbers(cfg: Config) -> dict:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--suite", *arguments]
+def main(argv: Sequence[str]) -> None:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--suite", *argv]
     with command_line.user_errors():
         prog = "ultrascale bench"
-        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         path = options.out or Path("out/bench") / f"{options.suite}.json"
-        report = Report(path, options.suite, ["ultrascale", "bench", *arguments])
+        report = Report(path, options.suite, ["ultrascale", "bench", *argv])
         report.complete_by(getattr(Bench(options, report), options.suite), output.console(190))
     if any(row["status"] == "failed" for row in report.rows):
         raise SystemExit(1)

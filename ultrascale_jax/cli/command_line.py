@@ -50,6 +50,10 @@ PATIENCE_S = 10.0
 """How long a process keeps an error to itself that process 0 must have had too."""
 
 
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""An option without a value."""
+
+
 def option(metavar: str, absent: str = "none"):
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
 
@@ -64,7 +68,7 @@ class Options:
     """Short for --log.run-dir."""
     devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
-    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    print_config: Flag = False
     """Print the configuration that the command line makes, and stop."""
 
     def __post_init__(self):

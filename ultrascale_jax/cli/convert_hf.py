@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,14 +248,13 @@ def _export(arguments: Sequence[str]) -> None:
             print(f"wrote {options.hf_dir}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    command = arguments[0] if arguments else ""
+def main(argv: Sequence[str]) -> None:
+    command = argv[0] if argv else ""
     with command_line.user_errors():
         if command == "import":
-            _import(arguments[1:])
+            _import(argv[1:])
         elif command == "export":
-            _export(arguments[1:])
+            _export(argv[1:])
         else:
             print(__doc__)
             raise SystemExit(0 if command in ("-h", "--help") else 2)

@@ -6,7 +6,6 @@ axes of the mesh and trains three steps of a tiny model. One line a check; exit 
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +21,9 @@ LINKS_S, PREFLIGHT_S = 60.0, 60.0
 """How long the measurements and the preflight may take on GPUs; a CPU gets four times as long."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     cfg, options = command_line.parse(
-        arguments,
+        argv,
         prog="ultrascale doctor",
         options=command_line.JobOptions,
         description=DESCRIPTION,

@@ -1,6 +1,5 @@
 """Continue a text with a trained model: `ultrascale generate RUN_DIR --prompt TEXT`."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -88,11 +87,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale generate"
-        options = command_line.read(Options, arguments, prog=prog, description=__doc__ or "")
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         import jax
 
         from ultrascale_jax.checkpoint.load_params import load_params

@@ -1,6 +1,5 @@
 """Account for every second of a run: `ultrascale goodput RUN_DIR`."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,10 @@ DESCRIPTION = """Every second of a run, over all its restarts, in one class: pro
 start-up, compilation, waits for checkpoints and batches, evaluation, hangs, and the time between tries."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale goodput"
-        options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
         fix = f"holds no {events.FILE_NAME}; give the run directory of a training run"
         known = (options.run_dir / events.FILE_NAME).is_file()
         require(known, "run_dir", str(options.run_dir), fix)

@@ -1,6 +1,5 @@
 """The checkpoints of a run, and whether they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +26,9 @@ class Options:
     """Run directory of a training run."""
     step: Annotated[int | None, command_line.option("N", "all")] = None
     """Look at this one only, and verify it."""
-    verify: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    verify: command_line.Flag = False
     """Read every byte: by the manifest, or where there is none by the arrays' fingerprints, which takes a device."""
-    arrays: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    arrays: command_line.Flag = False
     """List the arrays with type, shape and fingerprint."""
 
 
@@ -68,12 +67,11 @@ def line(place: Path, words: str) -> str:
     return f"{place.name:>8} {size:>14} {age:>12}  {versions:32} {','.join(sizes):20} {words}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     damaged = False
     with command_line.user_errors():
         prog = "ultrascale inspect-checkpoint"
-        options = command_line.read(Options, arguments, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
         saved_config(options.run_dir)  # refuses what is no run directory
         folder = folder_of(options.run_dir, CHECKPOINTS, make=False)
         there = steps(folder)

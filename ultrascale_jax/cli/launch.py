@@ -64,16 +64,16 @@ class Places:
     """Of process 0; none: on this host, at a port that is free."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
     with SigtermListener():
         code = supervisor_of(argv).run()
     raise SystemExit(code)
 
 
-def supervisor_of(argv: Sequence[str] | None) -> Supervisor:
+def supervisor_of(argv: Sequence[str]) -> Supervisor:
     """The supervisor that the command line asks for."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(argv)
     own, given = split(arguments)
     prog = "ultrascale launch"
     with command_line.user_errors():

@@ -66,7 +66,7 @@ def run(command: str, arguments: Sequence[str] | None = None, **options: Any) ->
     try:
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         try:
-            module.main(arguments, **options)
+            module.main(sys.argv[1:] if arguments is None else arguments, **options)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:

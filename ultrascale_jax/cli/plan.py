@@ -9,7 +9,6 @@ report    figures of any of these, as PNG and one HTML file        FILE... or RE
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from ultrascale_jax.cli import command_line
@@ -19,10 +18,10 @@ VERBS = ("memory", "compile", "search", "schedule", "sweep", "report")
 
 
 def main(
-    argv: Sequence[str] | None = None, more: Mapping[str, Callable[[list[str]], None]] | None = None
+    argv: Sequence[str], more: Mapping[str, Callable[[list[str]], None]] | None = None
 ) -> None:
     """Run the verb that the first word names; `more` has main functions of other verbs, or instead of ours."""
-    arguments, more = list(sys.argv[1:] if argv is None else argv), more or {}
+    arguments, more = list(argv), more or {}
     others = [verb for verb in more if verb not in VERBS]
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__, *(f"In this checkout also: {verb}" for verb in others))

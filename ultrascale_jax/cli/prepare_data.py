@@ -14,7 +14,6 @@ import functools
 import glob
 import multiprocessing
 import os
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -288,11 +287,10 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
                 yield text, size * rows // file.metadata.num_rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale prepare-data"
-        args = command_line.read(Args, arguments, prog=prog, description=__doc__ or "")
+        args = command_line.read(Args, argv, prog=prog, description=__doc__ or "")
         index = prepare(args)
     tokens = sum(shard.tokens for shard in index.shards)
     documents = sum(shard.documents for shard in index.shards)

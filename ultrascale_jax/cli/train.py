@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ class Options(command_line.JobOptions):
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
     sample: Annotated[int, tyro.conf.arg(metavar="N")] = 300
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
-    faults: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    faults: command_line.Flag = False
     """Let the environment variable US_FAULT make things go wrong on purpose."""
 
     def __post_init__(self):
@@ -54,13 +53,12 @@ DESCRIPTION = f"""Train a language model. RECIPE is one of {", ".join(command_li
 the options change single fields of it."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
-    arguments = sys.argv[1:] if argv is None else argv
     # From here on: a signal that comes before the first step stops the run before it.
     with SigtermListener():
         cfg, options = command_line.parse(
-            arguments, prog="ultrascale train", options=Options, description=DESCRIPTION
+            argv, prog="ultrascale train", options=Options, description=DESCRIPTION
         )
         summary = run(cfg, options)
     import jax

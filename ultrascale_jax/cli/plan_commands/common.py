@@ -43,7 +43,7 @@ class Options(command_line.Options):
     """Tokens of one optimizer step, instead of --train.global-batch; K and M are 1,024 and 1,024 squared."""
     seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None
     """Short for --data.seq-len."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
     # A plan runs on no devices; `sweep` has them again.
@@ -60,7 +60,7 @@ class Options(command_line.Options):
 class Assumptions(Options):
     """What the formulas can plan and the trainer's configuration does not say."""
 
-    plain_mlp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    plain_mlp: command_line.Flag = False
     """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
 
 

@@ -40,7 +40,7 @@ class FileOptions:
     """JSON of a verb or CSV of runs."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
     """Where report.html and the PNG files go."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: command_line.Flag = False
     """Print the list of files as one JSON object."""
 
 

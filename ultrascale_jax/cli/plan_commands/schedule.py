@@ -56,7 +56,7 @@ class Options:
     """How the figure has it: in lock step, as this trainer runs it, or with true dependencies alone."""
     csv: Annotated[Path | None, command_line.option("FILE.csv")] = None
     """Write the table."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):

@@ -49,7 +49,7 @@ class Options(common.Assumptions):
     rest is the recipe's."""
     out: Annotated[Path | None, command_line.option("FILE.csv", "out/sweep/RECIPE.csv")] = None
     """Where the rows are written, and found if they are there already."""
-    predict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    predict: command_line.Flag = False
     """Ask the formulas about --gpus GPUs, and run nothing."""
     devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a sweep on a laptop."""
