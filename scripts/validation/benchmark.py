@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from scripts.validation import nanotron
 from scripts.validation.nanotron_time import (
@@ -68,6 +69,18 @@ class Prediction:
     """Whether every stage fits."""
     impossible: bool
     """Whether not even what is certainly needed fits."""
+
+    @property
+    def speed_error(self) -> float | None:
+        """|log(predicted / measured)| of the throughput; none of a run that failed."""
+        measured = self.row.tokens_per_s_gpu
+        return None if measured is None else abs(math.log(self.tokens_per_s_gpu / measured))
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error; none where nothing was measured."""
+        measured = self.row.memory_gib
+        return None if measured is None else abs(self.memory_gib / measured - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +240,6 @@ def _cell(model: str, nodes: int, group: list[Prediction]) -> Cell:
     speeds = [speed for _, speed in ran]
     guesses = [p.tokens_per_s_gpu for p, _ in ran]
     fitting = [(p.tokens_per_s_gpu, speed) for p, speed in ran if p.fits]
-    memory = [abs(p.memory_gib / m - 1) for p in group if (m := p.row.memory_gib) is not None]
     certain = [p for p in group if p.row.tokens_per_s_gpu is not None or p.impossible]
     return Cell(
         model=model,
@@ -236,15 +248,17 @@ def _cell(model: str, nodes: int, group: list[Prediction]) -> Cell:
         spearman=spearman(guesses, speeds) if len(ran) > 2 else None,
         spearman_either=spearman([p.either for p, _ in ran], speeds) if len(ran) > 2 else None,
         first_choice=max(fitting)[1] / max(speeds) if fitting else None,
-        speed_error=_median([abs(math.log(g / s)) for g, s in zip(guesses, speeds, strict=True)]),
-        memory_error=_median(memory),
+        speed_error=median(p.speed_error for p in group),
+        memory_error=median(p.memory_error for p in group),
         fits_right=sum(p.fits == (p.row.tokens_per_s_gpu is not None) for p in certain),
         fits_of=len(certain),
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of the values that are there; none if there are none."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -257,7 +271,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> NanotronProfile:
     """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
 
-    Gauss-Newton on the logarithms of constants and step times, each step damped and the rows weighted by
+    Least squares of the logarithms of step times over those of constants, the rows weighted by
     1 / sqrt(1 + (error / 10%)^2): the benchmark has faults. A row of a pipeline, or on 64 nodes, is compared with the
     nearer of the predictions for a step that ran and one that stalled. A weak prior (30% for an error of 10%) holds the
     constants that the rows say little of.
@@ -281,25 +295,4 @@ def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> Nanotro
             found.append(min((math.log(s / seconds) for s in predicted), key=abs))
         return np.array([*found, *(0.3 * (x - prior))])
 
-    def cost(residuals) -> float:
-        return float(np.sum(np.sqrt(1 + (residuals / 0.1) ** 2) - 1))
-
-    x, damping = prior, 1e-2
-    residuals = errors(x)
-    for _ in range(30):
-        shifts = np.eye(len(x)) * 1e-4
-        slope = np.stack([(errors(x + shift) - residuals) / 1e-4 for shift in shifts], axis=1)
-        weighted = slope.T / np.sqrt(1 + (residuals / 0.1) ** 2)
-        matrix = weighted @ slope
-        for _ in range(8):
-            damped = matrix + damping * np.diag(np.diag(matrix))
-            moved = x - np.linalg.solve(damped, weighted @ residuals)
-            tried = errors(moved)
-            if cost(tried) < cost(residuals):
-                break
-            damping *= 4
-        gain = cost(residuals) - cost(tried)
-        if gain <= 1e-5 * cost(residuals):
-            break
-        x, residuals, damping = moved, tried, damping / 4
-    return profile(x)
+    return profile(least_squares(errors, prior, loss="soft_l1", f_scale=0.1).x)

@@ -8,8 +8,6 @@ project's trainer instead.
 """
 
 import dataclasses
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,21 +92,17 @@ def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
     correlations = [cell.spearman for cell in found if cell.spearman is not None]
     either = [cell.spearman_either for cell in found if cell.spearman_either is not None]
     choices = [cell.first_choice for cell in found if cell.first_choice is not None]
-    measured = [(p, p.row.memory_gib) for p in predictions if p.row.memory_gib is not None]
-    speeds = [(p, s) for p in predictions if (s := p.row.tokens_per_s_gpu) is not None]
-    memory = [abs(p.memory_gib / m - 1) for p, m in measured]
-    errors = [abs(math.log(p.tokens_per_s_gpu / s)) for p, s in speeds]
     certain = sum(cell.fits_of for cell in found)
     return {
         "rows": len(predictions),
         "ran": sum(cell.rows for cell in found),
         "spearman_least": min(correlations, default=None),
-        "spearman_median": statistics.median(correlations) if correlations else None,
+        "spearman_median": benchmark.median(correlations),
         "spearman_either_least": min(either, default=None),
-        "first_choice_median": statistics.median(choices) if choices else None,
+        "first_choice_median": benchmark.median(choices),
         "first_choice_least": min(choices, default=None),
-        "speed_median_error": statistics.median(errors) if errors else None,
-        "memory_median_error": statistics.median(memory) if memory else None,
+        "speed_median_error": benchmark.median(p.speed_error for p in predictions),
+        "memory_median_error": benchmark.median(p.memory_error for p in predictions),
         "fits_share": sum(cell.fits_right for cell in found) / certain if certain else None,
         "cells": [dataclasses.asdict(cell) for cell in found],
     }

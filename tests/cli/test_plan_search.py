@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.cli.plan_commands import search
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
-from ultrascale_jax.cli.plan_commands.words import recipe_of, words
+from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.ranking import Search
 

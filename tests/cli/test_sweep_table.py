@@ -7,8 +7,8 @@ import math
 import pytest
 
 from ultrascale_jax.cli.plan_commands import sweep_table as sweep
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.sweep_table import Outcome, Table
+from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
+from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
+from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import (
     AXES,
     SCHEDULES,

@@ -16,9 +16,8 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.common import GIB
-from ultrascale_jax.cli.plan_commands.words import recipe_of, words
+from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -109,19 +108,11 @@ def compiler(recipe: str, options: Options) -> Evaluate:
     machine += ["--cluster", options.cluster] if options.cluster else []
 
     def evaluate(cfg: Config) -> StepPrediction:
-        command = [
-            sys.executable,
-            "-m",
-            "ultrascale_jax",
-            "plan",
-            "compile",
-            *words(recipe, cfg),
-            *machine,
-        ]
+        command = [sys.executable, "-m", "ultrascale_jax", "plan", "compile", *words(recipe, cfg)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([*command, "--json"], text=True, **pipes) as process:
+        with subprocess.Popen([*command, *machine, "--json"], text=True, **pipes) as process:
             try:
-                output, errors = process.communicate()
+                result, errors = process.communicate()
             except KeyboardInterrupt:
                 process.kill()
                 process.wait()
@@ -129,7 +120,7 @@ def compiler(recipe: str, options: Options) -> Evaluate:
         if process.returncode:
             lines = errors.strip().splitlines() or [f"it ended with code {process.returncode}"]
             raise NotCompiled(lines[-1].removeprefix("error: "))
-        result = json.loads(output)
+        result = json.loads(result)
         return StepPrediction(
             run=Run.of(cfg, options.gpus),
             gpu=find_gpu(result["gpu"]),

@@ -24,9 +24,8 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process
 from ultrascale_jax.cli.plan_commands import common, sweep_table
-from ultrascale_jax.cli.plan_commands.choices import parse_choices
 from ultrascale_jax.cli.plan_commands.sweep_table import Outcome
-from ultrascale_jax.cli.plan_commands.words import recipe_of, words
+from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
 from ultrascale_jax.config import Config, ModelConfig, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.hardware import Cluster

@@ -1,9 +1,13 @@
-"""A configuration as words of the command line: what `command_line.parse` would read it from."""
+"""Words of the command line for a configuration (`--train.zero 3`), and for the choices of a search (`tp=8,pp=1`)."""
 
 import dataclasses
+import math
+import re
+from typing import Any
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import SCHEDULES, Config, TrainConfig, require
+from ultrascale_jax.plan.search.search_space import FIELDS, STASHES
 
 ALWAYS = ("global_batch", "microbatches", "zero", "remat")
 """Fields of `train` that are written even where the recipe has the same."""
@@ -24,3 +28,41 @@ def words(recipe: str, cfg: Config) -> list[str]:
             before, after = getattr(default, section.name), getattr(cfg, section.name)
             found += command_line.changes(section.name, before, after, always)
     return found
+
+
+NAMES = {"schedule": SCHEDULES, "stash": STASHES}
+"""Fields whose values are words."""
+
+
+def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
+    """`tp=8,pp=1` or `fsdp=1,2,4 remat=none,full` as choices.
+
+    Raises:
+      UserError: a field is unknown, given twice, or has a value that it cannot take; the message begins with `name`.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    key = ""
+    for word in re.split(r"[,\s]+", text.strip()):
+        left, equals, right = word.rpartition("=")
+        if equals:
+            key = left.replace("-", "_")
+            require(key in FIELDS, name, text, f"{left!r} is none of {', '.join(FIELDS)}")
+            require(key not in found, name, text, f"{key!r} is given twice")
+        require(bool(key and right), name, text, "write it as tp=8,pp=1")
+        found[key] = (*found.get(key, ()), _value(name, text, key, right))
+    return found
+
+
+def _value(name: str, text: str, field: str, word: str) -> int | str:
+    if field == "remat":
+        return TrainConfig(remat=word).remat
+    if field in NAMES:
+        fix = f"{field} is one of {', '.join(NAMES[field])}"
+        require(word in NAMES[field], name, text, fix)
+        return word
+    least, most = (0, 3) if field == "zero" else (1, math.inf)
+    fix = (
+        f"{field} is a number from 0 to 3" if field == "zero" else f"{field} is a number, 1 or more"
+    )
+    require(word.isdecimal() and least <= int(word) <= most, name, text, fix)
+    return int(word)
