@@ -60,9 +60,8 @@ class Options:
     """Where to write the figures as JSON."""
 
     def __post_init__(self):
-        for name, least in (("ranks", 2), ("microbatches", 1)):
-            for value in getattr(self, name) or (0,):
-                require(value >= least, name, value, f"must be at least {least}")
+        command_line.require_at_least(2, self, "ranks")
+        command_line.require_at_least(1, self, "microbatches")
         require(0 < self.ms < math.inf, "ms", self.ms, "must be positive")
 
 

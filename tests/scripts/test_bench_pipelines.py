@@ -76,5 +76,7 @@ def test_options_that_cannot_be_are_refused():
         Options(microbatches=(0,))
     with pytest.raises(UserError, match="ranks=1: must be at least 2"):
         Options(ranks=(4, 1))
+    with pytest.raises(UserError, match="ranks=0: must be at least 2"):
+        Options(ranks=())
     with pytest.raises(UserError, match="ms"):
         Options(ms=0.0)

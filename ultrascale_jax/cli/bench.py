@@ -132,7 +132,7 @@ class Options:
     """A model of no size, on any device: to try the benchmark itself."""
 
     def __post_init__(self):
-        require(self.steps >= 1, "steps", self.steps, "must be at least 1")
+        command_line.require_at_least(1, self, "steps")
         require(self.minutes > 0, "minutes", self.minutes, "must be positive")
 
 

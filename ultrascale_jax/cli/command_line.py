@@ -58,6 +58,15 @@ def option(metavar: str, absent: str = "none"):
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
 
 
+def require_at_least(least: int, options: object, *names: str) -> None:
+    """Raise a `UserError` for an option among `names` that is below `least`, or empty; one that is not given passes."""
+    fix = f"must be at least {least}" if least else "must not be negative"
+    for name in names:
+        value = getattr(options, name)
+        for one in (value or (0,)) if isinstance(value, tuple) else (value,):
+            require(one is None or one >= least, name, one, fix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a command that runs a recipe, beside the configuration."""

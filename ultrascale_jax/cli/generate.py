@@ -38,9 +38,8 @@ class Options:
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
-        for name in ("temperature", "top_k", "seed"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        require(self.num_tokens >= 1, "num-tokens", self.num_tokens, "must be at least 1")
+        command_line.require_at_least(0, self, "temperature", "top_k", "seed")
+        command_line.require_at_least(1, self, "num_tokens")
 
 
 def sample_text(

@@ -39,11 +39,8 @@ class Options:
     """Kill a process whose step, evaluation or save takes so many seconds and eight more."""
 
     def __post_init__(self):
-        for name in ("processes", "devices_per_process"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "must be at least 1")
-        fix = "must not be negative"
-        require((self.max_restarts or 0) >= 0, "max_restarts", self.max_restarts, fix)
+        command_line.require_at_least(1, self, "processes", "devices_per_process")
+        command_line.require_at_least(0, self, "max_restarts")
         require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
         fix = "must be above 0"
         require(self.hang_s is None or self.hang_s > 0, "hang_s", self.hang_s, fix)

@@ -69,8 +69,7 @@ def prepare(args: Args) -> shards.Index:
         ValueError: an input file is not what its name says, or `out` has shards of other input or
             other settings.
     """
-    for name in ("workers", "shard_tokens"):
-        require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
+    command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
     found = map(Path, glob.glob(args.input, recursive=True))

@@ -36,7 +36,7 @@ class Options(command_line.JobOptions):
         steps = self.profile_steps
         require(self.profile is None or steps is not None, "profile", self.profile, fix)
         require(steps is None or steps[0] < steps[1], "profile", self.profile, fix)
-        require(self.sample >= 0, "sample", self.sample, "must not be negative")
+        command_line.require_at_least(0, self, "sample")
         fix = "fake devices are one process's; leave out --dist.address and its like"
         alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
         require(self.devices is None or alone, "devices", self.devices, fix)

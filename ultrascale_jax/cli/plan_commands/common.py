@@ -51,7 +51,7 @@ class Options(command_line.Options):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.gpus >= 1, "gpus", self.gpus, "must be at least 1")
+        command_line.require_at_least(1, self, "gpus")
         require(self.gpus <= MOST_GPUS, "gpus", self.gpus, f"must be at most {MOST_GPUS:,}")
         require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
 

@@ -57,7 +57,7 @@ class RecipeOptions(common.Assumptions):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be at least 1")
+        command_line.require_at_least(1, self, "max_nodes")
 
 
 def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -> None:

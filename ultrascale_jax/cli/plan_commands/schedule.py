@@ -60,9 +60,7 @@ class Options:
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):
-        for name in ("ranks", "microbatches", "memory_cap"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "must be at least 1")
+        command_line.require_at_least(1, self, "ranks", "microbatches", "memory_cap")
         for name in ("figure", "csv"):
             value = getattr(self, name)
             require(value is None or self.name != "", name, str(value), "name one schedule")
@@ -70,9 +68,8 @@ class Options:
         require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
         if self.name.endswith(".csv"):
             for name in ("ranks", "microbatches", "virtual"):
-                require(
-                    getattr(self, name) is None, name, getattr(self, name), "the table has its own"
-                )
+                value = getattr(self, name)
+                require(value is None, name, value, "the table has its own")
 
 
 def main(argv: list[str]) -> None:

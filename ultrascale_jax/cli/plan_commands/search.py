@@ -42,8 +42,8 @@ class Options(common.Assumptions):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.top >= 1, "top", self.top, "must be at least 1")
-        require(self.compile >= 0, "compile", self.compile, "must not be negative")
+        command_line.require_at_least(1, self, "top")
+        command_line.require_at_least(0, self, "compile")
 
 
 def main(argv: list[str]) -> None:
