@@ -1,6 +1,6 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
-`Run` says what every formula of `memory.py`, `speed.py` and `playbook.py` needs: the model, the mesh, the tokens of a
+`Run` says what every formula of `formulas/` needs: the model, the mesh, the tokens of a
 micro-batch and how the work is done. It also covers plain feed-forward layers, which the trainer does not have.
 """
 
