@@ -56,7 +56,10 @@ class Hook:
         """After step `run.step` was dispatched; its metrics come later. `run.is_last`: no step follows."""
 
     def on_metrics(self, run: "Run", row: Row) -> None:
-        """The metrics of step `row["step"]` were read, while the next step computes. Add to `row` what to record."""
+        """The metrics of step `row["step"]` were read. Add to `row` what to record.
+
+        `run.step` may be the next step already: go by `row["step"]`.
+        """
 
     def on_evaluation(self, run: "Run", row: Row) -> None:
         """The model was evaluated: `row` has `step`, `eval_loss` in nats and `eval_tokens`."""
@@ -68,7 +71,7 @@ class Hook:
         """The save of step `run.step` has begun; it goes on in the background unless `run.is_last`."""
 
     def on_resume(self, run: "Run") -> None:
-        """A pause is over and the next step begins now: restart clocks."""
+        """A pause is over: restart clocks."""
 
     def on_end(self, run: "Run") -> None:
         """The run ends in good order after `run.step` steps. `run.stopped`: by SIGTERM, before the last step."""

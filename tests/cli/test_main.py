@@ -1,5 +1,7 @@
 """The command `ultrascale`: what it can run, and what the end of a command tells the shell."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -53,6 +55,32 @@ def test_what_ends_a_command_is_an_exit_code(error, code, said, monkeypatch, cap
     monkeypatch.setattr(plan, "main", fail)
     assert ended(monkeypatch, "plan", "memory") == code
     assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_closed_stdout_does_not_replace_the_exit_code():
+    code = (
+        "import sys\n"
+        "from ultrascale_jax.cli import main, plan\n"
+        "def end(arguments):\n"
+        "    print('words')\n"
+        "    raise SystemExit(2) if sys.argv[1] == 'exit' else ValueError('broken')\n"
+        "plan.main = end\n"
+        "main.run('plan', [])"
+    )
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    for how, expected, said in (("exit", 2, b""), ("raise", 70, b"ValueError: broken\n")):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, how],
+            env=buffered,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+        process.stderr.close()
+        assert process.wait() == expected
+        assert error.endswith(said)
 
 
 def test_a_command_of_a_checkout_is_named_by_its_error(monkeypatch, capsys):

@@ -65,26 +65,39 @@ def run(command: str, arguments: Sequence[str] | None = None, **options: Any) ->
     """
     try:
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
-        try:
-            module.main(sys.argv[1:] if arguments is None else arguments, **options)
-        finally:
-            sys.stdout.flush()
+        module.main(sys.argv[1:] if arguments is None else arguments, **options)
+        sys.stdout.flush()
+    except SystemExit:
+        _flush()
+        raise
     except KeyboardInterrupt:
         say("interrupted", sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            _silence_stdout()
             raise SystemExit(128 + signal.SIGPIPE) from None
         # Python itself would end with 1. In a job of many processes the hook does not return.
         sys.excepthook(type(error), error, error.__traceback__)
+        _flush()
         raise SystemExit(CRASHED) from None
 
 
-def _nobody_reads() -> bool:
-    """Whether the pipe behind stdout is closed, as by `| head`; if so, Python is kept from flushing it at its end."""
-    out, poll = sys.stdout.fileno(), select.poll()
-    poll.register(out, 0)
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
-    return True
+def _flush() -> None:
+    """Flush stdout; a closed pipe must not replace the exit code that is under way."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the pipe behind stdout has no reader any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
+
+
+def _silence_stdout() -> None:
+    """Let stdout lead nowhere: Python flushes it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

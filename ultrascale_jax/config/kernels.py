@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_type_hints
 from ultrascale_jax.config.base import require
 
 Implementation = Literal["auto", "mosaic", "xla"]
-"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what is known to be best."""
+"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` as each field says."""
 
 AttentionImplementation = Literal["auto", "cudnn", "mosaic", "xla"]
 

@@ -107,9 +107,9 @@ def upgraded(values: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_old_option(argument: str) -> None:
     """Raise a `UserError` that says what to write instead, if a word of the command line names an old field."""
-    name = argument.removeprefix("--").partition("=")[0].replace("-", "_").replace(".no_", ".")
     if not argument.startswith("--"):
         return
+    name = argument.removeprefix("--").partition("=")[0].replace("-", "_").replace(".no_", ".")
     if name in RENAMED:
         raise UserError(f"{_option(name)}: is {_option(RENAMED[name])} now")
     for new, joined in JOINED.items():

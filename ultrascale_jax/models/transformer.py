@@ -69,7 +69,7 @@ class ModelOutputs(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model, Llama-style; `huggingface/checkpoint.py` lists the families it covers exactly."""
+    """Decoder-only language model, Llama-style; `huggingface/families.py` lists the families it covers exactly."""
 
     def __init__(
         self,

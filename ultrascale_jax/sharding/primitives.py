@@ -302,7 +302,8 @@ def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Rows of the embedding table as the residual stream `[B, R, D]`; on pieces a partial sum over pp.
 
     The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
-    splits the sequence, and an all-gather over tp. On pieces each device looks up the rows that it has, all-reduced.
+    splits the sequence, and an all-gather over tp. On pieces each device looks up the rows
+    that it has; their sum is reduce-scattered over sp and all-reduced over tp.
     """
     if manual():
         rows = tokens_BT - offset("V", table_VD.shape[0])

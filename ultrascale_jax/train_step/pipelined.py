@@ -1,8 +1,8 @@
 """Run the micro-batches of a step through a pipeline, by `parallel/pipeline/executor.py`.
 
 One region is manual over all mesh axes. Parameters enter it in their sharding at rest, and their gradients leave it so;
-inside, `zero.py` gathers, and the model's own code runs on this device's pieces. Every rank holds its part of the
-vocabulary, for the embedding and for the head.
+inside, the model's own code runs on this device's pieces, and gathers them as without a pipeline (`zero.py` says when).
+Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
             out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
             return jax.tree.map(lambda a: vary(a, axes), out)
 
-        # Stages part ways here: only the all-to-alls of experts, over ranks of one stage, stand inside.
+        # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
         kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))
         return jax.lax.cond(number < dense, *kinds, block.only("mlp_norm", "mlp", "moe"), x_BRD)
 

@@ -6,6 +6,7 @@
     2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
     3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
 
+`Block.gathered` gathers layer by layer; the reduce-scatter of stage 3 is the transpose of its `primitives.gather`.
 Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
 """
 
