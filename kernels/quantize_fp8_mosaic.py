@@ -26,7 +26,7 @@ STAGES = 2
 """Tiles that a warpgroup has loaded or is loading."""
 
 WARPGROUPS = 2
-"""Those of a program: each has 96 KiB of shared memory."""
+"""Warpgroups of a program: each has 96 KiB of shared memory."""
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 SWIZZLED_FP8 = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))

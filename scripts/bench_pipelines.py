@@ -41,7 +41,7 @@ DIVERGENT = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules drawn for ranks that run different operations: measured in that form too."""
 
 ALLOWANCE = 1.1
-"""What a measured bubble may be of its table's own."""
+"""The largest allowed ratio of a measured bubble to its table's own."""
 
 WIDTH = 4
 

@@ -50,7 +50,7 @@ INSIDE = ("exception", "killsave", "nan")
 """Faults that are planned by step."""
 
 SLACK_S = 15.0
-"""What the first start of Python and its last end may take, which no event tells."""
+"""Seconds allowed for Python's first start and last end, which no event records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Options:
     seed: int = 0
     """Of the order of the faults."""
     recipe: str = "demo"
-    """What is trained."""
+    """The recipe to train."""
     steps: int = 100_000
     """Length of the learning rate's schedule; it need not be reached."""
     save_every: int = 20

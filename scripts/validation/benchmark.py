@@ -90,7 +90,7 @@ class Cell:
     model: str
     nodes: int
     rows: int
-    """Those that ran."""
+    """Rows that ran."""
     spearman: float | None
     """Rank correlation of predicted and measured throughput; none with fewer than three rows."""
     spearman_either: float | None

@@ -13,7 +13,7 @@ from ultrascale_jax.plan.workload import GIB, Run
 
 EXCHANGED = ("collective-permute", "all-to-all")
 GATHERED = ("all-gather", "reduce-scatter")
-"""What attention does over cp; if cp is the only axis of ZeRO, its gathers are among the second."""
+"""Attention's collectives over cp; if cp is the only axis of ZeRO, the second include ZeRO's."""
 
 COLUMNS = (
     *("tokens", "GPUs", "mesh", "attention", "remat", "GiB", "step s", "tokens/s/GPU", "MFU"),

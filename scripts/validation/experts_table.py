@@ -12,7 +12,7 @@ from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.workload import GIB, Run
 
 EXCHANGED = ("all-to-all", "all-gather", "reduce-scatter")
-"""What tokens do over ep alone; the gathers of ZeRO are over fsdp too."""
+"""Tokens' collectives, over ep alone; ZeRO's gathers are over fsdp too."""
 
 SECONDS = ("exposed_s", "travel_s", "exposed_travel_s")
 

@@ -99,7 +99,7 @@ def read(path: Path) -> list[Row]:
 
 
 def key(row: Row) -> tuple[str, ...]:
-    """What makes a row the same run as another: its columns between `held` and the figures."""
+    """Identify a row's run: its columns between `held` and the figures."""
     names = list(row)
     return tuple(row[name] for name in names[1 : names.index(BYTES[0])])
 

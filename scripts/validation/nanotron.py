@@ -22,7 +22,7 @@ SEQ_LEN = 4096
 """Of every run of the benchmark, in tokens."""
 
 CONTEXT_BYTES = int(1.5 * 2**30)
-"""What PyTorch cannot reserve: CUDA's context and NCCL (1 to 2 GB); the fullest run reserved 77.4 GiB."""
+"""Memory that PyTorch cannot reserve: CUDA's context and NCCL (1 to 2 GB); the fullest run reserved 77.4 GiB."""
 
 
 SHAPES = {name: ModelShape.of(model) for name, model in PLAYBOOK.items()}
@@ -64,7 +64,7 @@ def is_calibration(row: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one rank of the pipeline holds."""
+    """The layers and parameters of one pipeline rank."""
 
     blocks: int
     """Pieces of the model, the final norm and the logits' cast among them."""
@@ -110,7 +110,7 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Allocator:
-    """What PyTorch's caching allocator makes of the bytes that are needed; the fitted constants."""
+    """Predict what PyTorch's caching allocator reserves for the bytes needed, by fitted constants."""
 
     fixed: float
     """GiB that every run has: workspaces, small tensors."""
@@ -135,7 +135,7 @@ FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queu
 def nanotron_breakdown(
     run: Run, *, stage: int | None = None, allocator: Allocator = FITTED
 ) -> Breakdown:
-    """What PyTorch reserves on one GPU of a pipeline stage; None is the stage that needs most.
+    """Predict the memory that PyTorch reserves on one GPU of a pipeline stage; None: the stage that needs most.
 
     Compare a recorded figure with stage 0; compare the fullest one with the GPU's memory.
 
@@ -168,7 +168,7 @@ def _check(run: Run) -> None:
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """What PyTorch can reserve of a GPU; what `nanotron_breakdown` predicts has the fragmentation in it."""
+    """Bytes of a GPU that PyTorch can reserve; `nanotron_breakdown`'s prediction includes fragmentation."""
     return int(gpu.memory_gib * 2**30) - CONTEXT_BYTES
 
 

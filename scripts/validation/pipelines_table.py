@@ -37,7 +37,7 @@ def measure(row: Row) -> Row:
 
 
 def values(step: Any, timeline: Any) -> Row:
-    """What `compiled` found, by column."""
+    """The compiled program's figures, by column."""
     found = {
         "argument_bytes": step.argument_bytes,
         "temporary_bytes": step.temporary_bytes,

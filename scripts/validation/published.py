@@ -50,7 +50,7 @@ class Row:
     memory_gib: float | None
     """Measured, if published."""
     assumed: str
-    """What the source does not say."""
+    """Assumptions where the source is silent."""
 
 
 @dataclass(frozen=True, kw_only=True)

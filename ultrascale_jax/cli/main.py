@@ -1,16 +1,4 @@
-"""Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
-
-train               train a model                                        [RECIPE] --mesh fsdp=4,tp=2
-launch              train under a supervisor, which restarts             --processes 8 -- [RECIPE]
-plan                memory, time and meshes of a run, without its GPUs   memory|compile|search|... [RECIPE]
-doctor              check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8
-goodput             where the time of a run went                         RUN_DIR
-inspect-checkpoint  the checkpoints of a run, and whether they are sound RUN_DIR
-generate            continue a text with a trained model                 RUN_DIR --prompt TEXT
-prepare-data        text, JSON lines or Parquet to token shards          --input GLOB --out DIR
-convert-hf          Hugging Face checkpoints, in and out                 import|export FROM TO
-bench               time the trainer and its kernels beside peers        [peer|gpu|kernels]
-"""
+"""The command `ultrascale`: run the command that its first word names."""
 
 import importlib
 import os
@@ -26,25 +14,30 @@ from ultrascale_jax.config import require
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 
-COMMANDS = (
-    "train",
-    "launch",
-    "plan",
-    "doctor",
-    "goodput",
-    "inspect-checkpoint",
-    "generate",
-    "prepare-data",
-    "convert-hf",
-    "bench",
-)
+COMMANDS = {
+    "train": "train a model                                        [RECIPE] --mesh fsdp=4,tp=2",
+    "launch": "train under a supervisor, which restarts             --processes 8 -- [RECIPE]",
+    "plan": "memory, time and meshes of a run, without its GPUs   memory|compile|search|... [RECIPE]",
+    "doctor": "check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8",
+    "goodput": "where the time of a run went                         RUN_DIR",
+    "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
+    "generate": "continue a text with a trained model                 RUN_DIR --prompt TEXT",
+    "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
+    "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",
+    "bench": "time the trainer and its kernels beside peers        [peer|gpu|kernels]",
+}
+"""Commands by name, with what they do and an example of their arguments."""
+
+HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
+
+""" + "\n".join(f"{name:<19} {words}" for name, words in COMMANDS.items())
 
 
 def main() -> None:
     """Run the command that the first word of the command line names."""
     arguments = sys.argv[1:]
     if arguments[:1] in ([], ["-h"], ["--help"]):
-        print(__doc__)
+        print(HELP)
         return
     if arguments == ["--version"]:
         print(ultrascale_jax.__version__)

@@ -65,6 +65,11 @@ class Routed:
     partial sum over the axes that split tokens; it has no gradient."""
 
 
+def num_statistics(experts: Experts) -> int:
+    """Length of `Routed.statistics_Z`: a load for each expert, drops and entropy."""
+    return experts.num + 2
+
+
 STATISTICS_AXES = "BR"
 """Dims of an activation over whose axes `Routed.statistics_Z` is a partial sum."""
 

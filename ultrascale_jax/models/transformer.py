@@ -1,8 +1,8 @@
 """The decoder: embedding, a scan over stacked blocks, final norm, head.
 
 Modules are plain pytrees. A block is made once under `jax.vmap` over its init keys, so each of its parameters has a
-leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 a block gathers its own
-parameters as the first thing it does, inside the scan, so that XLA moves one layer at a time.
+leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 each
+iteration first gathers its layer's parameters (`Block.gathered`), so that XLA moves one layer at a time.
 """
 
 import dataclasses

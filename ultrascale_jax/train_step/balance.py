@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.moe import STATISTICS_AXES
+from ultrascale_jax.models.moe import STATISTICS_AXES, num_statistics
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import act, axes_of
 
@@ -15,7 +15,7 @@ def statistics_start(cfg: Config) -> jax.Array | None:
     experts = cfg.model.experts
     if experts is None:
         return None
-    shape = cfg.model.num_layers - cfg.model.dense_layers, experts.num + 2
+    shape = cfg.model.num_layers - cfg.model.dense_layers, num_statistics(experts)
     spec = act("LZ", unreduced=axes_of(STATISTICS_AXES))
     return jnp.zeros(shape, jnp.float32, out_sharding=spec)
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.block import ATTENTION
 from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.moe import num_statistics
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
@@ -119,7 +120,8 @@ def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
 
 def _inside(model: Transformer) -> list[bool]:
     """Return for each leaf whether it is in the blocks."""
-    return [str(path[0]) == ".blocks" for path, _ in jax.tree.leaves_with_path(model)]
+    names = [path[:1] for path, _ in jax.tree.leaves_with_path(model)]
+    return [jax.tree_util.keystr(name, simple=True) == "blocks" for name in names]
 
 
 def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transformer]]:
@@ -147,7 +149,8 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
             if cfg.model.experts is None:
                 return x_BRD, jnp.float32(0.0)
             if routed is None:
-                return x_BRD, jnp.float32(0.0), jnp.zeros(cfg.model.experts.num + 2, jnp.float32)
+                statistics_Z = jnp.zeros(num_statistics(cfg.model.experts), jnp.float32)
+                return x_BRD, jnp.float32(0.0), statistics_Z
             return x_BRD, weight * jnp.sum(routed.balance_BR), routed.statistics_Z
 
         if not _is_mixed(cfg):

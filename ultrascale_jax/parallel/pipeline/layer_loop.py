@@ -49,18 +49,19 @@ class LayerLoop:
         positions = len(jax.tree.leaves(blocks)[0]) if rows is None else rows[0].shape[1]
         self.depth = positions // schedule.virtual
         self.rows = rows and [jnp.asarray(table)[lax.axis_index(axis)] for table in rows]
-        self.lengths, every = None, lengths or [self.depth] * schedule.num_stages
-        starts = [
-            [sum(every[: schedule.stage_of(r, c)]) for c in range(schedule.virtual)]
+        every = lengths or [self.depth] * schedule.num_stages
+        self.starts = self._by_chunk([sum(every[:stage]) for stage in range(len(every))])
+        uneven = lengths is not None and min(lengths) < self.depth
+        self.lengths = self._by_chunk(every) if uneven else None
+
+    def _by_chunk(self, by_stage: Sequence[int]) -> jax.Array:
+        """Return this rank's numbers `[virtual]`, of one number for each stage."""
+        schedule = self.schedule
+        table = [
+            [by_stage[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
             for r in range(schedule.ranks)
         ]
-        self.starts = jnp.asarray(starts)[lax.axis_index(axis)]
-        if lengths is not None and min(lengths) < self.depth:
-            table = [
-                [lengths[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
-                for r in range(schedule.ranks)
-            ]
-            self.lengths = jnp.asarray(table)[lax.axis_index(axis)]
+        return jnp.asarray(table)[lax.axis_index(self.axis)]
 
     def start(self, x: jax.Array, slots: Slots) -> tuple[jax.Array, dict]:
         """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
