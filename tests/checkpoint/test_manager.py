@@ -254,11 +254,15 @@ def test_config_data_position_and_versions_are_saved_beside_the_arrays(state, tm
     assert meta["versions"]["jax"] == jax.__version__
 
 
-def test_what_a_kill_left_unfinished_is_ignored(state, tmp_path):
+def test_what_a_kill_left_unfinished_is_removed_before_the_folder_is_used(state, tmp_path):
+    """A thread that removed it later could meet another process's save, or its removal, in the same folder."""
     cfg = in_folder(BASE, tmp_path)
     save(cfg, state, 4)
-    (tmp_path / "checkpoints/6.orbax-checkpoint-tmp/params").mkdir(parents=True)
+    left = tmp_path / "checkpoints/6.orbax-checkpoint-tmp"
+    (left / "params").mkdir(parents=True)
+    (left / "params/d").touch()
     with Checkpoints(cfg) as checkpoints:
+        assert not left.exists()
         assert checkpoints.latest == 4
         checkpoints.save(state, describe(cfg, 6, "data-1"), wait=True)
         assert checkpoints.latest == 6

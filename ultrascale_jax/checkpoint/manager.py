@@ -139,7 +139,7 @@ class Checkpoints:
             context=_context(),
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=self._rotation,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=False,  # `saving.sweep` has removed them
         )
         # Only `StopRequest` asks JAX for a request to stop. Orbax asks as well, in a save and in the thread
         # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would

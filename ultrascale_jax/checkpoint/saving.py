@@ -86,7 +86,7 @@ class Writing:
         except Exception as error:  # Orbax raises whatever the file system does.
             if jax.process_index() == 0:
                 # Free its room: the next one may need it.
-                for partial in self.place.parent.glob(f"{self.place.name}.orbax-checkpoint-tmp*"):
+                for partial in _partial_saves(self.place.parent, self.place.name):
                     shutil.rmtree(partial, ignore_errors=True)
             self.problem = first_line(error) or type(error).__name__
 
@@ -155,9 +155,21 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files of a process that was killed during a `Probe` in `folder`; no other may be probing."""
+    """Remove what a process killed during a save or a `Probe` left in `folder`; no other process may be writing there.
+
+    Orbax's own `cleanup_tmp_directories` works in a thread that outlives its `Checkpointer`; if another process takes
+    a file from under it, every later save fails with that error.
+    """
     for left in folder.glob(".probe-*"):
         left.unlink(missing_ok=True)
+    for partial in _partial_saves(folder):
+        shutil.rmtree(partial)
+
+
+def _partial_saves(folder: Path, step: str = "*") -> list[Path]:
+    """Return the folders of saves that Orbax has not committed, without links, which lead elsewhere."""
+    found = folder.glob(f"{step}.orbax-checkpoint-tmp*")
+    return [path for path in found if not path.is_symlink()]
 
 
 def leave_in_time() -> None:
