@@ -23,9 +23,15 @@ from ultrascale_jax.models.layers import (
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, Routed
 from ultrascale_jax.sharding.primitives import grad_barrier
+from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
 ATTENTION = ("attn_norm", "attn", "mlp_norm")
 PARTS = (*ATTENTION, "mlp", "moe")
+
+
+def _grads_together[Tree](tree: Tree) -> Tree:
+    """`grad_barrier` with a tensor group: without one there is no reduce-scatter to hide, and gradients need not wait."""
+    return grad_barrier(tree) if mesh_size(*TENSOR) > 1 else tree
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
@@ -120,9 +126,9 @@ class Block(nnx.Module):
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
-            h, attn = grad_barrier((h, self.attn))
+            h, attn = _grads_together((h, self.attn))
             h, cache = attn(h, inputs)
-            h, feed_forward = grad_barrier((h, feed_forward))
+            h, feed_forward = _grads_together((h, feed_forward))
             h = checkpoint_name(scatter_sequence(h), "attn_out")
             return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
 

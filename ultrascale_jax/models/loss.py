@@ -17,7 +17,7 @@ from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset, piece
 from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary, varying
 
-CHUNK_BYTES = 2**29
+CHUNK_BYTES = 2**31
 """Upper bound of one chunk's float32 logits on a device."""
 
 

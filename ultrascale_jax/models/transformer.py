@@ -24,7 +24,9 @@ from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import gather_param, gather_sequence, param, rms_norm
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
+from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
+from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
 from ultrascale_jax.sharding.rules import stored
 
@@ -123,9 +125,13 @@ class Transformer(nnx.Module):
         inputs: LayerInputs,
         *,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
+        prefetch: bool = False,
     ) -> ModelOutputs:
-        """Hidden states of token ids (int32); `remat` wraps a layer's function, to say what its backward pass
-        recomputes."""
+        """Hidden states of token ids (int32).
+
+        `remat` wraps a layer's function, to say what its backward pass recomputes. With `prefetch` a layer's parameters
+        are gathered while the one before computes (`parallel/prefetch.py`); not with a cache.
+        """
         assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
         )
@@ -135,17 +141,12 @@ class Transformer(nnx.Module):
         for window, kind, fp8, start, stop in self._segments(inputs.fp8):
             alike = dataclasses.replace(inputs, window=window, fp8=fp8)
 
-            def layer(x_BRD, part, alike=alike):
-                block, own = part
-                own = alike.of_layer(own)
-                x_BRD, routed, cache = block.gathered(own)(x_BRD, own)
-                return x_BRD, (cache and cache[:2], routed)
-
             row = start - self.layers_of(kind).start
             block = self.blocks.layers(kind, stop - start, start, row)
             part = block, cut(alike.stacked, start, stop)
+            run = self._prefetched if prefetch and stop - start > 1 else self._scanned
             with jax.named_scope("layers"):
-                x_BRD, out = jax.lax.scan(remat(layer), x_BRD, part)
+                x_BRD, out = run(x_BRD, part, alike, remat)
             found.append(out)
         caches, routers = zip(*found, strict=True)
         routers = [router for router in routers if router is not None]
@@ -155,6 +156,37 @@ class Transformer(nnx.Module):
         if inputs.cache is not None:
             cache = (*_joined(caches), inputs.cache[2] + tokens_BT.shape[1])
         return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache)
+
+    def _scanned(self, x_BRD: jax.Array, part: tuple, inputs: LayerInputs, remat: Callable):
+        """Run layers that are alike, each of which gathers its own parameters.
+
+        `part` are their parameters and their parts of `inputs.stacked`. Returns the residual stream, and keys with
+        values and `Routed` of each layer.
+        """
+
+        def layer(x_BRD, part):
+            block, own = part
+            own = inputs.of_layer(own)
+            x_BRD, routed, cache = block.gathered(own)(x_BRD, own)
+            return x_BRD, (cache and cache[:2], routed)
+
+        return jax.lax.scan(remat(layer), x_BRD, part)
+
+    def _prefetched(self, x_BRD: jax.Array, part: tuple, inputs: LayerInputs, remat: Callable):
+        """The same, the parameters of the next layer gathered while this one computes."""
+        block, own = part
+
+        def run(block, x_BRD, inputs):
+            x_BRD, routed, _ = block(x_BRD, inputs)
+            if routed is None:
+                return x_BRD, jnp.float32(0.0)
+            return x_BRD, routed.balance_BR, routed.statistics_Z
+
+        layer = Layer(lambda block, own: block.gathered(inputs.of_layer(own)), remat(run))
+        # The layers read no fp8 from their inputs: `gathered` has made of it what their parameters are.
+        around = dataclasses.replace(inputs, fp8=None)
+        x_BRD, (balance_LBR, *statistics) = prefetch_scan(layer, block, own, x_BRD, around)
+        return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 
     def _segments(self, fp8: Fp8 | None) -> list[tuple]:
         """Runs of layers that are alike: their window, feed-forward layer and `fp8`, their first number and the next

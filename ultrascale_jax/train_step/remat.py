@@ -4,7 +4,8 @@ none        everything, except gathered parameters: ZeRO-3 gathers them again
 full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
-dots        the results of matmuls with parameters; of routed experts only the sum that returns to a token
+dots        the results of matmuls with parameters, of routed experts only the sum that returns to a token; and those of
+            flash attention, which does not run again
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
@@ -27,7 +28,7 @@ def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
     elif cfg.remat == "full":
         policy = policies.nothing_saveable
     elif cfg.remat == "dots":
-        policy = policies.save_only_these_names(PRODUCT)
+        policy = _keep_products
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),
@@ -45,6 +46,13 @@ def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
 
 def _keep_named(primitive, *_, **params) -> bool:
     """Keep the tensors that a block names, and cuDNN attention's own residuals."""
-    if primitive.name == "name":
-        return params["name"] in REMAT_NAMES
+    return params["name"] in REMAT_NAMES if primitive.name == "name" else _is_flash(primitive)
+
+
+def _keep_products(primitive, *_, **params) -> bool:
+    """Keep the results of products with parameters, and cuDNN attention's own residuals."""
+    return params["name"] == PRODUCT if primitive.name == "name" else _is_flash(primitive)
+
+
+def _is_flash(primitive) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")

@@ -21,6 +21,7 @@ from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.zero import (
     accumulator,
+    prefetches,
     prepare_params,
     reduce_gradients,
     to_accumulator,
@@ -30,7 +31,22 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def xla_options(cfg: Config) -> dict[str, int | bool]:
+O1 = 19
+"""JAX's number for XLA's optimisation level O1, from which on the loops that ask for it are unrolled."""
+
+PREFETCH_OPTIONS: dict[str, int | bool | str] = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_MANUAL_UNROLL",
+    "optimization_level": O1,
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    "xla_disable_hlo_passes": "rematerialization",
+}
+
+
+def xla_options(cfg: Config) -> dict[str, int | bool | str]:
     """Return the XLA options of this run's step.
 
     A pipeline's sends are in flight beside the head's own collectives. With a limit of 2 half of them wait in line
@@ -39,9 +55,11 @@ def xla_options(cfg: Config) -> dict[str, int | bool]:
     Products in fp8 are cuBLASLt's. XLA makes a bfloat16 one of them where Triton may take it, and where it merges
     products of one activation, as of q, k and v, whose matrices have a scale each.
     """
-    options: dict[str, int | bool] = {}
+    options: dict[str, int | bool | str] = {}
     if cfg.mesh.pp > 1:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    if prefetches(cfg):
+        options |= PREFETCH_OPTIONS
     if cfg.train.precision in FP8:
         options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
     return options
@@ -201,7 +219,7 @@ def objective(
     over tokens times `weight`, and the routers' statistics, partial sums."""
     dtype = COMPUTE[cfg.train.precision]
     inputs = layer_inputs(cfg, batch, fp8)
-    out = used(batch["tokens"], inputs, remat=remat(cfg.train))
+    out = used(batch["tokens"], inputs, remat=remat(cfg.train), prefetch=prefetches(cfg))
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
     return total + weight * out.balance, (nats, out.statistics_LZ)

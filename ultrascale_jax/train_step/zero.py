@@ -18,7 +18,14 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import gather_param, map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import reduce_gradient, scatter_gradient, shard_param
-from ultrascale_jax.sharding.rules import SHARD, gathered, gradient_axes, is_matrix, stored
+from ultrascale_jax.sharding.rules import (
+    SHARD,
+    gathered,
+    gradient_axes,
+    is_matrix,
+    mesh_size,
+    stored,
+)
 from ultrascale_jax.train_step.precision import COMPUTE
 
 
@@ -42,6 +49,15 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
 def keeps_shards(cfg: Config, dims: str) -> bool:
     """Return whether this parameter is still sharded when the layers see it."""
     return cfg.train.zero == 3 and is_matrix(dims)
+
+
+def prefetches(cfg: Config) -> bool:
+    """Return whether the scan over layers gathers ahead and scatters late (`parallel/prefetch.py`).
+
+    Activations on the host have a loop of their own to travel in.
+    """
+    mesh, offloads = cfg.mesh, bool(cfg.train.remat_names()[1])
+    return cfg.train.zero == 3 and mesh.pp == 1 and mesh_size(*SHARD) > 1 and not offloads
 
 
 def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:

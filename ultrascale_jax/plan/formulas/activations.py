@@ -11,7 +11,7 @@ from ultrascale_jax.config import TrainConfig
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
 
-CHUNK_BYTES = 2**29
+CHUNK_BYTES = 2**31
 """`models/loss.py`: the float32 logits of one chunk, at most."""
 
 
@@ -92,8 +92,8 @@ def document_mask(run: Run, layer: Layer) -> float:
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
-    full: its input. selective: the named tensors of `train_step/remat.py`, and cuDNN's residuals, so attention's result
-    is there twice, of a ring once. none: also gate and up through silu and product, and each norm's float32 insides (3
+    full: its input. dots: products with parameters, and cuDNN's residuals. selective: the named tensors of
+    `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate and up through silu and product, and each norm's float32 insides (3
     arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
     """
     a, i = layer.width, layer.input_width
@@ -109,7 +109,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual
     elif run.remat == "dots":
-        parts["attention"] = a * (query + 2 * key + residual)
+        parts["attention"] = a * (query + 2 * key + residual) + (flash if run.mesh.cp == 1 else 0)
         parts["mlp"] = mlp
     elif run.remat == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0

@@ -12,7 +12,7 @@ RESULTS = {
 }
 """Matrix products of a layer and the names that `train.remat` has for their results."""
 
-KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(),), "full": ((),)}
+KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(), ("attn_core",)), "full": ((),)}
 """Results that the policies of `train_step/remat.py` keep."""
 
 

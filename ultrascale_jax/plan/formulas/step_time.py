@@ -173,6 +173,10 @@ class Step:
         groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
         kept = {name for names in groups for name in names}
         seconds += passes.traffic / 3
+        if remat == "dots" and self.run.ring[0] > 1:
+            kept.discard(
+                "attn_core"
+            )  # a ring's blocks are no attention of cuDNN's that a policy could name
         if "attn_core" not in kept:
             seconds += passes.attention + self.exchanged()[0]
         for product, names in RESULTS.items():

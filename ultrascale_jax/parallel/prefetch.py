@@ -1,0 +1,186 @@
+"""A scan over layers that gathers the next layer's parameters ahead and scatters a layer's gradients late (ZeRO-3).
+
+While layer i computes, the parameters of the layer that comes next travel: those of i + 1 in the forward pass, of i - 1
+in the backward pass, where beside them the gradients of layer i + 1 are reduce-scattered. A plain scan gathers what the
+same iteration needs, and XLA's scheduler can hide it only behind the rest of that iteration. The price is memory: one
+more layer of gathered parameters, and one layer of gradients that wait.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+
+
+class Layer(NamedTuple):
+    """One layer, as a function of parameters that are gathered before it runs."""
+
+    gather: Callable[[Any, Any], Any]
+    """`(params, constants) -> gathered`: the all-gathers of one layer; its transpose is the reduce-scatters."""
+    run: Callable[[Any, jax.Array, Any], tuple]
+    """`(gathered, x, context) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
+
+
+def prefetch_scan(
+    layer: Layer, params: Any, constants: Any, x: jax.Array, context: Any
+) -> tuple[jax.Array, tuple]:
+    """Run `layer` for each row of `params` and `constants`, in order.
+
+    Args:
+      layer: what each row does.
+      params: a tree of float arrays with a leading dim of layers.
+      constants: another, of any type, which is not differentiated.
+      x: what the first layer gets.
+      context: a tree of arrays that every layer gets; it is not differentiated.
+
+    Returns:
+      The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
+    """
+    loop = _Loop(layer, len(jax.tree.leaves(params)[0]))
+
+    @jax.custom_vjp
+    def scanned(params, constants, x, context):
+        return loop.forward(params, constants, x, context, keep=False)[0]
+
+    def forward(params, constants, x, context):
+        return loop.forward(params, constants, x, context, keep=True)
+
+    scanned.defvjp(forward, loop.backward)
+    return scanned(params, constants, x, context)
+
+
+class _Loop:
+    """Forward and backward pass of `num` layers."""
+
+    def __init__(self, layer: Layer, num: int):
+        self.layer, self.num = layer, num
+
+    def forward(self, params, constants, x, context, *, keep: bool):
+        """What `prefetch_scan` returns, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
+        stacks = params, constants
+        first = self.gathered(stacks, 0)
+        vjp = self.vjp(first, x, context) if keep else None
+
+        def body(carry, i):
+            x, now = carry
+            following = self.gathered(stacks, jnp.minimum(i + 1, self.num - 1))
+            if vjp is None:
+                y, *out = self.layer.run(now, x, context)
+                return (y, following), (tuple(out), None)
+            floats, others = _split(now)
+            y, aux, statistics, kept = vjp.forward(floats, x, (others, context))
+            return (y, following), ((aux, *statistics), kept)
+
+        (y, _), (out, kept) = _scan(body, (x, first), jnp.arange(self.num))
+        return (y, out), (params, constants, x, context, kept)
+
+    def backward(self, saved, cotangents):
+        """Gradients of the arguments; the last layer comes first."""
+        params, constants, x, context, kept = saved
+        dy, (daux, *_) = cotangents
+        stacks = params, constants
+        last = self.gathered(stacks, self.num - 1)
+        vjp = self.vjp(last, x, context)
+
+        def gradients(now, kept, dy, daux):
+            floats, others = _split(now)
+            return vjp.backward(floats, (others, context), kept, (dy, daux))
+
+        def scatter(waiting):
+            """The transpose of a layer's all-gathers, which no value of a parameter enters."""
+            own, constant = _row(stacks, 0)
+            pull_back = jax.vjp(lambda own: _split(self.layer.gather(own, constant))[0], own)[1]
+            return pull_back(waiting)[0]
+
+        def body(carry, given):
+            dx, now, waiting, grads = carry
+            i, kept, daux = given
+            following = self.gathered(stacks, jnp.maximum(i - 1, 0))
+            grads = _put(grads, scatter(waiting), jnp.minimum(i + 1, self.num - 1))
+            waiting, dx = gradients(now, kept, dx, daux)
+            return (dx, following, waiting, grads), None
+
+        waiting, _ = jax.eval_shape(gradients, last, *_row((kept,), 0), dy, daux[0])
+        grads = jax.tree.map(lambda a: _zeros(a, self.num), jax.eval_shape(scatter, waiting))
+        carry = dy, last, jax.tree.map(_zeros, waiting), grads
+        rows = jnp.arange(self.num), kept, daux
+        (dx, _, waiting, grads), _ = _scan(body, carry, rows, reverse=True)
+        grads = _put(grads, scatter(waiting), 0)
+        nothing = jax.tree.map(_no_gradient, (constants, context))
+        return grads, nothing[0], dx, nothing[1]
+
+    def gathered(self, stacks, i):
+        """The parameters of layer `i` as it uses them."""
+        return self.layer.gather(*_row(stacks, i))
+
+    def vjp(self, gathered, x, context) -> LayerVJP:
+        """The layer's backward pass; what has no gradient among its parameters, as fp8 values, is context."""
+        leaves, tree = jax.tree.flatten(gathered)
+        are_floats = [_is_float(leaf) for leaf in leaves]
+
+        def run(floats, x, around):
+            others, context = around
+            given = {True: iter(floats), False: iter(others)}
+            leaves = [next(given[is_float]) for is_float in are_floats]
+            return self.layer.run(jax.tree.unflatten(tree, leaves), x, context)
+
+        floats, others = _split(gathered)
+        return LayerVJP(run, floats, x, (others, context), split=False)
+
+
+def _scan(body: Callable, carry: Any, rows: Any, *, reverse: bool = False) -> tuple:
+    """`jax.lax.scan` with two iterations in the body of the compiled loop: what one hands to the next needs no copy.
+
+    XLA does so where `xla_gpu_enable_while_loop_unrolling` is manual; of the step's loops these alone ask for it.
+    """
+
+    def plain(carry, row):
+        with set_xla_metadata(**{UNROLL: None}):
+            return body(carry, row)
+
+    with set_xla_metadata(**{UNROLL: "double-buffer"}):
+        return jax.lax.scan(plain, carry, rows, reverse=reverse)
+
+
+UNROLL = "_xla_loop_unroll_strategy"
+
+
+def _row(stacks: Any, i: jax.Array | int) -> Any:
+    return jax.tree.map(
+        lambda stack: jax.lax.dynamic_index_in_dim(stack, i, 0, keepdims=False), stacks
+    )
+
+
+def _put(stacks: Any, row: Any, i: jax.Array | int) -> Any:
+    return jax.tree.map(
+        lambda stack, own: jax.lax.dynamic_update_index_in_dim(stack, own, i, 0), stacks, row
+    )
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _split(tree: Any) -> tuple[list, list]:
+    """The leaves of floats, and the others."""
+    leaves = jax.tree.leaves(tree)
+    return [a for a in leaves if _is_float(a)], [a for a in leaves if not _is_float(a)]
+
+
+def _zeros(like: Any, num: int | None = None) -> jax.Array:
+    """Zeros of a type, or a stack of `num` such."""
+    spec, rows = like.sharding.spec, () if num is None else (num,)
+    spec = P(
+        *(None for _ in rows), *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced
+    )
+    return jnp.zeros((*rows, *like.shape), like.dtype, out_sharding=spec)
+
+
+def _no_gradient(x: jax.Array) -> Any:
+    return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
