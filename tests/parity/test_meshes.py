@@ -54,8 +54,10 @@ FAMILIES = {
             "tied_embeddings": True,
         }
     },
+    # The two layers with a window follow each other, so that ZeRO-3 gathers the second one ahead.
     "qwen3_window": {
         "model": {
+            "num_layers": 3,
             "qk_norm": "head",
             "num_kv_heads": 2,
             "sliding_window": 7,

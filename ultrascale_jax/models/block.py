@@ -30,7 +30,7 @@ PARTS = (*ATTENTION, "mlp", "moe")
 
 
 def _grads_together[Tree](tree: Tree) -> Tree:
-    """`grad_barrier` with a tensor group: without one there is no reduce-scatter to hide, and gradients need not wait."""
+    """`grad_barrier` with a tensor group; without one there is no reduce-scatter to hide."""
     return grad_barrier(tree) if mesh_size(*TENSOR) > 1 else tree
 
 

@@ -28,7 +28,7 @@ from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
 from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
-from ultrascale_jax.sharding.rules import stored
+from ultrascale_jax.sharding.rules import mesh_size, stored
 
 KINDS: tuple[FeedForward, ...] = ("mlp", "moe")
 
@@ -185,7 +185,10 @@ class Transformer(nnx.Module):
         layer = Layer(lambda block, own: block.gathered(inputs.of_layer(own)), remat(run))
         # The layers read no fp8 from their inputs: `gathered` has made of it what their parameters are.
         around = dataclasses.replace(inputs, fp8=None)
-        x_BRD, (balance_LBR, *statistics) = prefetch_scan(layer, block, own, x_BRD, around)
+        ring, _ = inputs.context.ranks(mesh_size("cp"))
+        x_BRD, (balance_LBR, *statistics) = prefetch_scan(
+            layer, block, own, x_BRD, around, unroll=ring == 1
+        )
         return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 
     def _segments(self, fp8: Fp8 | None) -> list[tuple]:

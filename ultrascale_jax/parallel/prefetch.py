@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 def prefetch_scan(
-    layer: Layer, params: Any, constants: Any, x: jax.Array, context: Any
+    layer: Layer, params: Any, constants: Any, x: jax.Array, context: Any, *, unroll: bool
 ) -> tuple[jax.Array, tuple]:
     """Run `layer` for each row of `params` and `constants`, in order.
 
@@ -38,11 +38,14 @@ def prefetch_scan(
       constants: another, of any type, which is not differentiated.
       x: what the first layer gets.
       context: a tree of arrays that every layer gets; it is not differentiated.
+      unroll: whether XLA writes two layers into the body of the compiled loop, so that nothing which one hands to the
+        next is copied. Not where the layer has loops of its own, which would be unrolled too: the hops of a ring then
+        wait in the open.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
     """
-    loop = _Loop(layer, len(jax.tree.leaves(params)[0]))
+    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -58,8 +61,8 @@ def prefetch_scan(
 class _Loop:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(self, layer: Layer, num: int):
-        self.layer, self.num = layer, num
+    def __init__(self, layer: Layer, num: int, unroll: bool):
+        self.layer, self.num, self.unroll = layer, num, unroll
 
     def forward(self, params, constants, x, context, *, keep: bool):
         """What `prefetch_scan` returns, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
@@ -77,7 +80,7 @@ class _Loop:
             y, aux, statistics, kept = vjp.forward(floats, x, (others, context))
             return (y, following), ((aux, *statistics), kept)
 
-        (y, _), (out, kept) = _scan(body, (x, first), jnp.arange(self.num))
+        (y, _), (out, kept) = self.scan(body, (x, first), jnp.arange(self.num))
         return (y, out), (params, constants, x, context, kept)
 
     def backward(self, saved, cotangents):
@@ -110,10 +113,16 @@ class _Loop:
         grads = jax.tree.map(lambda a: _zeros(a, self.num), jax.eval_shape(scatter, waiting))
         carry = dy, last, jax.tree.map(_zeros, waiting), grads
         rows = jnp.arange(self.num), kept, daux
-        (dx, _, waiting, grads), _ = _scan(body, carry, rows, reverse=True)
+        (dx, _, waiting, grads), _ = self.scan(body, carry, rows, reverse=True)
         grads = _put(grads, scatter(waiting), 0)
         nothing = jax.tree.map(_no_gradient, (constants, context))
         return grads, nothing[0], dx, nothing[1]
+
+    def scan(self, body: Callable, carry: Any, rows: Any, *, reverse: bool = False) -> tuple:
+        """`jax.lax.scan`, unrolled by XLA where `xla_gpu_enable_while_loop_unrolling` is manual."""
+        metadata = {"_xla_loop_unroll_strategy": "double-buffer"} if self.unroll else {}
+        with set_xla_metadata(**metadata):
+            return jax.lax.scan(body, carry, rows, reverse=reverse)
 
     def gathered(self, stacks, i):
         """The parameters of layer `i` as it uses them."""
@@ -132,23 +141,6 @@ class _Loop:
 
         floats, others = _split(gathered)
         return LayerVJP(run, floats, x, (others, context), split=False)
-
-
-def _scan(body: Callable, carry: Any, rows: Any, *, reverse: bool = False) -> tuple:
-    """`jax.lax.scan` with two iterations in the body of the compiled loop: what one hands to the next needs no copy.
-
-    XLA does so where `xla_gpu_enable_while_loop_unrolling` is manual; of the step's loops these alone ask for it.
-    """
-
-    def plain(carry, row):
-        with set_xla_metadata(**{UNROLL: None}):
-            return body(carry, row)
-
-    with set_xla_metadata(**{UNROLL: "double-buffer"}):
-        return jax.lax.scan(plain, carry, rows, reverse=reverse)
-
-
-UNROLL = "_xla_loop_unroll_strategy"
 
 
 def _row(stacks: Any, i: jax.Array | int) -> Any:

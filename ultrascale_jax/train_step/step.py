@@ -31,19 +31,20 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-O1 = 19
-"""JAX's number for XLA's optimisation level O1, from which on the loops that ask for it are unrolled."""
-
 PREFETCH_OPTIONS: dict[str, int | bool | str] = {
+    # A layer's gathers and the last one's scatters are all in flight, and hidden: with 4 half of them wait in line.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    # The scan over layers asks for it itself, and gets it from XLA's level O1 on, which is 19 to JAX.
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_MANUAL_UNROLL",
-    "optimization_level": O1,
+    "optimization_level": 19,
+    # O1 also pipelines collectives, which would gather a layer ahead once more.
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
     "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_OFF",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    # XLA takes the unrolled loop for 76 GiB where it needs 53, and runs products again (8B, selective: 5% slower).
     "xla_disable_hlo_passes": "rematerialization",
 }
+"""XLA options of a step whose layers gather ahead and scatter late; measured as `docs/benchmarks` says."""
 
 
 def xla_options(cfg: Config) -> dict[str, int | bool | str]:

@@ -93,8 +93,9 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
     full: its input. dots: products with parameters, and cuDNN's residuals. selective: the named tensors of
-    `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate and up through silu and product, and each norm's float32 insides (3
-    arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
+    `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate
+    and up through silu and product, and each norm's float32 insides (3 arrays); the norms' results then are kept
+    gathered over sp. `mlp_out` is never kept: the next layer's input is.
     """
     a, i = layer.width, layer.input_width
     residual, query, key = layer.residual, layer.query, layer.key
