@@ -28,6 +28,8 @@ from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
 MODEL = ModelConfig(
     vocab_size=1024, d_model=512, d_ff=1536, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64
 )
+LAYERS = 2
+"""Layers in one iteration of the loops of a prefetching step (`parallel/prefetch.py`), which XLA unrolls."""
 # cuBLAS calls instead of Triton kernels: nothing to generate, so a compilation takes a third of the time.
 FAST = {"xla_gpu_enable_triton_gemm": "false"}
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.hlo.conftest import LAYERS
 from ultrascale_jax.config import Config
 from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.plan.compiled.compile import CompiledStep
@@ -26,10 +27,10 @@ SIZES = pytest.mark.parametrize("num_devices", [8, pytest.param(64, marks=pytest
 
 
 def layer_loops(step: CompiledStep, cfg: Config) -> tuple[list[Collective], list[Collective]]:
-    """Collectives of the forward and of the backward scan over the layers; the backward one has more matmuls."""
-    bodies = {
-        name: loops for name, loops in step.module.walk() if loops[-1:] == (cfg.model.num_layers,)
-    }
+    """Collectives of the forward and of the backward scan over the layers, of `LAYERS` layers; the backward one has more
+    matmuls."""
+    trips = (cfg.model.num_layers // LAYERS,)
+    bodies = {name: loops for name, loops in step.module.walk() if loops[-1:] == trips}
     work = {name: sum(m.computation == name for m in step.matmuls) for name in bodies}
     forward, backward = sorted((name for name in bodies if work[name]), key=work.__getitem__)
     return tuple(
@@ -51,11 +52,11 @@ def operands(found: list[Collective]) -> list[int]:
 @pytest.mark.slow
 def test_zero3_gathers_each_matrix_once_forward_and_once_backward(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
-    shards = sorted(size * BF16 // num_devices for size in matrices(cfg).values())
+    sizes = LAYERS * list(matrices(cfg).values())
     for loop in layer_loops(step, cfg):
         gathers = pick(loop, "all-gather", "fsdp")
-        assert operands(gathers) == shards
-        assert sum(c.result_bytes for c in gathers) == sum(matrices(cfg).values()) * BF16
+        assert operands(gathers) == sorted(size * BF16 // num_devices for size in sizes)
+        assert sum(c.result_bytes for c in gathers) == sum(sizes) * BF16
 
 
 @pytest.mark.slow
@@ -64,10 +65,9 @@ def test_zero3_scatters_each_gradient_once_per_layer(compiled, num_devices):
     cfg, step = compiled(num_devices, {"fsdp": num_devices})
     forward, backward = layer_loops(step, cfg)
     scatters = pick(backward, "reduce-scatter", "fsdp")
-    assert operands(scatters) == sorted(size * BF16 for size in matrices(cfg).values())
-    assert (
-        sum(c.result_bytes for c in scatters) == sum(matrices(cfg).values()) * BF16 // num_devices
-    )
+    sizes = LAYERS * list(matrices(cfg).values())
+    assert operands(scatters) == sorted(size * BF16 for size in sizes)
+    assert sum(c.result_bytes for c in scatters) == sum(sizes) * BF16 // num_devices
     assert pick(forward, "reduce-scatter", "fsdp") == []
 
 
@@ -85,11 +85,11 @@ def test_sequence_parallel_half_blocks_gather_before_and_scatter_after(compiled)
     cfg, step = compiled(8, {"fsdp": 2, "sp": 4})
     whole = cfg.train.global_batch // 2 * cfg.data.seq_len * cfg.model.d_model * BF16
     forward, backward = layer_loops(step, cfg)
-    assert operands(pick(forward, "all-gather", "sp")) == [whole // 4] * 2
-    assert operands(pick(forward, "reduce-scatter", "sp")) == [whole] * 2
+    assert operands(pick(forward, "all-gather", "sp")) == [whole // 4] * 2 * LAYERS
+    assert operands(pick(forward, "reduce-scatter", "sp")) == [whole] * 2 * LAYERS
     # Recomputed: both gathers and attention's scatter (nothing needs the MLP's sum); transposed: two of each.
-    assert operands(pick(backward, "all-gather", "sp")) == [whole // 4] * 4
-    assert operands(pick(backward, "reduce-scatter", "sp")) == [whole] * 3
+    assert operands(pick(backward, "all-gather", "sp")) == [whole // 4] * 4 * LAYERS
+    assert operands(pick(backward, "reduce-scatter", "sp")) == [whole] * 3 * LAYERS
 
 
 @pytest.mark.slow
@@ -103,9 +103,9 @@ def test_tensor_parallel_half_blocks_all_reduce_once_each_way(compiled):
     cfg, step = compiled(8, {"fsdp": 2, "tp": 4})
     whole = cfg.train.global_batch // 2 * cfg.data.seq_len * cfg.model.d_model * BF16
     forward, backward = layer_loops(step, cfg)
-    assert operands(pick(forward, "all-reduce", "tp")) == [whole] * 2
+    assert operands(pick(forward, "all-reduce", "tp")) == [whole] * 2 * LAYERS
     # Attention's sum is recomputed, and each half-block sums the gradient of its input.
-    assert operands(pick(backward, "all-reduce", "tp")) == [whole] * 3
+    assert operands(pick(backward, "all-reduce", "tp")) == [whole] * 3 * LAYERS
 
 
 @pytest.mark.slow
