@@ -206,7 +206,7 @@ def test_a_checkpoint_with_the_monitor_of_older_versions_still_loads(tmp_path):
     for model in (old.params, old.opt_state[0].mu, old.opt_state[0].nu):
         spec = model.blocks.moe.bias[...].sharding
         zeros = jax.device_put(np.zeros((layers, 10), np.float32), spec)
-        model.blocks.moe.monitor = nnx.Param(zeros, dims="Z", on="BRZ")
+        model.blocks.moe.monitor = nnx.Param(zeros, dims="Z", act_dims="BRZ")
     save(cfg, old, 3)
     with Checkpoints(cfg) as checkpoints:
         assert bits(checkpoints.restore(3, abstract_state(cfg, mesh))) == expected

@@ -60,8 +60,8 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
     documents = (positions >= 9).astype(np.int32)
 
     def layer(mla, x_BRD, positions_BT, ids_BT):
-        def gathered(value, dims, on):
-            return gather_param(value, dims, on, jnp.float32, cfg)
+        def gathered(value, dims, act_dims):
+            return gather_param(value, dims, act_dims, jnp.float32, cfg)
 
         out, _ = map_params(gathered, mla)(
             x_BRD,

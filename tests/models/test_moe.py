@@ -171,7 +171,7 @@ def run(name: str) -> Layer:
     def both(start, x, dy, daux):
         def layer(params):
             used = map_params(
-                lambda p, dims, on: gather_param(p, dims, on, jnp.float32, cfg), params
+                lambda p, dims, act_dims: gather_param(p, dims, act_dims, jnp.float32, cfg), params
             )
             y, routed = used(x, moe)
             return (y, routed.balance_BR), jax.reshard(routed.statistics_Z, P())
@@ -279,7 +279,7 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
 
     def aux(w_router):
         x_BRD = jax.reshard(np.ones((2, 4, D), np.float32), act("BRD"))
-        moe = map_params(lambda p, dims, on: w_router if dims == "DX" else p, layer)
+        moe = map_params(lambda p, dims, act_dims: w_router if dims == "DX" else p, layer)
         return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=0.5))[1].balance_BR)
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):

@@ -120,7 +120,7 @@ def test_balancing_evens_the_load_of_a_router_with_a_favourite(mesh, moe, lr):
 
     @jax.jit
     def train(state, batches):
-        def leaf(value, dims, on):
+        def leaf(value, dims, act_dims):
             return value + favour if dims == "LX" else value
 
         state = dataclasses.replace(state, params=map_params(leaf, state.params))

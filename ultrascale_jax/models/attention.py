@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         """A parameter of this device's heads, or `value` in its place."""
         weight = getattr(self, name)
         value = weight[...] if value is None else value
-        return repeat_kv_heads(value, dims, weight.on, self.cfg.num_kv_heads)
+        return repeat_kv_heads(value, dims, weight.act_dims, self.cfg.num_kv_heads)
 
 
 def attend(

@@ -97,7 +97,7 @@ class Block(nnx.Module):
 
         def leaf(path, param):
             given, fp8 = (
-                (param.get_value(), param.dims, param.on, inputs.dtype, self.cfg),
+                (param.get_value(), param.dims, param.act_dims, inputs.dtype, self.cfg),
                 inputs.fp8,
             )
             if fp8 is None or not in_fp8(param.dims):

@@ -23,9 +23,14 @@ INIT_STD = 0.02
 
 
 def param(
-    key: jax.Array | None, dims: str, on: str, shape: tuple[int, ...], *, std: float = INIT_STD
+    key: jax.Array | None,
+    dims: str,
+    act_dims: str,
+    shape: tuple[int, ...],
+    *,
+    std: float = INIT_STD,
 ) -> nnx.Param:
-    """A float32 parameter with these dims; `on` are the dims of the activation that it meets.
+    """Make a float32 parameter with these dims; `act_dims` are those of the activation that it is multiplied with.
 
     Without a key it is made of ones when `std` is 1 (norm scales) and zeros when it is 0 (biases).
     """
@@ -34,52 +39,57 @@ def param(
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
     else:
         value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
-    return nnx.Param(value, dims=dims, on=on)
+    return nnx.Param(value, dims=dims, act_dims=act_dims)
 
 
 def map_params[M](fn: Callable[..., Any], module: M, *rest: M) -> M:
-    """`module` with `fn(array, dims, on, *arrays of rest)` of each parameter; dims of a stacked one start with L."""
+    """Replace each parameter of `module` by `fn(array, dims, act_dims, *arrays of rest)`.
+
+    The dims of a stacked parameter start with L.
+    """
 
     def apply(variable, *others):
         value = variable.get_value()
-        dims, on = variable.dims, variable.on
+        dims, act_dims = variable.dims, variable.act_dims
         stacked = "L" if value.ndim == len(dims) + 1 else ""
         return variable.replace(
-            fn(value, stacked + dims, on, *(other.get_value() for other in others))
+            fn(value, stacked + dims, act_dims, *(other.get_value() for other in others))
         )
 
     return jax.tree.map(apply, module, *rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def gather_param(
-    value: jax.Array, dims: str, on: str, dtype: jax.typing.DTypeLike, cfg: ModelConfig
+    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike, cfg: ModelConfig
 ) -> jax.Array:
     """A parameter of this model as it is used: `primitives.gather`."""
     latent = cfg.latent
     sizes = {"D": cfg.d_model}
     sizes |= {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
     size = sizes[dims[zero_dim(dims)]] if is_matrix(dims) else 0
-    return gather(value, dims, on, dtype, size)
+    return gather(value, dims, act_dims, dtype, size)
 
 
 def gather_fp8(
     value: jax.Array,
     dims: str,
-    on: str,
+    act_dims: str,
     dtype: jax.typing.DTypeLike,
     cfg: ModelConfig,
     recipe: Recipe,
     amax: jax.Array | None,
 ) -> Fp8Weight:
     """`gather_param` for products in fp8: with one scale for a tensor, made of `amax`, what travels is fp8."""
-    whole = gather_param(value, dims, on, dtype, cfg)
+    whole = gather_param(value, dims, act_dims, dtype, cfg)
     if amax is None:
         return Fp8Weight(whole, None, None, recipe)
     value = jax.lax.stop_gradient(value)
     # Without a gradient it is no longer `reduced`.
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
     values, scale = quantize_fp8(value, "tensor", amax=amax, power_of_2=True)
-    return Fp8Weight(whole, gather_param(as_bits(values), dims, on, jnp.uint8, cfg), scale, recipe)
+    return Fp8Weight(
+        whole, gather_param(as_bits(values), dims, act_dims, jnp.uint8, cfg), scale, recipe
+    )
 
 
 def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
@@ -100,7 +110,7 @@ def rms_norm(
     x: jax.Array,
     weight: jax.Array,
     dims: str,
-    on: str,
+    act_dims: str,
     eps: float,
     implementation: Implementation = "auto",
 ) -> jax.Array:
@@ -110,10 +120,10 @@ def rms_norm(
     """
     if implementation == "mosaic":
         fused = functools.partial(rms_norm_of_pieces, eps=eps, implementation=implementation)
-        return smap(fused, in_specs=specs((x, weight)), out_specs=act(on))(x, weight)
+        return smap(fused, in_specs=specs((x, weight)), out_specs=act(act_dims))(x, weight)
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, on) + eps)
-    return (x32 * scale * broadcast_param(weight, dims, on, x.shape)).astype(x.dtype)
+    scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, act_dims) + eps)
+    return (x32 * scale * broadcast_param(weight, dims, act_dims, x.shape)).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -68,9 +68,12 @@ def axes_of(dims: str) -> frozenset[str]:
     return frozenset(axis for dim in dims for axis in act_axes(dim))
 
 
-def gradient_axes(dims: str, on: str) -> frozenset[str]:
-    """The axes over which a parameter's gradient is a sum: those that split what it meets, and not itself."""
-    return axes_of(on) - axes_of(dims)
+def gradient_axes(dims: str, act_dims: str) -> frozenset[str]:
+    """Return the axes over which a parameter's gradient is a sum.
+
+    They split `act_dims`, the dims of the activation that it is multiplied with, and not its own `dims`.
+    """
+    return axes_of(act_dims) - axes_of(dims)
 
 
 def act_axes(dim: str) -> tuple[str, ...]:

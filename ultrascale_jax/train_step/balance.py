@@ -35,7 +35,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
     loads = routed[:, :-2]
     missing = jnp.sign(jnp.mean(loads, axis=1, keepdims=True) - loads)
 
-    def leaf(value, dims, on):
+    def leaf(value, dims, act_dims):
         return value + cfg.moe.bias_rate * missing if dims == "LX" else value
 
     return map_params(leaf, params)

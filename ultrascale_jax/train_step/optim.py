@@ -43,7 +43,7 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
         scale = in_bfloat16(adam(), cfg.train.seed)
     else:
         scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
-    matrices: Callable = functools.partial(map_params, lambda _, dims, on: is_matrix(dims))
+    matrices: Callable = functools.partial(map_params, lambda _, dims, act_dims: is_matrix(dims))
     # As `optax.adamw`.
     return optax.chain(
         scale,
@@ -90,7 +90,7 @@ def _each(params, fn) -> list:
     """Return `fn(dims)` of each parameter, in the order of the leaves."""
     found = []
 
-    def visit(value, dims, on):
+    def visit(value, dims, act_dims):
         found.append(fn(dims))
         return value
 

@@ -199,8 +199,8 @@ def _scatters(params) -> list[Callable]:
     """Return for each leaf the reduce-scatter of its gradient, in float32, as ZeRO-2 accumulates gradients."""
     found: list[Callable] = []
 
-    def note(value, dims, on):
-        found.append(lambda g: scatter_gradient(g, dims, on, value).astype(jnp.float32))
+    def note(value, dims, act_dims):
+        found.append(lambda g: scatter_gradient(g, dims, act_dims, value).astype(jnp.float32))
         return value
 
     map_params(note, params)

@@ -65,7 +65,7 @@ def layer_order(cfg: Config) -> LayerOrder | None:
 def initial_state(cfg: Config) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
 
-    def rest(value, dims, on):
+    def rest(value, dims, act_dims):
         return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)

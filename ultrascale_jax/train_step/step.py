@@ -192,8 +192,10 @@ def loss_and_gradients(
         more = auxiliary, to_accumulator(cfg, grads, params)
         return jax.tree.map(jnp.add, carry, more), None
 
-    def zeros(value, dims, on):
-        return jnp.zeros(value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, on))
+    def zeros(value, dims, act_dims):
+        return jnp.zeros(
+            value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, act_dims)
+        )
 
     start = (jnp.float32(0.0), balance.statistics_start(cfg)), map_params(zeros, params)
     sums, _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))

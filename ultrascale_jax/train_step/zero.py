@@ -38,10 +38,10 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
 
     dtype = COMPUTE[cfg.train.precision]
 
-    def leaf(value, dims, on):
+    def leaf(value, dims, act_dims):
         if keeps_shards(cfg, dims):
-            return shard_param(value, dims, on, dtype)
-        return gather_param(value, dims, on, dtype, cfg.model)
+            return shard_param(value, dims, act_dims, dtype)
+        return gather_param(value, dims, act_dims, dtype, cfg.model)
 
     return map_params(leaf, params)
 
@@ -60,9 +60,9 @@ def prefetches(cfg: Config) -> bool:
     return cfg.train.zero == 3 and mesh.pp == 1 and mesh_size(*SHARD) > 1 and not offloads
 
 
-def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
+def accumulator(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:
     """Return the sharding of a gradient accumulator."""
-    axes = gradient_axes(dims, on)
+    axes = gradient_axes(dims, act_dims)
     if cfg.train.zero >= 2 and is_matrix(dims):
         return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
     return P(*gathered(dims, value.shape).partitions, unreduced=axes)
@@ -71,8 +71,8 @@ def accumulator(cfg: Config, value: jax.Array, dims: str, on: str) -> P:
 def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Transformer:
     """Convert one micro-batch's gradients to float32 and the accumulator's sharding (zero 2: the reduce-scatter)."""
 
-    def leaf(g, dims, on, value):
-        g = scatter_gradient(g, dims, on, value) if cfg.train.zero == 2 else g
+    def leaf(g, dims, act_dims, value):
+        g = scatter_gradient(g, dims, act_dims, value) if cfg.train.zero == 2 else g
         return g.astype(jnp.float32)
 
     return map_params(leaf, grads, params)
