@@ -28,7 +28,7 @@ def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
     def leaf(path, like):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.startswith("params.blocks."):  # each layer has its numbers, wherever it rests
-            order = abstract.params.order_of(name.removeprefix("params."))
+            order = abstract.params.layer_order_of(name.removeprefix("params."))
             here = [row for row, layer in enumerate(order) if layer is not None]
             layers = numbers(name, (len(here), *like.shape[1:]))
             value = np.zeros(like.shape)

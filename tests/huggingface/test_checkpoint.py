@@ -69,7 +69,7 @@ def in_hugging_face_layout(model, cfg):
         def row(path, layer=layer):
             parameter = functools.reduce(getattr, path.split("."), model.blocks)
             number = layer - cfg.dense_layers if path.startswith("moe.") else layer
-            return array(parameter)[model.order_of(f"blocks.{path}").index(number)]
+            return array(parameter)[model.layer_order_of(f"blocks.{path}").index(number)]
 
         tensors[f"{at}.{first}.weight"] = row("attn_norm")
         tensors[f"{at}.{second}.weight"] = row("mlp_norm")
@@ -330,7 +330,7 @@ def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axe
     assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
     for path, leaf in jax.tree.leaves_with_path(model.blocks):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        padding = [i is None for i in model.order_of(f"blocks.{name}")]
+        padding = [i is None for i in model.layer_order_of(f"blocks.{name}")]
         assert len(padding) == len(leaf) and not np.asarray(leaf)[padding].any()
     checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
     assert_same_tensors(stored(tmp_path / "out"), stored(folder))

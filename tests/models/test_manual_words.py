@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
@@ -167,11 +168,11 @@ def trace_layer(cfg, in_region):
     found = {}
 
     def fn(params, x_BRD, ids_BT):
-        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).blocks)
+        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).blocks).block(*PARTS)
         inputs = layer_inputs(cfg, {"positions": ids_BT, "segment_ids": ids_BT}, None)
 
         def layer(block, x_BRD):
-            return block.gathered(inputs)(x_BRD, inputs)[0]
+            return block.gather_params(inputs)(x_BRD, inputs)[0]
 
         def both(block, x_BRD, g_BRD):
             return jax.vjp(remat(cfg.train)(layer), block, x_BRD)[1](g_BRD)

@@ -22,11 +22,11 @@ from ultrascale_jax.config import (
     RopeScaling,
 )
 from ultrascale_jax.models.inputs import LayerInputs
-from ultrascale_jax.models.layers import gather_param, map_params, scatter_sequence
+from ultrascale_jax.models.layers import map_params, scatter_sequence, zero_sizes
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.primitives import reduce_gradient
+from ultrascale_jax.sharding.primitives import gather_param, reduce_gradient
 from ultrascale_jax.sharding.rules import act, specs
 
 YARN = RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, mscale_all_dim=1.0)
@@ -61,7 +61,7 @@ def run(name: str, mesh: tuple, strategy: str = "ring", by_pieces: bool = False)
 
     def layer(mla, x_BRD, positions_BT, ids_BT):
         def gathered(value, dims, act_dims):
-            return gather_param(value, dims, act_dims, jnp.float32, cfg)
+            return gather_param(value, dims, act_dims, jnp.float32, zero_sizes(cfg))
 
         out, _ = map_params(gathered, mla)(
             x_BRD,

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
 from tests.states import some_module
 from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
-from ultrascale_jax.models.layers import gather_param, map_params
+from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.moe import MoE, route
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.primitives import gather_param
 from ultrascale_jax.sharding.rules import act
 
 ROUTERS = {
@@ -171,7 +172,10 @@ def run(name: str) -> Layer:
     def both(start, x, dy, daux):
         def layer(params):
             used = map_params(
-                lambda p, dims, act_dims: gather_param(p, dims, act_dims, jnp.float32, cfg), params
+                lambda p, dims, act_dims: gather_param(
+                    p, dims, act_dims, jnp.float32, zero_sizes(cfg)
+                ),
+                params,
             )
             y, routed = used(x, moe)
             return (y, routed.balance_BR), jax.reshard(routed.statistics_Z, P())

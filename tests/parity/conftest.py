@@ -53,7 +53,7 @@ def by_name(grads: Transformer, routed: jax.Array | None) -> dict[str, np.ndarra
     for name, leaf in named.items():
         value = np.asarray(leaf)
         if name.startswith("blocks."):
-            order = grads.order_of(name)
+            order = grads.layer_order_of(name)
             value = value[[order.index(i) for i in range(len(order) - order.count(None))]]
         found[name] = value
     return found

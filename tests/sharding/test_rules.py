@@ -13,11 +13,11 @@ from ultrascale_jax.sharding.rules import (
     SHARD,
     act,
     axes_of,
-    gathered,
+    gathered_spec,
     is_matrix,
     manual,
     mesh_size,
-    stored,
+    stored_spec,
 )
 
 MESH = MeshConfig(dp=4, fsdp=32, cp=2, sp=8, tp=2)
@@ -41,39 +41,39 @@ def test_zero_splits_in_the_order_of_the_mesh():
 
 
 def test_zero_splits_a_latent_where_there_is_no_model_dim_and_experts_without_ep():
-    assert stored("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
-    assert stored("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
-    assert stored("J", (64,)) == P(None)
+    assert stored_spec("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
+    assert stored_spec("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
+    assert stored_spec("J", (64,)) == P(None)
 
 
 def test_zero_splits_the_model_dim_of_matrices_only():
-    assert stored("LDF", (4, 64, 128)) == P(None, ("fsdp", "ep", "cp"), ("sp", "tp"))
-    assert stored("LDF", (4, 64, 128), zero=0) == P(None, None, ("sp", "tp"))
-    assert stored("LD", (4, 64)) == P(None, None)
-    assert gathered("LDF", (4, 64, 128)) == P(None, None, ("sp", "tp"))
+    assert stored_spec("LDF", (4, 64, 128)) == P(None, ("fsdp", "ep", "cp"), ("sp", "tp"))
+    assert stored_spec("LDF", (4, 64, 128), zero=0) == P(None, None, ("sp", "tp"))
+    assert stored_spec("LD", (4, 64)) == P(None, None)
+    assert gathered_spec("LDF", (4, 64, 128)) == P(None, None, ("sp", "tp"))
 
 
 def test_kv_heads_fewer_than_the_tensor_group_are_replicated():
-    assert gathered("DKH", (64, 8, 16)) == P(None, None, None)
-    assert gathered("DKH", (64, 16, 16)) == P(None, ("sp", "tp"), None)
+    assert gathered_spec("DKH", (64, 8, 16)) == P(None, None, None)
+    assert gathered_spec("DKH", (64, 16, 16)) == P(None, ("sp", "tp"), None)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(pp=2, fsdp=2, sp=2)], indirect=True)
 def test_a_pipeline_splits_layers_and_vocabulary_too(mesh):
-    assert stored("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "ep", "cp"), ("sp", "tp"))
-    assert stored("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "ep", "cp"))
+    assert stored_spec("LDF", (4, 64, 128)) == P(("pp",), ("fsdp", "ep", "cp"), ("sp", "tp"))
+    assert stored_spec("VD", (64, 32)) == P(("pp", "sp", "tp"), ("fsdp", "ep", "cp"))
     assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("pp", "sp", "tp"))
 
 
 def test_without_a_pipeline_its_axis_is_in_no_spec():
-    assert stored("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "ep", "cp"))
+    assert stored_spec("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "ep", "cp"))
     assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
 
 
 def test_in_a_region_manual_over_all_axes_nothing_is_left_to_split():
     def region(x):
         assert manual()
-        assert act("BF", unreduced=frozenset(["tp"])) == stored("DF", (8, 8)) == P(None, None)
+        assert act("BF", unreduced=frozenset(["tp"])) == stored_spec("DF", (8, 8)) == P(None, None)
         return x
 
     assert not manual()

@@ -117,7 +117,7 @@ def test_a_rank_has_room_for_as_many_layers_of_a_kind_as_the_fullest_has(name, d
     params = init_state(cfg, mesh_of(cfg)).params
     orders = {"attn": params.layer_order, "mlp": dense, "moe": experts}
     for part, order in orders.items():
-        assert params.order_of(f"blocks.{part}.w") == order
+        assert params.layer_order_of(f"blocks.{part}.w") == order
         pairs = zip(
             jax.tree.leaves(getattr(params.blocks, part)),
             jax.tree.leaves(getattr(alone, part)),
@@ -174,7 +174,7 @@ def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
     params = some_state(cfg, mesh_of(cfg)).params
     assert params.layer_order == (0, 1, 2, 3)
     pairs = zip(
-        jax.tree.leaves(to_checkpoint_layout(params, params.order_of)),
+        jax.tree.leaves(to_checkpoint_layout(params, params.layer_order_of)),
         jax.tree.leaves(params),
         strict=True,
     )

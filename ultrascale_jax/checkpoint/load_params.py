@@ -69,9 +69,9 @@ def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Tr
         pp=PipelineConfig(),
     )
     like = abstract_state(cfg, mesh).params
-    shapes = flatten(checkpoint_layout_shapes(like, like.order_of))
+    shapes = flatten(checkpoint_layout_shapes(like, like.layer_order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
-    return cfg, from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.order_of)
+    return cfg, from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.layer_order_of)
 
 
 def check_arrays(place: Path, meta: dict) -> None:

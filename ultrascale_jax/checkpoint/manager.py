@@ -202,7 +202,7 @@ class Checkpoints:
             self._settle(must=True)
 
     def _begin(self, step: int, state: TrainState, meta: dict) -> None:
-        groups = split(to_checkpoint_layout(state, state.params.order_of))
+        groups = split(to_checkpoint_layout(state, state.params.layer_order_of))
         meta = with_digest(meta | {"arrays": restoring.record(groups)})
         try:
             response = self._orbax.save_checkpointables_async(
@@ -316,7 +316,7 @@ class Checkpoints:
         checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
         """
         like = saved_shapes(abstract, config_from_dict(meta["config"]))
-        order = abstract.params.order_of
+        order = abstract.params.layer_order_of
         place, shapes = self.folder / str(step), split(checkpoint_layout_shapes(like, order))
         groups = restoring.load(place, meta, shapes)
         state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)

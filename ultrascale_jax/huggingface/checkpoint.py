@@ -31,7 +31,7 @@ from ultrascale_jax.models.transformer import Transformer
 def load(path: str | Path, abstract: Transformer) -> Transformer:
     """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
 
-    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `order_of` has them. Each process
+    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `layer_order_of` has them. Each process
     reads what its own devices hold, one parameter at a time. Raises
     `ValueError` naming what is missing, left over or of another shape or type.
     """
@@ -45,7 +45,7 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
-            order = abstract.order_of(name)
+            order = abstract.layer_order_of(name)
             part = partial(_read, files, table[name], order, leaf.shape, dtype)
             # Cached for this one parameter: devices that hold the same part share one read.
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
@@ -112,7 +112,7 @@ def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
     for ours, tensor in table.items():
         expected = tuple(tensor.sizes[letter] for letter in tensor.dims)
-        expected = (len(abstract.order_of(ours)), *expected) if tensor.stacked else expected
+        expected = (len(abstract.layer_order_of(ours)), *expected) if tensor.stacked else expected
         fix = f"the config makes it {expected}"
         require(shapes[ours] == expected, f"{ours}.shape", shapes[ours], fix)
 
@@ -186,7 +186,7 @@ def save(
         contents = {}
         for name, ours, where in shard:
             if where:
-                where = (model.order_of(ours).index(where[0]), *where[1:])
+                where = (model.layer_order_of(ours).index(where[0]), *where[1:])
             values = _gather(arrays[ours], where, table[ours], dtype)
             weight_map[name], total = file_name, total + values.nbytes
             if writer:

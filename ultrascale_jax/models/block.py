@@ -1,6 +1,6 @@
-"""One layer of the decoder: attention and a feed-forward layer, each with its norm and residual connection."""
+"""One layer of the decoder, `Block`, and the parameters of all its layers, `BlockStack`."""
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -15,48 +15,76 @@ from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     MLP,
     gather_fp8,
-    gather_param,
     param,
     rms_norm,
     scatter_sequence,
+    zero_sizes,
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, Routed
-from ultrascale_jax.sharding.primitives import grad_barrier
+from ultrascale_jax.sharding.primitives import gather_param, grad_barrier
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
-ATTENTION = ("attn_norm", "attn", "mlp_norm")
-PARTS = (*ATTENTION, "mlp", "moe")
+ATTENTION_PARTS = ("attn_norm", "attn", "mlp_norm")
+FEED_FORWARDS: tuple[FeedForward, ...] = ("mlp", "moe")
+PARTS = (*ATTENTION_PARTS, *FEED_FORWARDS)
 
 
 def _grads_together[Tree](tree: Tree) -> Tree:
-    """`grad_barrier` with a tensor group; without one there is no reduce-scatter to hide."""
+    """Apply `grad_barrier` where a tensor group has a reduce-scatter to hide; without one gradients need not wait."""
     return grad_barrier(tree) if mesh_size(*TENSOR) > 1 else tree
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
-    """Layers from `start` up to `stop` of a stack; the whole as it is."""
+    """Return rows `start` up to `stop` of a stack; the whole as it is."""
     return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
 
 
-class Block(nnx.Module):
-    """Attention and MLP or experts, each with its norm and residual connection.
-
-    Also the form of a model's stacks, which are homogeneous: attention and norms of every layer, `mlp` of the dense
-    layers and `moe` of the others, each as long as there are such layers. `layers` cuts a stack of whole layers out.
-    """
-
-    attn: Attention | MLA
+class _Parts(nnx.Module):
+    """Some of `PARTS`, by name."""
 
     def __init__(self, cfg: ModelConfig, kernels: KernelsConfig = AUTO, **parts: Any):
-        """`parts` are `attn_norm`, `attn`, `mlp_norm`, `mlp` and `moe`, or some of them."""
         self.cfg, self.kernels = cfg, kernels
         for name, part in parts.items():
             setattr(self, name, part)
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts that it has, by name."""
+        return {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
+
+    def only(self, *names: str) -> Self:
+        """Return the same with those of these parts that it has."""
+        parts = {name: part for name, part in self.parts.items() if name in names}
+        return type(self)(self.cfg, self.kernels, **parts)
+
+
+class BlockStack(_Parts):
+    """The parameters of all layers of a model, in a stack for each part, with a leading dim of layers.
+
+    Every layer has a row of the attention parts; dense layers have one of `mlp`, and layers of experts one of `moe`.
+    """
+
+    def layers(self, kind: FeedForward, count: int, first: int, first_of_kind: int) -> "Block":
+        """Return a stack of `count` whole layers: rows from `first` on of the attention parts, and from `first_of_kind`
+        on of this kind of feed-forward layer."""
+        attention = cut(self.only(*ATTENTION_PARTS), first, first + count)
+        feed_forward = cut(self.parts[kind], first_of_kind, first_of_kind + count)
+        return Block(self.cfg, self.kernels, **attention.parts, **{kind: feed_forward})
+
+    def block(self, *names: str) -> "Block":
+        """Return these parts as a layer, where each stack was replaced by one of its rows (a pipeline does that)."""
+        return Block(self.cfg, self.kernels, **self.only(*names).parts)
+
+
+class Block(_Parts):
+    """One layer: attention and MLP or experts, each with its norm and residual connection."""
+
+    attn: Attention | MLA
+
     @classmethod
     def init_attention(cls, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array) -> "Block":
-        """A layer without its feed-forward layer."""
+        """Make a layer without its feed-forward layer."""
         attention = Attention if cfg.latent is None else MLA
         return cls(
             cfg,
@@ -70,36 +98,16 @@ class Block(nnx.Module):
     def init_feed_forward(
         kind: FeedForward, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
     ) -> MLP | MoE:
-        """The feed-forward layer of the layer that `init_attention` makes of the same key."""
+        """Make the feed-forward layer of the layer that `init_attention` makes of the same key."""
         key = jax.random.split(key)[1]
         return MLP(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Its parts by name."""
-        return {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
-
-    def only(self, *names: str) -> "Block":
-        """The same block with these parts alone, as far as it has them."""
-        return Block(
-            self.cfg, self.kernels, **{n: part for n, part in self.parts.items() if n in names}
-        )
-
-    def layers(self, kind: FeedForward, size: int, first: int, row: int) -> "Block":
-        """Of stacks, `size` layers with this feed-forward layer: their attention from position `first` on, their
-        feed-forward layers from `row` on."""
-        attention = cut(self.only(*ATTENTION), first, first + size)
-        feed_forward = cut(self.parts[kind], row, row + size)
-        return Block(self.cfg, self.kernels, **attention.parts, **{kind: feed_forward})
-
-    def gathered(self, inputs: LayerInputs) -> "Block":
-        """Its parameters as they are used: ZeRO-3's all-gathers of one layer; in fp8 as its products want them."""
+    def gather_params(self, inputs: LayerInputs) -> "Block":
+        """Return this layer with whole parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
+        sizes, fp8 = zero_sizes(self.cfg), inputs.fp8
 
         def leaf(path, param):
-            given, fp8 = (
-                (param.get_value(), param.dims, param.act_dims, inputs.dtype, self.cfg),
-                inputs.fp8,
-            )
+            given = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
             if fp8 is None or not in_fp8(param.dims):
                 return param.replace(gather_param(*given))
             amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
@@ -110,7 +118,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Routed | None, Cache | None]:
-        """`[B, R, D]` to `[B, R, D]`; parameters as `gathered` returns them, with one feed-forward layer.
+        """Map `[B, R, D]` to `[B, R, D]`; parameters as `gather_params` returns them, with one feed-forward layer.
 
         The second result is what the router of experts did, if there is one; the third the cache.
 
@@ -121,8 +129,8 @@ class Block(nnx.Module):
         x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, getattr(self, kind))
         return *self.feed(x_BRD, feed_forward, inputs.moe), cache
 
-    def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward=None):
-        """The first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
+    def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward: Any = None):
+        """Run the first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
@@ -135,7 +143,7 @@ class Block(nnx.Module):
     def feed(
         self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
     ) -> tuple[jax.Array, Routed | None]:
-        """The second half: the residual stream, and what the router of experts did."""
+        """Run the second half: the residual stream, and what the router of experts did."""
         post, routed = self.cfg.norm_placement == "post", None
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = x_BRD if post else self._norm(x_BRD, "mlp_norm")

@@ -103,10 +103,10 @@ def in_fp8(dims: str) -> bool:
     return is_matrix(dims) and "X" not in dims
 
 
-def weight_amaxes(blocks: Any, order_of: Callable, num_layers: int) -> dict[str, jax.Array]:
-    """`Fp8.amaxes` of a stack of blocks, as its parameters rest, in one reduction over all devices.
+def weight_amaxes(blocks: Any, layer_order_of: Callable, num_layers: int) -> dict[str, jax.Array]:
+    """Return `Fp8.amaxes` of the blocks' parameters at rest, in one reduction over all devices.
 
-    `order_of` is `Transformer.order_of`. Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
+    `layer_order_of` is the `Transformer`'s. Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
     """
     matrices = {
         keystr(path, simple=True, separator="."): variable.get_value()
@@ -124,7 +124,7 @@ def weight_amaxes(blocks: Any, order_of: Callable, num_layers: int) -> dict[str,
         return [part.reshape(-1) for part in jnp.split(found, ends[:-1], axis=1)]
 
     def of_layers(path, found):
-        order = order_of(f"blocks.{path}")
+        order = layer_order_of(f"blocks.{path}")
         present = sorted(layer for layer in order if layer is not None)
         first = num_layers - len(present) if path.startswith("moe.") else 0
         rows = np.array([order.index(layer) for layer in present])

@@ -140,15 +140,15 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
-    for rank, first, row, size, window, kind in visits:
+    for rank, first, first_of_kind, count, window, kind in visits:
 
         def layer(x_BRD, block_and_kv, window=window):
             block, kv = block_and_kv
             own = dataclasses.replace(inputs, window=window, cache=(*kv, start))
-            x_BRD, _, kv = block.gathered(own)(x_BRD, own)
+            x_BRD, _, kv = block.gather_params(own)(x_BRD, own)
             return x_BRD, list(kv[:2])
 
-        part = blocks.layers(kind, size, first, row), cut(kv, first, first + size)
+        part = blocks.layers(kind, count, first, first_of_kind), cut(kv, first, first + count)
         out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
         mine = jax.lax.axis_index("pp") == rank
         x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
@@ -166,9 +166,9 @@ def _visits(model: Transformer) -> list[tuple[int, int, int, int, int | None, Fe
     def place(layer: int) -> tuple:
         """What layers of one run share, whose last are the distances from the layer to where its parts rest."""
         kind, window = model.cfg.feed_forward(layer), model.cfg.window(layer)
-        order, stack = model.layer_order, model.order_of(f"blocks.{kind}.")
+        order, stack = model.layer_order, model.layer_order_of(f"blocks.{kind}.")
         rank, position = divmod(order.index(layer), len(order) // model.ranks)
-        row = stack.index(layer - model.layers_of(kind).start) % (len(stack) // model.ranks)
+        row = stack.index(layer - model.layers_with(kind).start) % (len(stack) // model.ranks)
         return rank, window, kind, position - layer, row - layer
 
     found = []

@@ -1,7 +1,7 @@
 """Parameters that know their dims, and the two layers that every decoder shares: RMSNorm and the gated MLP."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,14 @@ from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, linear
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import broadcast_param, gather, mean, reshard
-from ultrascale_jax.sharding.rules import TENSOR, act, axes_of, is_matrix, specs, stored, zero_dim
+from ultrascale_jax.sharding.primitives import broadcast_param, gather_param, mean, reshard
+from ultrascale_jax.sharding.rules import (
+    TENSOR,
+    act,
+    axes_of,
+    specs,
+    stored_spec,
+)
 
 INIT_STD = 0.02
 
@@ -34,7 +40,7 @@ def param(
 
     Without a key it is made of ones when `std` is 1 (norm scales) and zeros when it is 0 (biases).
     """
-    spec = stored(dims, shape)
+    spec = stored_spec(dims, shape)
     if key is None:
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
     else:
@@ -59,15 +65,11 @@ def map_params[M](fn: Callable[..., Any], module: M, *rest: M) -> M:
     return jax.tree.map(apply, module, *rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def gather_param(
-    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike, cfg: ModelConfig
-) -> jax.Array:
-    """A parameter of this model as it is used: `primitives.gather`."""
+def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
+    """Return the whole sizes of the dims that ZeRO splits, by letter."""
     latent = cfg.latent
-    sizes = {"D": cfg.d_model}
-    sizes |= {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
-    size = sizes[dims[zero_dim(dims)]] if is_matrix(dims) else 0
-    return gather(value, dims, act_dims, dtype, size)
+    latents = {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
+    return {"D": cfg.d_model} | latents
 
 
 def gather_fp8(
@@ -75,12 +77,12 @@ def gather_fp8(
     dims: str,
     act_dims: str,
     dtype: jax.typing.DTypeLike,
-    cfg: ModelConfig,
+    sizes: Mapping[str, int],
     recipe: Recipe,
     amax: jax.Array | None,
 ) -> Fp8Weight:
-    """`gather_param` for products in fp8: with one scale for a tensor, made of `amax`, what travels is fp8."""
-    whole = gather_param(value, dims, act_dims, dtype, cfg)
+    """Gather a parameter for products in fp8: with one scale for a tensor, made of `amax`, the all-gather sends fp8."""
+    whole = gather_param(value, dims, act_dims, dtype, sizes)
     if amax is None:
         return Fp8Weight(whole, None, None, recipe)
     value = jax.lax.stop_gradient(value)
@@ -88,7 +90,7 @@ def gather_fp8(
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
     values, scale = quantize_fp8(value, "tensor", amax=amax, power_of_2=True)
     return Fp8Weight(
-        whole, gather_param(as_bits(values), dims, act_dims, jnp.uint8, cfg), scale, recipe
+        whole, gather_param(as_bits(values), dims, act_dims, jnp.uint8, sizes), scale, recipe
     )
 
 

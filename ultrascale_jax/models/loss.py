@@ -22,7 +22,7 @@ CHUNK_BYTES = 2**31
 
 
 def num_chunks(batch: int, seq_len: int, vocab_size: int) -> int:
-    """The smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
+    """Return the smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
     rows, length = max(piece("B", batch), 1), piece("T", seq_len)
     total = rows * length * piece("V", vocab_size) * 4
     return next(
@@ -38,7 +38,7 @@ def cross_entropy(
     weight: jax.Array,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum of the negative log-likelihoods of `targets_BT`; differentiable in `x_BTD` and `head_DV`.
+    """Sum the weighted negative log-likelihoods of `targets_BT`; differentiable in `x_BTD` and `head_DV`.
 
     Args:
       x_BTD: hidden states, `reduced` over the axes of V (`gather_sequence`).
@@ -76,7 +76,7 @@ def _backward(z_loss, kept, g):
 
 
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """A partial sum times a scalar: the type system wants to see that the scalar is the same on every device."""
+    """Multiply a partial sum by a scalar: the type system wants to see that the scalar is the same on every device."""
     unreduced = jax.typeof(x).sharding.spec.unreduced
     return x * jax.reshard(factor.astype(x.dtype), P(reduced=unreduced))
 
@@ -85,7 +85,7 @@ cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
-    """Visit the chunks: (dx, dhead) or None, and each token's (nll, z-loss term)."""
+    """Visit the chunks: return (dx, dhead) or None, and each token's (nll, z-loss term)."""
     B, T, D = x_BTD.shape
     targets_BT = jax.reshard(targets_BT, act("BT"))
     n = num_chunks(B, T, head_DV.shape[1])
@@ -117,7 +117,7 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
 
 
 def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
-    """One chunk: dhead in float32, and (dx, nll, z-loss term), gradients None when not asked for."""
+    """Visit one chunk: return dhead in float32, and (dx, nll, z-loss term), gradients None when not asked for."""
     logits = jnp.einsum(
         "BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32
     )
@@ -146,7 +146,7 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
 
 
 def _log_sum_exp(logits_BTV, gold_BTV):
-    """Over the whole vocabulary: the log-sum-exp of the logits, and the logit of the target."""
+    """Return the log-sum-exp of the logits over the whole vocabulary, and the logit of the target."""
     highest = all_reduce(jnp.max(logits_BTV, axis=-1), "V", "max")
     total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
     picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
@@ -162,7 +162,7 @@ def cross_entropy_of_pieces(
     z_loss: float = 0.0,
     implementation: str = "mosaic",
 ) -> tuple[jax.Array, jax.Array]:
-    """`cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
+    """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
     partial = act("", unreduced=axes_of("BT"))
 
     def local(x_BTD, head_DV, targets_BT, weight):

@@ -2,7 +2,7 @@
 
 Modules are plain pytrees. A block is made once under `jax.vmap` over its init keys, so each of its parameters has a
 leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 each
-iteration first gathers its layer's parameters (`Block.gathered`), so that XLA moves one layer at a time.
+iteration first gathers its layer's parameters (`Block.gather_params`), so that XLA moves one layer at a time.
 """
 
 import dataclasses
@@ -19,25 +19,23 @@ from flax import nnx
 from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.block import Block, cut
+from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, cut
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import gather_param, gather_sequence, param, rms_norm
+from ultrascale_jax.models.layers import gather_sequence, param, rms_norm, zero_sizes
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
 from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
-from ultrascale_jax.sharding.primitives import einsum, embed_lookup, reshard
-from ultrascale_jax.sharding.rules import mesh_size, stored
-
-KINDS: tuple[FeedForward, ...] = ("mlp", "moe")
+from ultrascale_jax.sharding.primitives import einsum, embed_lookup, gather_param, reshard
+from ultrascale_jax.sharding.rules import mesh_size, stored_spec
 
 
 def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
-    """`make(key)` of layers `first + i` in this order, each made where it rests, independent of mesh and order."""
-    rows = np.array([0 if layer is None else first + layer for layer in order])
-    spec = stored("L", rows.shape)
-    keys = jax.reshard(jax.random.split(key, cfg.num_layers)[rows], spec)
+    """Stack `make(key)` of layers `first + i`, each made where it rests, the same on any mesh and in any order."""
+    layers = np.array([0 if layer is None else first + layer for layer in order])
+    spec = stored_spec("L", layers.shape)
+    keys = jax.reshard(jax.random.split(key, cfg.num_layers)[layers], spec)
     stack = jax.vmap(make)(keys)
     if None not in order:
         return stack
@@ -51,10 +49,19 @@ def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, 
 
 
 def _joined[Tree](stacks: Sequence[Tree]) -> Tree:
-    """Stacks of consecutive layers as one."""
+    """Join stacks of consecutive layers."""
     if len(stacks) == 1:
         return stacks[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+
+
+class LayerRun(NamedTuple):
+    """Consecutive layers that are alike: one scan runs them."""
+
+    layers: range
+    window: int | None
+    feed_forward: FeedForward
+    fp8: Fp8 | None
 
 
 class ModelOutputs(NamedTuple):
@@ -82,7 +89,7 @@ class Transformer(nnx.Module):
         *,
         kernels: KernelsConfig = AUTO,
     ):
-        """`layer_order`: a pipeline's, the layer at each position of the stack, None for one of zeros; over `ranks`."""
+        """`layer_order`: a pipeline's (`schedules.LayerOrder`), over `ranks`; without it layers rest in their order."""
         self.cfg, self.kernels = cfg, kernels
         self.staged, self.ranks = layer_order is not None, ranks
         self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
@@ -91,28 +98,29 @@ class Transformer(nnx.Module):
         self.embed = param(k_embed, "VD", "BT", (V, D))
         attention = functools.partial(Block.init_attention, cfg, kernels)
         parts = _stack(attention, cfg, k_blocks, self.layer_order, 0).parts
-        for kind in KINDS:
-            if layers := self.layers_of(kind):
+        for kind in FEED_FORWARDS:
+            if layers := self.layers_with(kind):
                 make = functools.partial(Block.init_feed_forward, kind, cfg, kernels)
-                order = self.order_of(f"blocks.{kind}.")
+                order = self.layer_order_of(f"blocks.{kind}.")
                 parts[kind] = _stack(make, cfg, k_blocks, order, layers.start)
-        self.blocks = Block(cfg, kernels, **parts)
+        self.blocks = BlockStack(cfg, kernels, **parts)
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
 
-    def layers_of(self, part: str) -> range:
-        """The layers that have this part of the blocks."""
+    def layers_with(self, part: str) -> range:
+        """Return the layers that have this part of the blocks."""
         dense, layers = self.cfg.dense_layers, self.cfg.num_layers
         return range(dense if part == "moe" else 0, dense if part == "mlp" else layers)
 
-    def order_of(self, path: str) -> LayerOrder:
-        """The layers of the stack at a dotted path, as `blocks.moe.w_up`, numbered among those that have that part.
+    def layer_order_of(self, path: str) -> LayerOrder:
+        """Return the layer at each row of the stack at a dotted path, as `blocks.moe.w_up`; None is padding.
 
-        A rank of a pipeline has as many positions of a kind as the rank with most layers of it needs.
+        Layers are numbered among those that have that part. Each rank of a pipeline has as many rows as the rank with
+        most of these layers.
         """
         part = path.rpartition("blocks.")[2].partition(".")[0]
-        layers = self.layers_of(part)
+        layers = self.layers_with(part)
         if not self.staged:
             return tuple(range(len(layers)))
         if len(layers) == self.cfg.num_layers:
@@ -127,7 +135,7 @@ class Transformer(nnx.Module):
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         prefetch: bool = False,
     ) -> ModelOutputs:
-        """Hidden states of token ids (int32).
+        """Run the model on token ids (int32).
 
         `remat` wraps a layer's function, to say what its backward pass recomputes. With `prefetch` a layer's parameters
         are gathered while the one before computes (`parallel/prefetch.py`); not with a cache.
@@ -138,15 +146,16 @@ class Transformer(nnx.Module):
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
         found = []
-        for window, kind, fp8, start, stop in self._segments(inputs.fp8):
-            alike = dataclasses.replace(inputs, window=window, fp8=fp8)
+        for run in self._runs(inputs.fp8):
+            alike = dataclasses.replace(inputs, window=run.window, fp8=run.fp8)
 
-            row = start - self.layers_of(kind).start
-            block = self.blocks.layers(kind, stop - start, start, row)
-            part = block, cut(alike.stacked, start, stop)
-            run = self._prefetched if prefetch and stop - start > 1 else self._scanned
+            kind, start, count = run.feed_forward, run.layers.start, len(run.layers)
+            first_of_kind = start - self.layers_with(kind).start
+            block = self.blocks.layers(kind, count, start, first_of_kind)
+            part = block, cut(alike.stacked, start, start + count)
+            scan = self._prefetched if prefetch and count > 1 else self._scanned
             with jax.named_scope("layers"):
-                x_BRD, out = run(x_BRD, part, alike, remat)
+                x_BRD, out = scan(x_BRD, part, alike, remat)
             found.append(out)
         caches, routers = zip(*found, strict=True)
         routers = [router for router in routers if router is not None]
@@ -167,7 +176,7 @@ class Transformer(nnx.Module):
         def layer(x_BRD, part):
             block, own = part
             own = inputs.of_layer(own)
-            x_BRD, routed, cache = block.gathered(own)(x_BRD, own)
+            x_BRD, routed, cache = block.gather_params(own)(x_BRD, own)
             return x_BRD, (cache and cache[:2], routed)
 
         return jax.lax.scan(remat(layer), x_BRD, part)
@@ -182,8 +191,8 @@ class Transformer(nnx.Module):
                 return x_BRD, jnp.float32(0.0)
             return x_BRD, routed.balance_BR, routed.statistics_Z
 
-        layer = Layer(lambda block, own: block.gathered(inputs.of_layer(own)), remat(run))
-        # The layers read no fp8 from their inputs: `gathered` has made of it what their parameters are.
+        layer = Layer(lambda block, own: block.gather_params(inputs.of_layer(own)), remat(run))
+        # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
         around = dataclasses.replace(inputs, fp8=None)
         ring, _ = inputs.context.ranks(mesh_size("cp"))
         x_BRD, (balance_LBR, *statistics) = prefetch_scan(
@@ -191,36 +200,34 @@ class Transformer(nnx.Module):
         )
         return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 
-    def _segments(self, fp8: Fp8 | None) -> list[tuple]:
-        """Runs of layers that are alike: their window, feed-forward layer and `fp8`, their first number and the next
-        run's."""
-        cfg, layers = self.cfg, range(self.cfg.num_layers)
+    def _runs(self, fp8: Fp8 | None) -> list[LayerRun]:
+        """Group the layers into runs that are alike."""
+        cfg, runs = self.cfg, []
 
-        def kind(i):
-            low = fp8 is not None and fp8.recipe.covers(i, len(layers))
-            return cfg.window(i), cfg.feed_forward(i), low
+        def traits(layer: int) -> tuple:
+            in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
+            return cfg.window(layer), cfg.feed_forward(layer), in_fp8
 
-        runs = [(kind, len(list(group))) for kind, group in itertools.groupby(map(kind, layers))]
-        stops = itertools.accumulate(length for _, length in runs)
-        return [
-            (window, kind, fp8 if low else None, stop - n, stop)
-            for ((window, kind, low), n), stop in zip(runs, stops, strict=True)
-        ]
+        for (window, kind, in_fp8), group in itertools.groupby(range(cfg.num_layers), traits):
+            first, *rest = group
+            layers = range(first, first + 1 + len(rest))
+            runs.append(LayerRun(layers, window, kind, fp8 if in_fp8 else None))
+        return runs
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
-        embed = gather_param(self.embed[...], "VD", "BT", dtype, self.cfg)
+        """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
+        embed = gather_param(self.embed[...], "VD", "BT", dtype, zero_sizes(self.cfg))
         return embed_lookup(embed, tokens_BT)
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
-        """The final norm."""
-        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, self.cfg)
+        """Apply the final norm."""
+        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, zero_sizes(self.cfg))
         return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps, self.kernels.norm)
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The output head `[D, V]`, V over the tensor group and pp."""
+        """Return the output head `[D, V]`, V over the tensor group and pp."""
         weight = self.embed[...].T if self.cfg.tied_embeddings else self.head[...]
-        return gather_param(weight, "DV", "BTD", dtype, self.cfg)
+        return gather_param(weight, "DV", "BTD", dtype, zero_sizes(self.cfg))
 
     def loss(
         self,
@@ -231,7 +238,7 @@ class Transformer(nnx.Module):
         z_loss: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> tuple[jax.Array, jax.Array]:
-        """Objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
+        """Return objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
             if self.kernels.loss == "mosaic":
@@ -241,7 +248,7 @@ class Transformer(nnx.Module):
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
+        """Return logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
         inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
         return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)

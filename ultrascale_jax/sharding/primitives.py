@@ -1,6 +1,6 @@
 """The operations that communicate: one name and one meaning each, with an Explicit and a manual form behind it.
 
-    gather, shard_param               a parameter as the layers use it
+    gather_param, keep_sharded         a parameter as the layers use it
     reduce_gradient, scatter_gradient its gradient, summed over the devices
     reshard, einsum                   an activation split as other letters say
     all_reduce, mean                  a reduction over dims that may be split
@@ -14,7 +14,7 @@ collectives do the same. Only this package asks which of the two holds, so a mod
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -29,13 +29,13 @@ from ultrascale_jax.sharding.rules import (
     act,
     act_axes,
     axes_of,
-    gathered,
+    gathered_spec,
     gradient_axes,
     is_matrix,
     manual,
     mesh_size,
     shard_axes,
-    stored,
+    stored_spec,
     vary,
     varying,
     zero_dim,
@@ -141,41 +141,45 @@ def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     return value.astype(dtype) if is_matrix(dims) and "X" not in dims else value
 
 
-def gather(
-    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike, size: int
+def gather_param(
+    value: jax.Array,
+    dims: str,
+    act_dims: str,
+    dtype: jax.typing.DTypeLike,
+    sizes: Mapping[str, int],
 ) -> jax.Array:
-    """A parameter as it is used: cast, and whole over (fsdp, cp, ep), an all-gather where it rests sharded.
+    """Cast a parameter, and all-gather it over the axes (fsdp, cp, ep) that shard it at rest.
 
-    Its cotangent stays unreduced over the axes that split what it meets. What is whole already stays as it is.
+    Its cotangent stays unreduced over the axes that split `act_dims`. A parameter that is whole already stays so.
 
     Args:
       value: a parameter, whole or as it rests.
       dims: its dims.
-      act_dims: dims of the activation that it meets.
+      act_dims: dims of the activation that it is multiplied with.
       dtype: type of compute.
-      size: size of the whole dim that ZeRO splits; vectors, which it does not split, ignore it.
+      sizes: of the whole dims that ZeRO splits, by letter (`rules.zero_dim`).
     """
     value = cast(value, dims, dtype)
     if not manual():
-        spec = gathered(dims, value.shape, reduced=gradient_axes(dims, act_dims))
+        spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
         return jax.reshard(_row_major(value), spec)
     value = vary(value, _varying_axes(dims, act_dims))
-    if not is_matrix(dims) or value.shape[zero_dim(dims)] == size:
+    if not is_matrix(dims) or value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
         return value
     axes = shard_axes(dims)
     return jax.lax.all_gather(_row_major(value), axes, axis=zero_dim(dims), tiled=True)
 
 
-def shard_param(
+def keep_sharded(
     value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """A parameter that each layer gathers for itself (ZeRO-3): sharded as it rests.
+    """Leave a parameter sharded as it rests, for each layer to gather for itself (ZeRO-3).
 
-    Its cotangent stays unreduced over the other axes that split what it meets. On pieces it is cast here and not in
-    every layer.
+    Its cotangent stays unreduced over the other axes that split `act_dims`. On pieces it is cast here and not in every
+    layer.
     """
     if not manual():
-        spec = stored(dims, value.shape, reduced=gradient_axes(dims, act_dims) - set(SHARD))
+        spec = stored_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims) - set(SHARD))
         return jax.reshard(value, spec)
     return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
 
@@ -212,7 +216,7 @@ def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array
         return grad
     if not manual():
         axes = gradient_axes(dims, act_dims) - set(SHARD)
-        return jax.reshard(grad, P(*stored(dims, grad.shape).partitions, unreduced=axes))
+        return jax.reshard(grad, P(*stored_spec(dims, grad.shape).partitions, unreduced=axes))
     if grad.shape == value.shape:
         return grad
     axes, dim = shard_axes(dims), zero_dim(dims)
@@ -229,9 +233,9 @@ def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array)
 
 
 def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
-    """Axes over which a parameter differs or meets different values.
+    """Return the axes over which a parameter differs, or is multiplied with different values.
 
-    They are those of its own letters, even where it rests whole (few kv heads), those of what it meets, and pp.
+    They are those of its own letters, even where it rests whole (few kv heads), those of `act_dims`, and pp.
     """
     pipeline = {"pp"} if mesh_size("pp") > 1 else set()
     return axes_of(dims + act_dims) | pipeline
@@ -294,7 +298,7 @@ def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: i
     shape = (*weight.shape[: axis + 1], copies, *weight.shape[axis + 1 :])
     weight = jnp.broadcast_to(jnp.expand_dims(weight, axis + 1), shape)
     weight = weight.reshape(*shape[:axis], -1, *shape[axis + 2 :])
-    spec = gathered(dims, weight.shape, reduced=gradient_axes(dims, act_dims))
+    spec = gathered_spec(dims, weight.shape, reduced=gradient_axes(dims, act_dims))
     return jax.reshard(weight, spec)
 
 

@@ -116,7 +116,7 @@ def shard_axes(dims: str) -> tuple[str, ...]:
     return tuple(axis for axis in SHARD if axis not in taken)
 
 
-def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
+def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
     """Sharding in which a parameter is used: split over the tensor group, whole over (fsdp, cp, ep).
 
     A dim that the tensor group does not divide (few kv heads) is replicated.
@@ -124,7 +124,7 @@ def gathered(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = fro
     return _spec(_partitions(dims, shape), reduced)
 
 
-def stored(
+def stored_spec(
     dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()
 ) -> P:
     """Sharding in which a parameter, its gradient and its moments rest between steps.

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.block import ATTENTION
+from ultrascale_jax.models.block import ATTENTION_PARTS, FEED_FORWARDS, PARTS, BlockStack
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.moe import num_statistics
 from ultrascale_jax.models.transformer import Transformer
@@ -100,7 +100,7 @@ def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
 
     def table(path) -> np.ndarray:
         part = jax.tree_util.keystr(path[:1], simple=True)
-        stack, first = params.order_of(f"blocks.{part}."), params.layers_of(part).start
+        stack, first = params.layer_order_of(f"blocks.{part}."), params.layers_with(part).start
         rows = schedules.stack_rows(params.layer_order, stack, params.ranks, first)
         return np.array(rows, np.int32)
 
@@ -110,7 +110,7 @@ def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
 def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
     """A rank's statistics by position as rows of the stack of experts."""
     order, size = params.layer_order, len(statistics)
-    stack, first = params.order_of("blocks.moe."), params.layers_of("moe").start
+    stack, first = params.layer_order_of("blocks.moe."), params.layers_with("moe").start
     # Of a row that pads the stack beyond the end.
     places = [size if i is None else order.index(first + i) % size for i in stack]
     places = np.reshape(places, (params.ranks, -1)).astype(np.int32)
@@ -141,7 +141,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
-    def layer(block, x_BRD, context, number):
+    def layer(blocks: BlockStack, x_BRD, context, number):
         inputs, weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
 
@@ -154,18 +154,18 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
             return x_BRD, weight * jnp.sum(routed.balance_BR), routed.statistics_Z
 
         if not _is_mixed(cfg):
-            return finished(*block.gathered(inputs)(x_BRD, inputs)[:2])
-        x_BRD = block.only(*ATTENTION).gathered(inputs).attend(x_BRD, inputs)[0]
+            return finished(*blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)[:2])
+        x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
         axes = varying(x_BRD)
 
-        def feed(kind, block, x_BRD):
-            block = block.only("mlp_norm", kind).gathered(inputs)
+        def feed(kind, blocks, x_BRD):
+            block = blocks.block("mlp_norm", kind).gather_params(inputs)
             out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
             return jax.tree.map(lambda a: vary(a, axes), out)
 
         # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-        kinds = (functools.partial(feed, kind) for kind in ("mlp", "moe"))
-        return jax.lax.cond(number < dense, *kinds, block.only("mlp_norm", "mlp", "moe"), x_BRD)
+        kinds = (functools.partial(feed, kind) for kind in FEED_FORWARDS)
+        return jax.lax.cond(number < dense, *kinds, blocks.only("mlp_norm", *FEED_FORWARDS), x_BRD)
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):

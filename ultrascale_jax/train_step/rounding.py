@@ -49,7 +49,7 @@ def random_bits(key: jax.Array, params: Transformer) -> Transformer:
         own, spec = jax.random.fold_in(key, number), jax.typeof(x).sharding.spec
         if str(path[0]) != ".blocks":
             return jax.random.bits(own, x.shape, jnp.uint32, out_sharding=spec)
-        order = params.order_of(jax.tree_util.keystr(path, simple=True, separator="."))
+        order = params.layer_order_of(jax.tree_util.keystr(path, simple=True, separator="."))
         layers = np.array([layer or 0 for layer in order])  # padding is zero, and zero stays zero
         keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(layers)
         keys = jax.reshard(keys, P(*spec.partitions[:1]))

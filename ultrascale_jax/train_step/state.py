@@ -22,7 +22,7 @@ from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
-from ultrascale_jax.sharding.rules import stored
+from ultrascale_jax.sharding.rules import stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.spikes import Spikes
@@ -49,8 +49,8 @@ class TrainState:
     """With `watch.spike_guard` the last steps' losses and gradient norms."""
 
 
-type OrderOf = Callable[[str], LayerOrder]
-"""Layer at each position of an array, by its dotted path: `Transformer.order_of`."""
+type LayerOrderOf = Callable[[str], LayerOrder]
+"""Layer at each position of an array, by its dotted path: `Transformer.layer_order_of`."""
 
 
 def layer_order(cfg: Config) -> LayerOrder | None:
@@ -66,7 +66,7 @@ def initial_state(cfg: Config) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
 
     def rest(value, dims, act_dims):
-        return jax.reshard(value, stored(dims, value.shape, zero=cfg.train.zero))
+        return jax.reshard(value, stored_spec(dims, value.shape, zero=cfg.train.zero))
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
     model = Transformer(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
@@ -128,8 +128,8 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     return jax.tree.map(place, state)
 
 
-def to_checkpoint_layout[Tree](tree: Tree, order_of: OrderOf) -> Tree:
-    """Convert arrays whose layers lie as `order_of` says to the layout of a checkpoint; copy only layers that move.
+def to_checkpoint_layout[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> Tree:
+    """Convert arrays with layers in `layer_order_of` to the layout of a checkpoint; copy only layers that move.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
@@ -140,10 +140,10 @@ def to_checkpoint_layout[Tree](tree: Tree, order_of: OrderOf) -> Tree:
         rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
         return _take(x, rows, _travelling(x), _travelling(x))
 
-    return _map_with_order(leaf, order_of, tree)
+    return _map_with_order(leaf, layer_order_of, tree)
 
 
-def checkpoint_layout_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
+def checkpoint_layout_shapes[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> Tree:
     """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
@@ -152,10 +152,10 @@ def checkpoint_layout_shapes[Tree](tree: Tree, order_of: OrderOf) -> Tree:
         shape = (_num_layers(order), *s.shape[1:])
         return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
 
-    return _map_with_order(leaf, order_of, tree)
+    return _map_with_order(leaf, layer_order_of, tree)
 
 
-def from_checkpoint_layout[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> Tree:
+def from_checkpoint_layout[Tree](tree: Tree, like: Tree, layer_order_of: LayerOrderOf) -> Tree:
     """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
@@ -165,14 +165,18 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree, order_of: OrderOf) -> T
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
 
-    return _map_with_order(leaf, order_of, like, tree)
+    return _map_with_order(leaf, layer_order_of, like, tree)
 
 
-def _map_with_order[Tree](leaf: Callable, order_of: OrderOf, tree: Tree, *rest: Tree) -> Tree:
+def _map_with_order[Tree](
+    leaf: Callable, layer_order_of: LayerOrderOf, tree: Tree, *rest: Tree
+) -> Tree:
     """Return `leaf(array, its order, *arrays of rest)` of each array."""
 
     def apply(path, x, *others):
-        return leaf(x, order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others)
+        return leaf(
+            x, layer_order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others
+        )
 
     return jax.tree.map_with_path(apply, tree, *rest)
 

@@ -20,7 +20,7 @@ from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.zero import (
-    accumulator,
+    accumulator_spec,
     prefetches,
     prepare_params,
     reduce_gradients,
@@ -171,8 +171,8 @@ def count(batch: Batch) -> jax.Array:
 def loss_and_gradients(
     cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
 ) -> tuple[jax.Array, Transformer, jax.Array | None]:
-    """Bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and the
-    routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
+    """Return bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and
+    the routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.loss_and_gradients(cfg, params, parts, weight)
@@ -194,7 +194,7 @@ def loss_and_gradients(
 
     def zeros(value, dims, act_dims):
         return jnp.zeros(
-            value.shape, jnp.float32, out_sharding=accumulator(cfg, value, dims, act_dims)
+            value.shape, jnp.float32, out_sharding=accumulator_spec(cfg, value, dims, act_dims)
         )
 
     start = (jnp.float32(0.0), balance.statistics_start(cfg)), map_params(zeros, params)
@@ -218,8 +218,8 @@ def split(batch: Batch, microbatches: int) -> Batch:
 def objective(
     cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Loss to differentiate (with z-loss and the experts' balance) and, beside it, the bare cross-entropy, both summed
-    over tokens times `weight`, and the routers' statistics, partial sums."""
+    """Return the loss to differentiate (with z-loss and the experts' balance) and, beside it, the bare cross-entropy,
+    both summed over tokens times `weight`, and the routers' statistics, partial sums."""
     dtype = COMPUTE[cfg.train.precision]
     inputs = layer_inputs(cfg, batch, fp8)
     out = used(batch["tokens"], inputs, remat=remat(cfg.train), prefetch=prefetches(cfg))

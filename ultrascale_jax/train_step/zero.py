@@ -6,7 +6,7 @@
     2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
     3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
 
-`Block.gathered` gathers layer by layer; the reduce-scatter of stage 3 is the transpose of its `primitives.gather`.
+`Block.gather_params` gathers layer by layer; its transpose is the reduce-scatter of stage 3.
 Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
 """
 
@@ -15,16 +15,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import gather_param, map_params
+from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding.primitives import reduce_gradient, scatter_gradient, shard_param
+from ultrascale_jax.sharding.primitives import (
+    gather_param,
+    keep_sharded,
+    reduce_gradient,
+    scatter_gradient,
+)
 from ultrascale_jax.sharding.rules import (
     SHARD,
-    gathered,
+    gathered_spec,
     gradient_axes,
     is_matrix,
     mesh_size,
-    stored,
+    stored_spec,
 )
 from ultrascale_jax.train_step.precision import COMPUTE
 
@@ -36,18 +41,18 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
     not shard the parameters), so that gradients accumulate without communication.
     """
 
-    dtype = COMPUTE[cfg.train.precision]
+    dtype, sizes = COMPUTE[cfg.train.precision], zero_sizes(cfg.model)
 
     def leaf(value, dims, act_dims):
-        if keeps_shards(cfg, dims):
-            return shard_param(value, dims, act_dims, dtype)
-        return gather_param(value, dims, act_dims, dtype, cfg.model)
+        if is_gathered_by_layer(cfg, dims):
+            return keep_sharded(value, dims, act_dims, dtype)
+        return gather_param(value, dims, act_dims, dtype, sizes)
 
     return map_params(leaf, params)
 
 
-def keeps_shards(cfg: Config, dims: str) -> bool:
-    """Return whether this parameter is still sharded when the layers see it."""
+def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
+    """Return whether each layer gathers this parameter for itself (ZeRO-3)."""
     return cfg.train.zero == 3 and is_matrix(dims)
 
 
@@ -60,12 +65,12 @@ def prefetches(cfg: Config) -> bool:
     return cfg.train.zero == 3 and mesh.pp == 1 and mesh_size(*SHARD) > 1 and not offloads
 
 
-def accumulator(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:
+def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:
     """Return the sharding of a gradient accumulator."""
     axes = gradient_axes(dims, act_dims)
     if cfg.train.zero >= 2 and is_matrix(dims):
-        return P(*stored(dims, value.shape).partitions, unreduced=axes - set(SHARD))
-    return P(*gathered(dims, value.shape).partitions, unreduced=axes)
+        return P(*stored_spec(dims, value.shape).partitions, unreduced=axes - set(SHARD))
+    return P(*gathered_spec(dims, value.shape).partitions, unreduced=axes)
 
 
 def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Transformer:
