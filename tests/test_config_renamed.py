@@ -63,8 +63,16 @@ TODAY = Config(
 OLD_NAMES = {*RENAMED, *DROPPED, *(old for joined in JOINED.values() for old in joined.fields)}
 
 
-def test_a_configuration_of_before_means_what_it_did():
-    assert config_from_dict(OLD) == TODAY
+def test_a_configuration_of_before_means_what_it_did_and_what_has_no_effect_is_named():
+    with pytest.warns(UserWarning, match="has no effect any more") as told:
+        assert config_from_dict(OLD) == TODAY
+    assert [str(one.message).partition("=")[0] for one in told] == [
+        "train.loss_scale",
+        "train.loss_scale_window",
+        "train.max_skipped",
+        "pp.group",
+        "watch.straggler_every",
+    ]
     saved = {name for name in fields_of(OLD) if name in OLD_NAMES}
     assert saved == OLD_NAMES
 
@@ -74,6 +82,18 @@ def fields_of(values, path=""):
         yield f"{path}{name}"
         if isinstance(value, dict):
             yield from fields_of(value, f"{path}{name}.")
+
+
+def test_a_dropped_field_that_said_what_every_run_does_now_is_not_mentioned(recwarn):
+    values: dict[str, dict] = {}
+    for name, dropped in DROPPED.items():
+        *path, field = name.split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+        section[field] = dropped.today
+    upgraded(values)
+    assert not recwarn
 
 
 def test_one_of_today_is_left_as_it_is():

@@ -1,5 +1,6 @@
 """Translate fields of older versions: saved configurations load, and old options are refused with today's name."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,28 +63,36 @@ class Dropped(NamedTuple):
     """An old field without a successor."""
 
     why: str
-    only: Any = None
-    """The one value that a saved configuration may have; None: any, since the run goes on the same without it."""
+    today: Any
+    """The old value that says what every run does now."""
+    refused: bool = True
+    """Whether a saved configuration with another value is refused; else a warning says that the field is gone."""
 
 
 DROPPED = {
     "model.latent.interleaved": Dropped("rotary pairs of latent attention are neighbours", True),
-    "train.loss_scale": Dropped("fp16 starts at 65536 and finds its own"),
-    "train.loss_scale_window": Dropped("fp16 doubles its factor after 2000 good steps"),
-    "train.max_skipped": Dropped("a run stops after 10 skipped steps in a row"),
+    "train.loss_scale": Dropped("fp16 starts at 65536 and finds its own", 65536.0, refused=False),
+    "train.loss_scale_window": Dropped(
+        "fp16 doubles its factor after 2000 good steps", 2000, refused=False
+    ),
+    "train.max_skipped": Dropped("a run stops after 10 skipped steps in a row", 10, refused=False),
     "fp8.gradients": Dropped("gradients are e5m2 with one scale a tensor, else e4m3", "auto"),
     "pp.group": Dropped(
-        "use a table, as `plan schedule NAME --group N --csv FILE.csv` writes it, and --pp.schedule FILE.csv"
+        "use a table, as `plan schedule NAME --group N --csv FILE.csv` writes it, and --pp.schedule FILE.csv",
+        0,
+        refused=False,
     ),
     "checkpoint.dir": Dropped("checkpoints are in RUN_DIR/checkpoints", "checkpoints"),
-    "watch.straggler_every": Dropped("processes compare their times every 100 steps"),
+    "watch.straggler_every": Dropped(
+        "processes compare their times every 100 steps", 100, refused=False
+    ),
 }
 
 
 def upgraded(values: dict[str, Any]) -> dict[str, Any]:
     """Return a saved configuration of any version with the fields of today; other than that it is not checked.
 
-    Raises `UserError` where it has what no field of today can say.
+    Raises `UserError` where it has what no field of today can say, or warns if the run only goes on in another way.
     """
     values = _copied(values)
     for old, new in RENAMED.items():
@@ -100,8 +109,11 @@ def upgraded(values: dict[str, Any]) -> dict[str, Any]:
         _put(values, new, joined.value(*given))
     for old, dropped in DROPPED.items():
         value = _take(values, old)
-        known = value is MISSING or dropped.only is None or value == dropped.only
-        require(known, old, value, f"{dropped.why}; use the version that saved it")
+        if value is MISSING or value == dropped.today:
+            continue
+        fix = f"{dropped.why}; use the version that saved it"
+        require(not dropped.refused, old, value, fix)
+        warnings.warn(f"{old}={value!r} has no effect any more: {dropped.why}", stacklevel=2)
     return values
 
 
