@@ -108,3 +108,24 @@ def test_a_contraction_over_the_tensor_group_ends_where_it_is_told():
 def test_a_mesh_of_the_wrong_size_names_the_axis_and_the_fix():
     with pytest.raises(ValueError, match=r"mesh='fsdp=3'.*8 devices"):
         make_mesh(MeshConfig(fsdp=3))
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "words"),
+    [
+        ("BTD,BTF->DF", "contracts BT, which cp, dp, ep, fsdp split"),  # a weight's gradient
+        ("BRD,BRX->DX", "contracts BR, which cp, dp, ep, fsdp split"),
+        ("BTH,BSH->TS", "contracts BH, which dp, ep, fsdp split"),
+    ],
+)
+def test_einsum_refuses_to_contract_what_batch_and_context_split(subscripts, words):
+    x = jax.ShapeDtypeStruct((256, 64, 64), jnp.float32)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(lambda a, b: einsum(subscripts, a, b), x, x)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(pp=2, fsdp=2, sp=2)], indirect=True)
+def test_einsum_refuses_to_contract_a_vocabulary_over_pipeline_ranks(mesh):
+    x, head = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4, 64), (32, 64)))
+    with pytest.raises(ValueError, match="contracts V, which pp split"):
+        jax.eval_shape(lambda x, head: einsum("BTV,DV->BTD", x, head), x, head)

@@ -118,14 +118,16 @@ def einsum(
     dtype: jax.typing.DTypeLike | None = None,
     product: Callable[..., jax.Array] = jnp.einsum,
 ) -> jax.Array:
-    """`jnp.einsum` over the alphabet, the result sharded as its letters say.
+    """Compute `jnp.einsum` over the alphabet, the result sharded as its letters say.
 
     When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
     output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
     left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
+
+    Raises:
+      ValueError: a contracted dim is split over other axes (`contracted_axes`).
     """
-    inputs, out = subscripts.split("->")
-    summed = axes_of("".join(set(inputs.replace(",", "")) - set(out))) & frozenset(TENSOR)
+    out, summed = subscripts.split("->")[1], contracted_axes(subscripts)
     y = product(
         subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
     )
@@ -134,6 +136,24 @@ def einsum(
     if summed or to:
         return reshard(f"{out}->{to or out}", y, summed=summed)
     return checkpoint_name(y, PRODUCT)
+
+
+def contracted_axes(subscripts: str) -> frozenset[str]:
+    """Return the axes over which the product of two activations' or parameters' pieces is a partial sum.
+
+    They are those that split the contracted dims, and must be of the tensor group. A product that contracts B, T or R
+    is a weight's gradient: JAX's transpose of `einsum` makes it, unreduced over `rules.gradient_axes`, and
+    `reduce_gradient` adds it up once a step.
+    """
+    inputs, out = subscripts.split("->")
+    contracted = "".join(sorted(set(inputs) - {",", *out}))
+    axes = axes_of(contracted)
+    if others := axes - set(TENSOR):
+        raise ValueError(
+            f"einsum {subscripts!r} contracts {contracted}, which {', '.join(sorted(others))} split: it adds partial "
+            f"sums over {', '.join(TENSOR)} alone; differentiate a product for a weight's gradient, or gather first"
+        )
+    return axes
 
 
 def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
