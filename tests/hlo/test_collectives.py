@@ -27,7 +27,7 @@ SIZES = pytest.mark.parametrize("num_devices", [8, pytest.param(64, marks=pytest
 
 
 def layer_loops(step: CompiledStep, cfg: Config) -> tuple[list[Collective], list[Collective]]:
-    """Collectives of the forward and of the backward scan over the layers, of `LAYERS` layers; the backward one has more
+    """Collectives of the forward and of the backward scan over the layers, of `LAYERS` each; the backward one has more
     matmuls."""
     trips = (cfg.model.num_layers // LAYERS,)
     bodies = {name: loops for name, loops in step.module.walk() if loops[-1:] == trips}
