@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, on_hopper, vary_alike
+from ultrascale_jax.kernels.device import choose, vary_alike
 
 
 def grouped_matmul(
@@ -52,11 +52,6 @@ def grouped_matmul(
         field="kernels.grouped_matmul",
     )
     return _grouped_matmul(*vary_alike(x, w, sizes), _capacity(R, E, capacity_factor), fused)
-
-
-def mosaic_applies(x: jax.Array, w: jax.Array) -> bool:
-    """Return whether the kernel accepts these shapes and types on the GPU of the compilation."""
-    return _fits(x, w) and on_hopper()
 
 
 def _fits(x: jax.Array, w: jax.Array) -> bool:

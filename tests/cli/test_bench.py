@@ -16,7 +16,7 @@ from flax import nnx
 
 from tests.states import some_state
 from ultrascale_jax.cli import bench
-from ultrascale_jax.cli.bench_peers import attention, bare_jax, grouped_gemm, kernels
+from ultrascale_jax.cli.bench_peers import bare_jax, turns, works
 from ultrascale_jax.cli.bench_peers.contestant import pipelined
 from ultrascale_jax.cli.bench_peers.report import Report, figures
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process, one_core
@@ -126,7 +126,7 @@ def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
     assert {row["status"] for row in report.rows} == {"measured"}, whole
     assert whole["compile_s"] > 0 and whole["peak_gb"] > 0.05 and "loss" not in whole
     assert [(row["workload"].rpartition(": ")[2], row["contestant"]) for row in rows] == [
-        (program.work, program.contestant) for program in attention.programs(part.spec)
+        (program.work, program.contestant) for _, program in turns.programs(part.spec)
     ]
     products = {"forward": 2, "forward and backward": 7, "block, forward": 2, "block, backward": 5}
     for row in rows:
@@ -146,13 +146,13 @@ def test_attentions_programs_take_turns_and_each_has_a_row(tmp_path):
 @pytest.mark.wide
 @pytest.mark.slow
 def test_attentions_programs_compute_what_their_names_say():
-    spec = bench.attention_part(64, tiny=True).spec
-    with jax.set_mesh(attention.one_rank()):
-        given = attention.arrays(spec)
-        results = {
-            program: jax.jit(run)(*given[program])
-            for program, run in attention.functions(spec).items()
-        }
+    found, arguments = {}, {}
+    with jax.set_mesh(works.one_rank()):
+        for work, program in turns.programs(bench.attention_part(64, tiny=True).spec):
+            key = program.work, program.contestant
+            given = turns.prepared(work, program.contestant, work.make(jax.random.key(0)))
+            arguments[key] = given
+            found[key] = jax.jit(work.run(program.contestant))(*given)
 
     def same(got, want):
         want = np.asarray(want, np.float32)
@@ -160,17 +160,15 @@ def test_attentions_programs_compute_what_their_names_say():
             np.asarray(got, np.float32), want, atol=0.02 * np.abs(want).max(), rtol=0
         )
 
-    found = {(p.work, p.contestant): x for p, x in results.items()}
-    arguments = {(p.work, p.contestant): x for p, x in given.items()}
     both, backward = "forward and backward", "block, backward"
     out, *gradients = found[both, "jax.nn"]
-    for name in attention.RING:
+    for name in works.RING:
         same(found["forward", name], out)
         jax.tree.map(same, found[both, name], (out, *gradients))
-    same(found["block, forward", "one causal"][0], out)
-    jax.tree.map(same, found[backward, "one causal"], tuple(gradients))
+    same(found["block, forward", "one causal"][0][0], out)
+    jax.tree.map(same, found[backward, "one causal"][0], tuple(gradients))
     for i in range(2):
-        q, k, v, dout = (pair[i] for pair in arguments[backward, "two halves"][:4])
+        q, k, v, dout = arguments[backward, "two halves"][i][:4]
         assert q.shape[1] == k.shape[1] == 32
         out, pull_back = jax.vjp(jax.nn.dot_product_attention, q, k, v)
         same(found["block, forward", "two halves"][i][0], out)
@@ -180,10 +178,10 @@ def test_attentions_programs_compute_what_their_names_say():
 def test_attention_is_timed_with_the_heads_of_llama_3_8b():
     specs = [bench.attention_part(n, tiny=False).spec for n in bench.ATTENTION_TOKENS]
     names = ("num_heads", "num_kv_heads", "head_dim")
-    heads = {name: getattr(LLAMA3_8B, name) for name in names}
+    heads = tuple(getattr(LLAMA3_8B, name) for name in names)
     for spec in specs:
-        assert spec | heads | {"implementation": "cudnn", "needs_gpu": True} == spec
-    assert len({spec["calls"] * attention.programs(spec)[1].amount for spec in specs}) == 1
+        assert spec["shape"][1:] == heads and spec["needs_gpu"]
+    assert len({spec["calls"] * turns.programs(spec)[1][1].amount for spec in specs}) == 1
 
 
 @pytest.mark.slow
@@ -196,10 +194,9 @@ def test_the_products_of_experts_take_turns_and_each_has_a_row(tmp_path):
     whole, *rows = report.rows
     assert {row["status"] for row in report.rows} == {"measured"}, whole
     # Both do the same: gradients too, in bfloat16.
-    assert len(whole["notes"]) == 3
-    assert all(float(share) < 0.02 for share in whole["notes"].values())
+    assert all(row["error"] < 0.02 for row in rows)
     assert [(row["workload"].rpartition(": ")[2], row["contestant"]) for row in rows] == [
-        (program.work, program.contestant) for program in grouped_gemm.programs(part.spec)
+        (program.work, program.contestant) for _, program in turns.programs(part.spec)
     ]
     for row in rows:
         operations = 2 * 512 * 64 * 32
@@ -212,9 +209,10 @@ def test_the_products_of_experts_take_turns_and_each_has_a_row(tmp_path):
 def test_the_kernel_takes_the_experts_that_are_timed_on_a_gpu_and_has_goals():
     for name in bench.GROUPED_GEMMS:
         spec = bench.grouped_gemm_part(name, tiny=False).spec
-        assert spec["rows"] % 8 == spec["d_model"] % 128 == spec["d_ff"] % 128 == 0
-        contestants = {program.contestant for program in grouped_gemm.programs(spec)}
-        assert contestants == {grouped_gemm.KERNEL, grouped_gemm.PADDED, grouped_gemm.RAGGED}
+        rows, _, d_model, d_ff = spec["shape"]
+        assert rows % 8 == d_model % 128 == d_ff % 128 == 0
+        contestants = {program.contestant for _, program in turns.programs(spec)}
+        assert contestants == {works.KERNEL, works.PADDED, works.RAGGED}
 
 
 def measured(tmp_path, *parts):
@@ -238,13 +236,13 @@ def test_a_kernels_programs_have_rates_beside_the_roofline_and_errors(tmp_path):
     assert {row["status"] for row in report.rows} == {"measured"}, report.rows
     rows = {row["workload"]: row for row in report.rows}
     roofline = rows["this CPU: copy"]["gb_per_s"]
-    for name in (kernels.BF16, kernels.FP8):
+    for name in (works.BF16, works.FP8):
         row = rows[f"this CPU: {name}"]
         assert row["tflops_per_device"] == pytest.approx(2 * 64**3 / row["step_s"]["median"] / 1e12)
     arrays = {"rms_norm, forward": 2, "rms_norm, backward": 3}
     for work, count in arrays.items():
         row = rows[f"tiny: {work}"]
-        assert row["contestant"] == kernels.XLA and row["relative"] == 1
+        assert row["contestant"] == works.XLA and row["relative"] == 1
         rate = count * 2 * M * D / row["step_s"]["median"] / 1e9
         assert row["gb_per_s"] == pytest.approx(rate)
         assert row["of_roofline"] == pytest.approx(rate / roofline)
@@ -265,7 +263,7 @@ def test_every_kernels_programs_run_without_a_gpu_by_xla(tmp_path, kernel):
     whole, *rows = measured(tmp_path, part).rows
     assert whole["status"] == "measured", whole
     assert [row["workload"] for row in rows] == [
-        f"tiny: {work.name}" for work in kernels.works(part.spec)
+        f"tiny: {work.name}" for work in turns.works(part.spec)
     ]
     assert all(0 <= row["error"] < 4e-3 for row in rows)
 
@@ -283,16 +281,16 @@ def test_without_a_gpu_a_kernel_is_skipped_with_the_reason(tmp_path):
 @pytest.mark.parametrize("kernel", list(bench.KERNEL_SHAPES))
 def test_on_an_h100_our_kernels_take_the_shapes_that_are_timed(kernel, model):
     spec = bench.kernel_part(kernel, model, bench.KERNEL_SHAPES[kernel][model], False).spec
-    programs = kernels.programs(spec)
-    assert len({program.work for program in programs}) == len(kernels.works(spec))
+    programs = turns.programs(spec)
+    assert len({program.work for _, program in programs}) == len(turns.works(spec))
     mesh = jax.sharding.Mesh(np.array(target_devices(1)), ("one",))
     with jax.set_mesh(mesh):
-        for work in kernels.works(spec):
-            assert kernels.MOSAIC in work.contestants[1:]
+        for work in turns.works(spec):
+            assert works.MOSAIC in work.contestants[1:]
             given = jax.eval_shape(lambda work=work: work.make(jax.random.key(0)))
             if work.prepare is not None:
-                given = jax.eval_shape(work.prepare(kernels.MOSAIC), *given)
-            text = str(jax.make_jaxpr(work.run(kernels.MOSAIC))(*given))
+                given = jax.eval_shape(work.prepare(works.MOSAIC), *given)
+            text = str(jax.make_jaxpr(work.run(works.MOSAIC))(*given))
             assert "Ref<gmem>" in text
 
 
@@ -301,29 +299,29 @@ def test_goals_are_at_least_or_at_most(tmp_path):
     running = bench.Bench(bench.Options(suite="kernels"), report)
     row = {"of_roofline": 0.9, "relative": 0.7, "tflops_per_device": 600, "temporary_gb": 0.4}
     for work in (
-        *("rms_norm, forward", "rms_norm, backward", "quantize_fp8, tile", kernels.LOSS),
+        *("rms_norm, forward", "rms_norm, backward", "quantize_fp8, tile", works.LOSS),
         "attention, causal, forward",
     ):
-        running._add_goals(row | {"workload": f"model: {work}", "contestant": kernels.MOSAIC})
-        running._add_goals(row | {"workload": f"model: {work}", "contestant": kernels.XLA})
-    (name, *_), ring = bench.GROUPED_GEMMS, {"relative": 1.1, "contestant": attention.RING[0]}
-    for work in grouped_gemm.WORKS:
+        running._add_goals(row | {"workload": f"model: {work}", "contestant": works.MOSAIC})
+        running._add_goals(row | {"workload": f"model: {work}", "contestant": works.XLA})
+    (name, *_), ring = bench.GROUPED_GEMMS, {"relative": 1.1, "contestant": "ring_attention"}
+    for work in ("forward", "input gradient", "weight gradient"):
         place = f"{bench.grouped_gemm_part(name, tiny=False).workload}: {work}"
-        running._add_goals(row | {"workload": place, "contestant": grouped_gemm.KERNEL})
+        running._add_goals(row | {"workload": place, "contestant": works.KERNEL})
     for work in ("forward and backward", "block, forward"):
         place = f"{bench.attention_part(8192, tiny=False).workload}: {work}"
         running._add_goals(ring | {"workload": place})
-        running._add_goals(ring | {"workload": place, "contestant": attention.DIRECT})
+        running._add_goals(ring | {"workload": place, "contestant": works.DIRECT})
     assert [(goal["goal"], goal["met"]) for goal in report.goals] == [
         ("model: rms_norm, forward: mosaic: of_roofline, at least 0.85", True),
         ("model: rms_norm, backward: mosaic: of_roofline, at least 0.85", True),
         ("model: rms_norm, backward: mosaic: relative, at most 0.667", False),
         ("model: quantize_fp8, tile: mosaic: of_roofline, at least 0.8", True),
-        (f"model: {kernels.LOSS}: mosaic: tflops_per_device, at least 620", False),
-        (f"model: {kernels.LOSS}: mosaic: temporary_gb, at most 1", True),
+        (f"model: {works.LOSS}: mosaic: tflops_per_device, at least 620", False),
+        (f"model: {works.LOSS}: mosaic: temporary_gb, at most 1", True),
         ("model: attention, causal, forward: mosaic: relative, at most 1", True),
         *(
-            (f"experts, {name}: {work}: {grouped_gemm.KERNEL}: tflops_per_device, {goal}", True)
+            (f"experts, {name}: {work}: {works.KERNEL}: tflops_per_device, {goal}", True)
             for work, goal in (("forward", "at least 400"), ("weight gradient", "at least 450"))
         ),
         (

@@ -35,22 +35,17 @@ import tyro
 from rich.console import Console
 
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.bench_peers.contestant import (
-    CUBLAS_FP8,
-    ERROR,
-    TEMPORARY,
-    Program,
-    Unavailable,
-)
+from ultrascale_jax.cli.bench_peers.contestant import Program, Unavailable
 from ultrascale_jax.cli.bench_peers.report import Report, figures, spread
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.configs.shapes import LLAMA3_8B
 from ultrascale_jax.kernels import shapes
 from ultrascale_jax.launch.run_files import METRICS
 
-OURS, BARE, TORCH, ATTENTION, GROUPED_GEMM, KERNELS = (
+OURS, BARE, TORCH, TURNS = (
     f"ultrascale_jax.cli.bench_peers.{name}"
-    for name in ("ours", "bare_jax", "torch_llama", "attention", "grouped_gemm", "kernels")
+    for name in ("ours", "bare_jax", "torch_llama", "turns")
 )
 
 TINY_MODEL = {
@@ -155,7 +150,7 @@ class Bench:
         self.options, self.report = options, report
         self.deadline = time.monotonic() + 60 * options.minutes
         self.console = Console(stderr=True)
-        self.roofline: dict[str | None, float] = {}
+        self.roofline: dict[str, float] = {}
         """Bytes or operations a second of each limit."""
 
     def peer(self) -> None:
@@ -264,28 +259,24 @@ class Bench:
                     **spread([s / (part.spec["calls"] * program.copies) for s in step_s]),
                     relative=statistics.median(ours / theirs for ours, theirs in pairs),
                 )
-                self._add_rates(one, program, part, facts["notes"])
+                self._add_rates(one, program, part)
                 self._add_goals(one)
 
-    def _add_rates(self, row: dict, program: Program, part: Part, notes: dict[str, str]) -> None:
-        """Add how fast a program was, also of the roofline, and what its notes say, to its row."""
-        place = f"{program.work}: {program.contestant}: "
-        if notes.get(place + CUBLAS_FP8) == "0" and not self.options.tiny:
+    def _add_rates(self, row: dict, program: Program, part: Part) -> None:
+        """Add how fast a program was, also of the roofline, and its other figures, to its row."""
+        if program.figures.get("fp8_products") == 0 and not self.options.tiny:
             row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}
             return
+        row |= program.figures
         rate = program.amount / row["step_s"]["median"]
         if program.limit == "copy":
             row["gb_per_s"] = rate / 1e9
         else:
             row["tflops_per_device"] = rate / 1e12
-        if part.spec.get("kernel") == "roofline":
+        if part.spec["kernel"] == "roofline":
             self.roofline[program.limit] = rate
         elif program.limit in self.roofline:
             row["of_roofline"] = rate / self.roofline[program.limit]
-        if place + ERROR in notes:
-            row["error"] = float(notes[place + ERROR])
-        if place + TEMPORARY in notes and program.copies == 1:
-            row["temporary_gb"] = float(notes[place + TEMPORARY])
 
     def _add_goals(self, row: dict) -> None:
         """Compare a row of programs that take turns with `GOALS`."""
@@ -437,46 +428,45 @@ def gpu_torch_part(seq_len: int, settings: dict, *, tiny: bool) -> Part:
 
 
 def attention_part(seq_len: int, *, tiny: bool) -> Part:
-    """Attention with the heads of Llama 3 8B on one sequence: all programs of `bench_peers/attention.py`."""
-    arguments = [*"llama3_8b --mesh fsdp=1 --data.seq-len".split(), str(seq_len)]
-    arguments += [*_tiny_model(), "--model.num-kv-heads", "2"] if tiny else []
-    cfg, _ = command_line.parse(arguments, prog="bench")
-    names = ("num_heads", "num_kv_heads", "head_dim")
-    spec = {
-        **{name: getattr(cfg.model, name) for name in names},
-        "seq_len": seq_len,
-        "calls": 1 if tiny else (max(ATTENTION_TOKENS) // seq_len) ** 2,
-        "implementation": "xla" if tiny else "cudnn",
-    }
-    return _turns_part(ATTENTION, f"attention, sequence {seq_len}", spec, tiny=tiny)
+    """Attention with the heads of Llama 3 8B on one sequence."""
+    heads = (
+        (4, 2, 16) if tiny else (LLAMA3_8B.num_heads, LLAMA3_8B.num_kv_heads, LLAMA3_8B.head_dim)
+    )
+    calls = (max(ATTENTION_TOKENS) // seq_len) ** 2
+    shape = (seq_len, *heads)
+    return _turns_part(f"attention, sequence {seq_len}", "ring_attention", shape, calls, tiny=tiny)
 
 
 def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
-    """Products of the experts of `GROUPED_GEMMS[name]`: all programs of `bench_peers/grouped_gemm.py`."""
-    sizes = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
-    spec = dict(zip(("rows", "experts", "d_model", "d_ff"), sizes, strict=True))
-    spec["calls"] = 1 if tiny else GROUPED_GEMM_CALLS
-    return _turns_part(GROUPED_GEMM, f"experts, {name}", spec, tiny=tiny)
+    """Products of the experts of `GROUPED_GEMMS[name]`."""
+    shape = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
+    return _turns_part(f"experts, {name}", "grouped_matmul", shape, GROUPED_GEMM_CALLS, tiny=tiny)
 
 
 def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> Part:
-    """A kernel on a shape: all programs of `bench_peers/kernels.py`."""
+    """A kernel on a shape."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     float8 = {"XLA_FLAGS": flags.strip()} if kernel in ("roofline", "fp8_matmul") else {}
-    spec = {"kernel": kernel, "shape": shape, "calls": 1 if tiny else KERNEL_CALLS}
-    part = _turns_part(KERNELS, model, spec, tiny=tiny)
+    part = _turns_part(model, kernel, shape, KERNEL_CALLS, tiny=tiny)
     name = f"{kernel}, {part.contestant}"
     return dataclasses.replace(part, workload=model, contestant=name, environ=part.environ | float8)
 
 
-def _turns_part(module: str, workload: str, spec: dict, *, tiny: bool) -> Part:
-    """Programs that take turns in one process."""
+def _turns_part(
+    workload: str, kernel: str, shape: tuple[int, ...], calls: int, *, tiny: bool
+) -> Part:
+    """The programs of `bench_peers/works.py` for a kernel, which take turns in one process."""
     return Part(
         workload=f"{'tiny ' if tiny else ''}{workload}",
         contestant="all of its programs",
-        module=module,
+        module=TURNS,
         cfg=Config(),
-        spec={**spec, "needs_gpu": not tiny},
+        spec={
+            "kernel": kernel,
+            "shape": shape,
+            "calls": 1 if tiny else calls,
+            "needs_gpu": not tiny,
+        },
         environ={**_one_gpu(), **_ENVIRON},
     )
 

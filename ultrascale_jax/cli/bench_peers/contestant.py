@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 
@@ -23,11 +23,7 @@ class Unavailable(Exception):
 
 
 Limit = Literal["copy", "bf16 GEMM", "fp8 GEMM"]
-"""What bounds a work: a work of the kernel `roofline`."""
-
-ERROR, TEMPORARY, CUBLAS_FP8 = "error", "temporary GB", "__cublas$lt$matmul$f8"
-"""What the notes of kernels have of each program: how far its results are from those of XLA in float32, relative in the
-Frobenius norm; memory beside arguments and results; and of products in float8, in how many places they are."""
+"""What bounds a work: a work of the `roofline`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,11 @@ class Program:
     """Who does it."""
     amount: int
     """Operations of one call, or least bytes of traffic where `limit` is `copy`."""
-    limit: Limit | None = None
-    copies: int = 1
+    limit: Limit
+    copies: int
     """How often its function does it, each time with arguments of its own."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Of its row in the report, beside times."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,16 @@
-"""Several programs in one process that take turns, step by step, so that they meet the same clock of the GPU.
+"""Programs of one process that take turns, step by step, so that they meet the same clock of the GPU.
 
-Step i is that of program `i % len(programs)`, and makes `spec["calls"]` calls. Each program does a work that others do
-too; the first of the same work is what the others are compared with.
+A program calls a contestant's function for a work of `works.py`, once on each of several sets of arguments, so that a
+call is longer than its dispatch and does not find its input in the cache. Step i is that of program
+`i % len(programs)`, and makes `spec["calls"]` calls.
 """
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,41 +19,92 @@ import jax.numpy as jnp
 from ultrascale_jax.cli.bench_peers.contestant import (
     Contestant,
     Program,
+    Unavailable,
     device_bytes,
     moment,
     pipelined,
+    require_gpu,
+    serve,
 )
+from ultrascale_jax.cli.bench_peers.works import (
+    BF16,
+    COPY,
+    FP8,
+    MOSAIC,
+    TENSORWISE,
+    WORKS,
+    XLA,
+    Work,
+    one_rank,
+)
+from ultrascale_jax.kernels.device import on_hopper
+from ultrascale_jax.kernels.quantize_fp8 import Quantized, dequantize
+
+RATES = {COPY: 3.0e12, BF16: 7.5e14, FP8: 1.4e15}
+"""Bytes or operations a second that an H100 about reaches: for the number of calls of a program, and no figure."""
+
+PROGRAM_S = 4e-4
+"""Seconds of a program, at those rates."""
+
+MOST_COPIES = 8
 
 
-def take_turns(
-    functions: Mapping[Program, Callable],
-    given: Mapping[Program, tuple],
-    calls: int,
-    notes: Callable[[dict[Program, tuple], dict[Program, Any]], dict[str, str]],
-) -> Contestant:
-    """Compile all programs and call each once.
+def works(spec: dict) -> list[Work]:
+    """Those of `spec["kernel"]` on its shape."""
+    return WORKS[spec["kernel"]](*spec["shape"])
 
-    Args:
-      functions: each program's function.
-      given: its arguments.
-      calls: calls of a step.
-      notes: what to report of all programs' results, and of the compiled programs.
-    """
+
+def programs(spec: dict) -> list[tuple[Work, Program]]:
+    """In the order of their turns; without a GPU those that can do without."""
+    found = []
+    for work in works(spec):
+        copies = min(max(math.ceil(PROGRAM_S * RATES[work.limit] / work.amount), 1), MOST_COPIES)
+        copies = copies if spec["needs_gpu"] else 1 + (work.limit == COPY)
+        names = work.contestants if spec["needs_gpu"] else work.on_cpu
+        found += [
+            (work, Program(work.name, name, work.amount, work.limit, copies)) for name in names
+        ]
+    return found
+
+
+def make(spec: dict) -> Contestant:
+    """Compile all programs, call each once, and compare its result."""
+    require_gpu(spec)
+    order = programs(spec)
+    hopper = spec["needs_gpu"] and any(MOSAIC in program.contestant for _, program in order)
+    if hopper and not on_hopper():
+        raise Unavailable(f"the kernels need an H100 or H200, not {jax.devices()[0].device_kind}")
+    if spec["kernel"] == "ring_attention":
+        jax.set_mesh(one_rank())
+    given, sets = [], {}
+    for work, program in order:
+        if work.name not in sets:
+            keys = jax.random.split(jax.random.key(0), program.copies)
+            sets[work.name] = [jax.jit(work.make)(key) for key in keys]
+        given.append([prepared(work, program.contestant, one) for one in sets[work.name]])
     begun = time.perf_counter()
-    lowered = [jax.jit(function).lower(*given[program]) for program, function in functions.items()]
     with ThreadPoolExecutor() as pool:
+        lowered = [
+            jax.jit(_each(work.run(program.contestant))).lower(*arguments)
+            for (work, program), arguments in zip(order, given, strict=True)
+        ]
         compiled = list(pool.map(lambda program: program.compile(), lowered))
     compile_s = time.perf_counter() - begun
-    by_program = dict(zip(functions, compiled, strict=True))
-    found = notes(
-        {program: run(*given[program]) for program, run in by_program.items()}, by_program
-    )
-    turns = itertools.cycle(by_program.items())
+    made: list[Program] = []
+    expected: dict[str, Any] = {}
+    for (work, program), run, arguments in zip(order, compiled, given, strict=True):
+        result = run(*arguments)[0]
+        if work.name not in expected:
+            exact = work.compared == "exact"
+            expected[work.name] = _reference(work, sets[work.name][0]) if exact else result
+        figures = _figures(work, program, run, result, expected[work.name])
+        made.append(replace(program, figures=figures))
+    turns = itertools.cycle(zip(compiled, given, strict=True))
 
     def step() -> object:
-        done, (program, run) = None, next(turns)
-        for _ in range(calls):
-            done = run(*given[program])
+        done, (run, arguments) = None, next(turns)
+        for _ in range(spec["calls"]):
+            done = run(*arguments)
         return done
 
     return Contestant(
@@ -60,25 +114,63 @@ def take_turns(
         first_step=moment(),
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib"),
-        notes=found,
-        programs=tuple(functions),
+        notes={},
+        programs=tuple(made),
     )
 
 
-def difference(ours: tuple, theirs: tuple) -> str:
-    """Largest difference of any result from theirs, as a share of that result's largest value."""
+def _each(run: Callable) -> Callable:
+    return lambda *sets: [run(*one) for one in sets]
+
+
+def prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
+    """What `contestant` gets of the work's `arguments`."""
+    if work.prepare is None:
+        return arguments
+    return jax.jit(work.prepare(contestant))(*arguments)
+
+
+def _figures(work: Work, program: Program, run: Any, result: Any, expected: Any) -> dict:
+    """The row's figures that are no times: `error`, `temporary_gb`, `fp8_products`."""
+    found: dict[str, float] = {}
+    if work.compared != "none":
+        found["error"] = _error(jax.tree.map(work.part, result), expected)
+    if program.copies == 1:
+        found["temporary_gb"] = run.memory_analysis().temp_size_in_bytes / 1e9
+    if FP8 in work.name or program.contestant == TENSORWISE:
+        found["fp8_products"] = run.as_text().count("__cublas$lt$matmul$f8")
+    return found
+
+
+def _reference(work: Work, arguments: tuple):
+    """What XLA makes in float32 of the arguments that are compared."""
+
+    def widened(x):
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+    with jax.default_matmul_precision("highest"):
+        arguments = jax.jit(lambda args: jax.tree.map(lambda x: widened(work.part(x)), args))(
+            arguments
+        )
+        return jax.jit(work.run(XLA))(*prepared(work, XLA, arguments))
+
+
+def _error(got, expected) -> float:
+    """The largest relative error of any array, in the Frobenius norm."""
+
+    def plain(tree) -> list:
+        return [
+            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x.astype(jnp.float32)
+            for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
+        ]
 
     @jax.jit
-    def largest(x, y):
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        return jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
+    def errors(got, expected):
+        pairs = zip(plain(got), plain(expected), strict=True)
+        return [jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]
 
-    return f"{max(float(largest(x, y)) for x, y in zip(ours, theirs, strict=True)):.1e}"
+    return max(float(error) for error in errors(got, expected))
 
 
-def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Random bfloat16 arrays."""
-    keys = jax.random.split(key, len(shapes))
-    return tuple(
-        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
-    )
+if __name__ == "__main__":
+    serve(make)

@@ -1,12 +1,10 @@
-"""The kernels on the shapes of known models: ours beside XLA's own version and cuDNN, in programs that take turns.
+"""What the kernels' benchmark computes: our kernels, XLA's own version and cuDNN on the shapes of known models.
 
-A program calls its function once on each of several sets of arguments, so that a call is longer than its dispatch, and
-what a kernel reads is not in the cache. Rates are of the least traffic, or of the products that the mathematics needs.
-The kernel `roofline` is none of ours: it is how fast this GPU copies and multiplies in this very run.
+Rates are of the least traffic, or of the products that the mathematics needs. The kernel `roofline` is none of ours: it
+is how fast this GPU copies and multiplies in this very run.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,38 +12,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.cli.bench_peers.contestant import (
-    CUBLAS_FP8,
-    ERROR,
-    TEMPORARY,
-    Contestant,
-    Limit,
-    Program,
-    Unavailable,
-    require_gpu,
-    serve,
-)
-from ultrascale_jax.cli.bench_peers.turns import normals, take_turns
+from ultrascale_jax import ring_attention as ring
+from ultrascale_jax import zigzag_attention as zigzag
+from ultrascale_jax.cli.bench_peers.contestant import Limit
 from ultrascale_jax.kernels import attention as attention_kernel
 from ultrascale_jax.kernels import fp8_matmul as fp8_kernel
+from ultrascale_jax.kernels import grouped_matmul as grouped_kernel
 from ultrascale_jax.kernels import linear_cross_entropy as loss_kernel
 from ultrascale_jax.kernels import quantize_fp8 as quantize_kernels
 from ultrascale_jax.kernels import rms_norm as norm_kernels
-from ultrascale_jax.kernels.device import on_hopper
+from ultrascale_jax.kernels.device import on_gpu
+from ultrascale_jax.sharding.manual import smap
 
 XLA, MOSAIC, CUDNN = "xla", "mosaic", "cudnn"
 
 COPY, BF16, FP8 = "copy", "bf16 GEMM", "fp8 GEMM"
 """The works of the roofline."""
-
-RATES = {COPY: 3.0e12, BF16: 7.5e14, FP8: 1.4e15}
-"""Bytes or operations a second that an H100 about reaches: for the number of calls of a program, and no figure."""
-
-PROGRAM_S = 4e-4
-"""Seconds of a program, at those rates."""
-
-MOST_COPIES = 8
 
 Scaling = Literal["block", "tile"]
 
@@ -56,7 +40,8 @@ class Work:
 
     name: str
     contestants: tuple[str, ...]
-    """Who can do it on a GPU; the others are compared with the first."""
+    """Who can do it on a GPU; the others' times are compared with the first's."""
+    on_cpu: tuple[str, ...] = (XLA,)
     make: Callable[[Any], tuple]
     """Arguments of one call, from a random key."""
     run: Callable[[str], Callable]
@@ -65,27 +50,10 @@ class Work:
     amount: int
     prepare: Callable[[str], Callable] | None = None
     """What a contestant makes of the arguments beforehand: what its forward pass keeps, for a backward pass."""
+    compared: Literal["exact", "first", "none"] = "exact"
+    """What results are compared with: XLA's in float32, the first contestant's, or nothing."""
     part: Callable[[Any], Any] = lambda x: x
-    """What of arguments and results is compared with the reference; all, unless that would not fit."""
-
-
-def programs(spec: dict) -> tuple[Program, ...]:
-    """In the order of their turns; without a GPU XLA alone."""
-    found = []
-    for work in works(spec):
-        seconds = work.amount / RATES[work.limit]
-        copies = min(max(math.ceil(PROGRAM_S / seconds), 1), MOST_COPIES)
-        copies = copies if spec["needs_gpu"] else 1 + (work.limit == COPY)
-        found += [
-            Program(work.name, name, work.amount, work.limit, copies)
-            for name in (work.contestants if spec["needs_gpu"] else (XLA,))
-        ]
-    return tuple(found)
-
-
-def works(spec: dict) -> list[Work]:
-    """Those of the kernel `spec["kernel"]` on its shape."""
-    return KERNELS[spec["kernel"]](*spec["shape"])
+    """What of arguments and results is compared; all, unless that would not fit."""
 
 
 def rms_norm(M: int, D: int) -> list[Work]:
@@ -245,10 +213,7 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
                         implementation=name,
                     )
 
-                if passes == "forward":
-                    return attend(q, k, v)
-                out, pull_back = jax.vjp(attend, q, k, v)
-                return out, *pull_back(dout)
+                return attend(q, k, v) if passes == "forward" else _both(attend, q, k, v, dout)
 
             return call
 
@@ -267,6 +232,128 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
     scores = {"causal": T**2 // 2, "documents": sum(n**2 // 2 for n in lengths)}
     passes = ("forward", "forward and backward")
     return [work(kind, one, seen) for kind, seen in scores.items() for one in passes]
+
+
+def _both(attend: Callable, q, k, v, dout) -> tuple:
+    """Result and gradients."""
+    out, pull_back = jax.vjp(attend, q, k, v)
+    return out, *pull_back(dout)
+
+
+DIRECT = "jax.nn"
+"""`jax.nn.dot_product_attention`: on a GPU cuDNN's forward and backward call and nothing else."""
+
+RING = {"ring_attention": ring, "zigzag_attention": zigzag}
+
+BLOCKS = ("one causal", "two halves")
+"""`two halves`, T/2 queries with T/2 keys twice and no mask, is a step of the zigzag ring, with as many scores as one
+causal block of T."""
+
+
+def one_rank() -> jax.sharding.Mesh:
+    """A mesh of one device with an automatic axis `cp`: no array gets a sharding, as where cuDNN is called directly."""
+    return jax.make_mesh((1,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+
+
+def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
+    """Attention of one sequence on `one_rank`, which is to cost nothing more, and the blocks of a zigzag ring."""
+    which = "cudnn" if on_gpu() else "xla"
+
+    def make(key) -> tuple:
+        return normals(key, *((1, T, heads, H) for heads in (N, K, K, N)))
+
+    def attend(name: str) -> Callable:
+        if name == DIRECT:
+            attention = jax.nn.dot_product_attention
+            return functools.partial(attention, is_causal=True, implementation=which)
+        pieces = P(None, "cp")
+        local = functools.partial(RING[name], implementation=which)
+        return smap(local, in_specs=(pieces,) * 3, out_specs=pieces, axes=("cp",))
+
+    def forward(name: str) -> Callable:
+        return lambda q, k, v, dout: attend(name)(q, k, v)
+
+    def both(name: str) -> Callable:
+        return lambda *arrays: _both(attend(name), *arrays)
+
+    def block(name: str, q, k, v, *_) -> tuple:
+        causal = name == BLOCKS[0]
+        return attention_kernel.attention_forward(q, k, v, causal=causal, implementation=which)
+
+    def block_backward(name: str, q, k, v, dout, out, lse) -> tuple:
+        backward, causal = attention_kernel.attention_backward, name == BLOCKS[0]
+        return backward(q, k, v, out, lse, dout, causal=causal, implementation=which)
+
+    def with_results(name: str) -> Callable:
+        """Each block's arrays, so that no program has to cut any, with its result and log-sum-exp."""
+
+        def prepare(*arrays):
+            halves = zip(*(jnp.split(x, 2, axis=1) for x in arrays), strict=True)
+            return tuple(
+                (*b, *block(name, *b)) for b in ([arrays] if name == BLOCKS[0] else halves)
+            )
+
+        return prepare
+
+    def of_blocks(compute: Callable) -> Callable:
+        return lambda name: lambda *blocks: [compute(name, *arrays) for arrays in blocks]
+
+    product = 2 * (N * T**2 // 2) * H
+    whole, blocks = (
+        functools.partial(Work, contestants=names, on_cpu=names, make=make, limit=BF16)
+        for names in ((DIRECT, *RING), BLOCKS)
+    )
+    blocks = functools.partial(blocks, prepare=with_results, compared="none")
+    # Of the scores that are seen: two products forward, five backward, one of them the scores' again.
+    return [
+        whole(name="forward", run=forward, amount=2 * product, compared="first"),
+        whole(name="forward and backward", run=both, amount=7 * product, compared="first"),
+        blocks(name="block, forward", run=of_blocks(block), amount=2 * product),
+        blocks(name="block, backward", run=of_blocks(block_backward), amount=5 * product),
+    ]
+
+
+KERNEL, PADDED, RAGGED = "grouped_matmul, mosaic", "grouped_matmul, xla", "lax.ragged_dot"
+
+SPREAD = 0.3
+"""Standard deviation of the logarithm of an expert's share of the rows."""
+
+
+def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
+    """The experts' products, of rows in groups of uneven sizes as a router makes them."""
+
+    def make(key) -> tuple:
+        shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
+        ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
+        x, w, dy = normals(key, (R, D), (E, D, F), (R, F))
+        return x, w, jnp.asarray(np.diff(ends, prepend=0), jnp.int32), dy
+
+    def multiply(name: str) -> Callable:
+        if name == RAGGED:
+            return jax.lax.ragged_dot
+        which = name.rpartition(" ")[2]
+        return functools.partial(grouped_kernel.grouped_matmul, implementation=which)
+
+    def forward(name: str) -> Callable:
+        return lambda x, w, sizes, dy: multiply(name)(x, w, sizes)
+
+    def x_gradient(name: str) -> Callable:
+        return lambda x, w, sizes, dy: jax.vjp(lambda x: multiply(name)(x, w, sizes), x)[1](dy)
+
+    def w_gradient(name: str) -> Callable:
+        return lambda x, w, sizes, dy: jax.vjp(lambda w: multiply(name)(x, w, sizes), w)[1](dy)
+
+    product = functools.partial(
+        Work,
+        contestants=(RAGGED, PADDED, KERNEL),
+        on_cpu=(RAGGED, PADDED),
+        make=make,
+        limit=BF16,
+        amount=2 * R * D * F,
+        compared="first",
+    )
+    runs = {"forward": forward, "input gradient": x_gradient, "weight gradient": w_gradient}
+    return [product(name=name, run=run) for name, run in runs.items()]
 
 
 def roofline(size: int) -> list[Work]:
@@ -299,13 +386,15 @@ def roofline(size: int) -> list[Work]:
     ]
 
 
-KERNELS: dict[str, Callable[..., list[Work]]] = {
+WORKS: dict[str, Callable[..., list[Work]]] = {
     "roofline": roofline,
     "rms_norm": rms_norm,
     "quantize_fp8": quantize_fp8,
     "fp8_matmul": fp8_matmul,
     "linear_cross_entropy": linear_cross_entropy,
     "attention": attention,
+    "ring_attention": ring_attention,
+    "grouped_matmul": grouped_matmul,
 }
 
 
@@ -325,82 +414,9 @@ def tensorwise_dot(x, y, out: str):
     return transposed_dot(x.astype(jnp.bfloat16) * one, y.astype(jnp.bfloat16) * one, out)
 
 
-def make(spec: dict) -> Contestant:
-    require_gpu(spec)
-    if spec["needs_gpu"] and spec["kernel"] != "roofline" and not on_hopper():
-        raise Unavailable(f"the kernels need an H100 or H200, not {jax.devices()[0].device_kind}")
-    by_name = {work.name: work for work in works(spec)}
-    sets: dict[str, list[tuple]] = {}
-    given, functions = {}, {}
-    for program in programs(spec):
-        work = by_name[program.work]
-        if work.name not in sets:
-            keys = jax.random.split(jax.random.key(0), program.copies)
-            sets[work.name] = [jax.jit(work.make)(key) for key in keys]
-        given[program] = tuple(_prepared(work, program.contestant, one) for one in sets[work.name])
-        functions[program] = _each(work.run(program.contestant))
-
-    def notes(results: dict[Program, tuple], compiled: dict[Program, Any]) -> dict[str, str]:
-        found = {}
-        for name, work in by_name.items():
-            expected = _reference(work, sets[name][0])
-            for program in (program for program in results if program.work == name):
-                place = f"{name}: {program.contestant}: "
-                got = jax.tree.map(work.part, results[program][0])
-                found[place + ERROR] = f"{_error(got, expected):.1e}"
-                temporary = compiled[program].memory_analysis().temp_size_in_bytes
-                found[place + TEMPORARY] = str(temporary / 1e9)
-                if FP8 in name or program.contestant == TENSORWISE:
-                    calls = compiled[program].as_text().count(CUBLAS_FP8)
-                    found[place + CUBLAS_FP8] = str(calls)
-        return found
-
-    return take_turns(functions, given, spec["calls"], notes)
-
-
-def _each(run: Callable) -> Callable:
-    return lambda *sets: [run(*one) for one in sets]
-
-
-def _prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
-    if work.prepare is None:
-        return arguments
-    return jax.jit(work.prepare(contestant))(*arguments)
-
-
-def _reference(work: Work, arguments: tuple):
-    """What XLA makes in float32 of the arguments that are compared."""
-
-    def widened(x):
-        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-
-    with jax.default_matmul_precision("highest"):
-        arguments = jax.jit(lambda args: jax.tree.map(lambda x: widened(work.part(x)), args))(
-            arguments
-        )
-        return jax.jit(work.run(XLA))(*_prepared(work, XLA, arguments))
-
-
-def _error(got, expected) -> float:
-    """The largest relative error of any array, in the Frobenius norm."""
-
-    def plain(tree) -> list:
-        return [
-            quantize_kernels.dequantize(x, jnp.float32)
-            if isinstance(x, quantize_kernels.Quantized)
-            else x.astype(jnp.float32)
-            for x in jax.tree.leaves(
-                tree, is_leaf=lambda x: isinstance(x, quantize_kernels.Quantized)
-            )
-        ]
-
-    @jax.jit
-    def errors(got, expected):
-        pairs = zip(plain(got), plain(expected), strict=True)
-        return [jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]
-
-    return max(float(error) for error in errors(got, expected))
-
-
-if __name__ == "__main__":
-    serve(make)
+def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Random bfloat16 arrays."""
+    keys = jax.random.split(key, len(shapes))
+    return tuple(
+        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
+    )
