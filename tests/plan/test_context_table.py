@@ -5,20 +5,20 @@ from statistics import median
 
 import pytest
 
-from scripts.validation import context_table, memory_table, pipelines_table
+from scripts.validation import xla_tables
 from ultrascale_jax.plan.formulas.memory import fits
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.workload import Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "context.csv"
-ROWS = memory_table.read(TABLE)
-NOW = [pipelines_table.with_formula(row) for row in ROWS]
+ROWS = xla_tables.read(TABLE)
+NOW = [xla_tables.with_formula(row) for row in ROWS]
 """The rows with what the formulas say today."""
 
 
 def planned(row: dict[str, str]) -> Run:
-    return Run.of(*memory_table.config(row))
+    return Run.of(*xla_tables.config(row))
 
 
 def step_s(**wanted: str) -> float:
@@ -28,7 +28,7 @@ def step_s(**wanted: str) -> float:
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.validation.context_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.xla_tables context --out {TABLE}"
     assert all(row["xla_bytes"] for row in ROWS), hint
     assert NOW == ROWS, hint
 
@@ -73,7 +73,7 @@ def test_communication_is_hidden_where_pieces_are_long():
 
 
 def test_the_table_is_shown_beside_published_runs():
-    lines = context_table.table(ROWS).splitlines()
+    lines = xla_tables.context(ROWS).splitlines()
     assert lines[0].split(" | ")[0] == "| tokens"
     peers = [line.split("|")[-2].strip() for line in lines[2:]]
     assert sorted(filter(None, peers)) == ["1,071", "2,540", "3,890", "548"]
@@ -83,7 +83,7 @@ def test_the_table_is_shown_beside_published_runs():
 
 @pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
-    row, told = context_table.measure(ROWS[7]), ROWS[7]
+    row, told = xla_tables.measure(ROWS[7]), ROWS[7]
     assert int(row["xla_bytes"]) == pytest.approx(int(told["xla_bytes"]), rel=0.02)
     assert float(row["step_s"]) == pytest.approx(float(told["step_s"]), rel=0.02)
     for name in ("exposed_s", "exposed_cp_s"):

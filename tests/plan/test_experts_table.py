@@ -5,21 +5,21 @@ from statistics import median
 
 import pytest
 
-from scripts.validation import experts_table, memory_table, pipelines_table
+from scripts.validation import xla_tables
 from ultrascale_jax.plan.formulas.memory import fits
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.workload import Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "experts.csv"
-ROWS = memory_table.read(TABLE)
-NOW = [pipelines_table.with_formula(row) for row in ROWS]
+ROWS = xla_tables.read(TABLE)
+NOW = [xla_tables.with_formula(row) for row in ROWS]
 """The rows with what the formulas say today."""
-WAYS = experts_table.ways(ROWS)
+WAYS = xla_tables.ways(ROWS)
 
 
 def planned(row: dict[str, str]) -> Run:
-    return Run.of(*memory_table.config(row))
+    return Run.of(*xla_tables.config(row))
 
 
 def exposed_s(ep: int, dispatch: str = "dropless", nodes: int = 1, overlap: str = "off") -> float:
@@ -31,7 +31,7 @@ def exposed_s(ep: int, dispatch: str = "dropless", nodes: int = 1, overlap: str 
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.validation.experts_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.xla_tables experts --out {TABLE}"
     assert all(row["xla_bytes"] for row in ROWS), hint
     assert NOW == ROWS, hint
 
@@ -62,7 +62,7 @@ def test_a_token_that_travels_once_to_a_node_is_waited_for_less():
 
 
 def test_the_ways_are_shown_as_a_table():
-    lines = experts_table.table(ROWS).splitlines()
+    lines = xla_tables.experts(ROWS).splitlines()
     assert len(lines) == 2 + len(WAYS)
     assert lines[2].startswith("| 8 | dropless | ")
     assert any(line.startswith("| 64 | dropless, 8 nodes, overlap | ") for line in lines)
@@ -70,7 +70,7 @@ def test_the_ways_are_shown_as_a_table():
 
 @pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
-    row, told = experts_table.measure(WAYS[3]), WAYS[3]
+    row, told = xla_tables.measure(WAYS[3]), WAYS[3]
     assert int(row["xla_bytes"]) == pytest.approx(int(told["xla_bytes"]), rel=0.02)
     for name in ("step_s", "exposed_s", "travel_s", "exposed_travel_s"):
         assert float(row[name]) == pytest.approx(float(told[name]), rel=0.02), name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.validation import memory_table
+from scripts.validation import xla_tables
 from ultrascale_jax.config import Experts, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
@@ -20,7 +20,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "memory_xla.csv"
-ROWS = memory_table.read(TABLE)
+ROWS = xla_tables.read(TABLE)
 GIB = 2**30
 
 
@@ -47,7 +47,7 @@ def activations(run: Run) -> float:
 
 @pytest.mark.parametrize("held", ["-", "held"])
 def test_the_formulas_agree_with_xla(held):
-    rows = [memory_table.with_formula(row) for row in ROWS if row["held"] == held]
+    rows = [xla_tables.with_formula(row) for row in ROWS if row["held"] == held]
     errors = [abs(float(row["error_pct"])) for row in rows]
     assert len(errors) >= 20
     assert median(errors) < 5
@@ -55,37 +55,37 @@ def test_the_formulas_agree_with_xla(held):
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.validation.memory_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.xla_tables memory_xla --out {TABLE}"
     assert all(row["xla_bytes"] for row in ROWS), hint
-    assert [memory_table.with_formula(row) for row in ROWS] == ROWS, hint
+    assert [xla_tables.with_formula(row) for row in ROWS] == ROWS, hint
 
 
 def test_what_rests_between_steps_is_what_xla_takes_as_arguments():
     for row in ROWS:
-        run = Run.of(*memory_table.config(row))
+        run = Run.of(*xla_tables.config(row))
         rests = sum(state(run, weights_of(run)).values())
         assert rests == pytest.approx(int(row["argument_bytes"]), rel=1e-3), row
 
 
 def test_the_table_is_kept_in_the_order_of_its_runs(tmp_path):
     path, measured = tmp_path / "rows.csv", []
-    first = ROWS[0] | dict.fromkeys((*memory_table.BYTES, "error_pct"), "")
+    first = ROWS[0] | dict.fromkeys((*xla_tables.BYTES, "error_pct"), "")
     runs = [first, *ROWS[1:3]]
 
     def measure(run):
         measured.append(run["model"])
-        return ROWS[0] | run | {name: ROWS[0][name] for name in memory_table.BYTES}
+        return ROWS[0] | run | {name: ROWS[0][name] for name in xla_tables.BYTES}
 
-    memory_table.fill(path, [*reversed(ROWS[:3])], lambda run: run, memory_table.with_formula, 2)
-    assert memory_table.fill(path, runs, measure, memory_table.with_formula, 3) == ROWS[:3]
+    xla_tables.fill(path, [*reversed(ROWS[:3])], 2, lambda run: run)
+    assert xla_tables.fill(path, runs, 3, measure) == ROWS[:3]
     assert measured == [ROWS[0]["model"]]  # the others were there
-    assert memory_table.read(path) == ROWS[:3]
-    assert memory_table.read(tmp_path / "none.csv") == []
+    assert xla_tables.read(path) == ROWS[:3]
+    assert xla_tables.read(tmp_path / "none.csv") == []
 
 
 @pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
-    row = memory_table.measure(ROWS[7])
+    row = xla_tables.measure(ROWS[7])
     assert int(row["xla_bytes"]) == pytest.approx(int(ROWS[7]["xla_bytes"]), rel=0.02)
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from scripts.validation import memory_table, pipelines_table
+from scripts.validation import xla_tables
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
@@ -15,18 +15,18 @@ from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.plan.workload import Run
 
 TABLE = Path(__file__).parents[2] / "docs" / "planning" / "pipelines.csv"
-ROWS = memory_table.read(TABLE)
-NOW = [pipelines_table.with_formula(row) for row in ROWS]
+ROWS = xla_tables.read(TABLE)
+NOW = [xla_tables.with_formula(row) for row in ROWS]
 """The rows with what the formulas say today."""
-GROWING = pipelines_table.growing(ROWS)
+GROWING = xla_tables.growing(ROWS)
 
 
 def planned(row: dict[str, str]) -> Run:
-    return Run.of(*memory_table.config(row))
+    return Run.of(*xla_tables.config(row))
 
 
 def test_the_table_is_complete_and_has_the_formulas_as_they_are():
-    hint = f"run: python -m scripts.validation.pipelines_table --out {TABLE}"
+    hint = f"run: python -m scripts.validation.xla_tables pipelines --out {TABLE}"
     assert all(row["xla_bytes"] for row in ROWS), hint
     assert NOW == ROWS, hint
 
@@ -87,13 +87,13 @@ def test_zero_bubble_takes_no_more_than_interleaving_and_its_w_queue():
 
 @pytest.mark.wide
 def test_xla_still_takes_what_the_table_says():
-    row, told = pipelines_table.measure(GROWING[4]), GROWING[4]
+    row, told = xla_tables.measure(GROWING[4]), GROWING[4]
     assert int(row["xla_bytes"]) == pytest.approx(int(told["xla_bytes"]), rel=0.02)
     assert float(row["step_s"]) == pytest.approx(float(told["step_s"]), rel=0.02)
 
 
 def test_growth_is_shown_by_schedule_and_microbatches():
-    lines = pipelines_table.growth(ROWS).splitlines()
+    lines = xla_tables.growth(ROWS).splitlines()
     assert lines[0] == "| schedule | m 8 | m 16 | m 32 | m 64 |"
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         "| afab",
