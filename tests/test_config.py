@@ -15,6 +15,7 @@ import pytest
 from ultrascale_jax import config as config_module
 from ultrascale_jax.cli.command_line import load_recipe, recipes
 from ultrascale_jax.config import (
+    AUTO,
     AXES,
     CheckpointConfig,
     Config,
@@ -184,7 +185,7 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas=(0.9, 1.0)"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: TrainConfig(steps=0), "train.steps=0"),
-        (lambda: TrainConfig(microbatches=0), "train.microbatches=0"),
+        (lambda: TrainConfig(microbatches=-1), "train.microbatches=-1"),
         (lambda: TrainConfig(seed=-1), "train.seed=-1"),
         (lambda: TrainConfig(remat="some"), "train.remat='some'"),
         (lambda: TrainConfig(remat="save:q,nothing"), "train.remat='save:q,nothing'"),
@@ -370,6 +371,17 @@ def test_every_axis_can_divide_debug_by_8(axis):
     assert cfg.model.num_layers == cfg.model.num_heads == 8
     assert cfg.model.num_kv_heads == 4
     assert (cfg.train.global_batch, cfg.data.seq_len, cfg.model.vocab_size) == (16, 256, 256)
+
+
+@pytest.mark.parametrize("changes", [{"remat": "auto"}, {"microbatches": AUTO}])
+def test_a_configuration_that_is_not_chosen_yet_is_refused(changes):
+    cfg = replaced(load_recipe("debug"), **{f"train__{name}": v for name, v in changes.items()})
+    (name,) = changes
+    assert cfg.train.auto == (name,)
+    with pytest.raises(UserError) as refusal:
+        cfg.check(1)
+    fix = "is not chosen yet; pass the configuration through ultrascale_jax.choose_auto first"
+    assert str(refusal.value) == f"train.{name}='auto': {fix}"
 
 
 def test_remat_names_are_split_into_saved_and_offloaded():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from ultrascale_jax.cli.plan_commands.words import parse_choices
+from ultrascale_jax.config import REMAT_POLICIES
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
@@ -21,7 +22,6 @@ from ultrascale_jax.plan.search.ranking import (
     kind,
 )
 from ultrascale_jax.plan.search.search_space import (
-    REMAT,
     UNEVEN,
     configured,
     drawback,
@@ -84,14 +84,16 @@ def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted
 def test_recomputation_is_left_out_where_less_fits_with_room():
     search = searched(debug, 8, "fsdp=8")
     assert {c.run.remat for c in search.ranking} == {"none"}
-    assert search.counts["recomputes without need"] == search.counts["fits"] * (len(REMAT) - 1)
+    assert search.counts["recomputes without need"] == search.counts["fits"] * (
+        len(REMAT_POLICIES) - 1
+    )
     tight = searched(llama3_8b, 8, "fsdp=8 zero=3")
     by_work = {}
     for c in tight.ranking:
         by_work.setdefault(dataclasses.replace(c.run, remat=""), []).append(c)
     for same in by_work.values():
-        most = max(REMAT.index(c.run.remat) for c in same)
-        less = [c for c in same if REMAT.index(c.run.remat) < most]
+        most = max(REMAT_POLICIES.index(c.run.remat) for c in same)
+        less = [c for c in same if REMAT_POLICIES.index(c.run.remat) < most]
         assert all(c.best.peak_bytes > MARGIN * tight.usable_bytes for c in less)
 
 

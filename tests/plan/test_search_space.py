@@ -9,6 +9,7 @@ import pytest
 from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import (
     AXES,
+    REMAT_POLICIES,
     SCHEDULES,
     ContextConfig,
     MeshConfig,
@@ -19,7 +20,6 @@ from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
-    REMAT,
     UNEVEN,
     configured,
     divisors,
@@ -78,9 +78,9 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
         pipeline = (run.schedule, run.virtual_stages)
         variants.setdefault(key, set()).add((run.remat, run.stash, pipeline))
     for (mesh, _, microbatches), found in variants.items():
-        assert {remat for remat, _, _ in found} == set(REMAT)
+        assert {remat for remat, _, _ in found} == set(REMAT_POLICIES)
         if mesh.pp == 1:
-            assert len(found) == len(REMAT)
+            assert len(found) == len(REMAT_POLICIES)
             continue
         tried = {(name, 1) for name in ("afab", "1f1b", "zb_uniform", "zb_h1")}
         # Eight layers: two stages a rank need pp <= 4.
@@ -91,7 +91,7 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
             if mesh.pp * stages <= 8 and microbatches % mesh.pp == 0:
                 tried |= {("interleaved", stages), ("zb_uniform", stages)}
         assert {pipeline for _, _, pipeline in found} == tried
-        assert len(found) == len(REMAT) * 2 * len(tried)
+        assert len(found) == len(REMAT_POLICIES) * 2 * len(tried)
 
 
 def test_a_pipeline_may_have_unequal_stages():
@@ -193,7 +193,7 @@ def test_a_recipes_own_recompute_policy_is_a_candidate_too():
     train = dataclasses.replace(debug.train, remat="save:q,k,v")
     cfg = dataclasses.replace(debug, train=train)
     runs = enumerate_runs(cfg, cluster(), {}, ("fsdp",)).runs
-    assert {run.remat for run in runs} == {*REMAT, "save:q,k,v"}
+    assert {run.remat for run in runs} == {*REMAT_POLICIES, "save:q,k,v"}
 
 
 def test_what_is_pinned_so_that_nothing_is_left_is_counted():

@@ -24,8 +24,10 @@ from ultrascale_jax.config.model import Experts as Experts
 from ultrascale_jax.config.model import LatentAttention as LatentAttention
 from ultrascale_jax.config.model import ModelConfig as ModelConfig
 from ultrascale_jax.config.model import RopeScaling as RopeScaling
+from ultrascale_jax.config.training import AUTO as AUTO
 from ultrascale_jax.config.training import FP8 as FP8
 from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
+from ultrascale_jax.config.training import REMAT_POLICIES as REMAT_POLICIES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
 from ultrascale_jax.config.training import OptimConfig as OptimConfig
 from ultrascale_jax.config.training import TrainConfig as TrainConfig
@@ -335,8 +337,13 @@ class Config:
         require(rows * seq_len <= LARGEST, "train.global_batch", rows, fix)
 
     def check(self, num_devices: int) -> "Config":
-        """This run on `num_devices` devices: mesh resolved, and what cannot work refused."""
+        """This run on `num_devices` devices: mesh resolved, and what cannot work or is not chosen yet refused."""
         self._check_names()
+        for name in self.train.auto:
+            fix = (
+                "is not chosen yet; pass the configuration through ultrascale_jax.choose_auto first"
+            )
+            require(False, f"train.{name}", "auto", fix)
         mesh = self.mesh.resolve(num_devices)
         model, data, train = self.model, self.data, self.train
         if mesh.pp > 1:

@@ -10,6 +10,12 @@ Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
 FP8 = ("fp8", "fp8_rowwise", "fp8_block")
 """Precisions whose products are in fp8."""
 
+AUTO = 0
+"""`train.microbatches` that is to be chosen; the command line takes `auto` too, which is the name in `train.remat`."""
+
+REMAT_POLICIES = ("none", "selective", "dots", "full")
+"""Policies of `train.remat` that have a name, from the one that repeats nothing to the one that repeats all."""
+
 REMAT_NAMES = (
     *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
     *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
@@ -73,14 +79,15 @@ class TrainConfig:
     global_batch: int = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
     microbatches: int = 1
-    """Gradient-accumulation steps inside one optimizer step."""
+    """Gradient-accumulation steps inside one optimizer step; `auto` (0): the fastest number that fits."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
     precision: Precision = "bf16"
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
     remat: str = "none"
-    """`none`, `full`, `selective` (attention), `dots`, or by name: `save:q,k+offload:gate,up`."""
+    """`none`, `full`, `selective` (attention), `dots`, by name: `save:q,k+offload:gate,up`, or the fastest that fits:
+    `auto`."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
     seed: int = 0
@@ -91,18 +98,24 @@ class TrainConfig:
     """Global batches of one evaluation."""
 
     def __post_init__(self):
-        names = ("steps", "global_batch", "microbatches", "eval_batches")
-        require_at_least(1, "train", self, names)
-        require_at_least(0, "train", self, ("z_loss", "eval_every", "seed"))
+        require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
+        require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
         self.remat_names()
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The fields that are still to be chosen."""
+        fields = {"remat": self.remat == "auto", "microbatches": self.microbatches == AUTO}
+        return tuple(name for name, is_auto in fields.items() if is_auto)
 
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names to save on the device and to offload to the host; both empty for a named policy."""
         by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
-        named = self.remat not in ("none", "full", "selective", "dots")
+        named = self.remat not in (*REMAT_POLICIES, "auto")
         for part in self.remat.split("+") if named else ():
             kind, _, names = part.partition(":")
-            fix = "must be none, full, selective, dots, or save:NAMES and offload:NAMES joined by +"
+            policies = ", ".join((*REMAT_POLICIES, "auto"))
+            fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
             require(kind in by_kind and bool(names), "train.remat", self.remat, fix)
             for name in names.split(","):
                 fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"

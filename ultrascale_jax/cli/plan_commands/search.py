@@ -34,7 +34,8 @@ class Options(common.Assumptions):
     """What to search."""
 
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
-    """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash."""
+    """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
+    a2a_groups."""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """How many meshes to list."""
     compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8

@@ -44,8 +44,8 @@ class Options(common.Assumptions):
     """What to run."""
 
     grid: Annotated[str | None, command_line.option("'FIELD=VALUE,... ...'", "all meshes")] = None
-    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash; the
-    rest is the recipe's."""
+    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
+    a2a_groups; the rest is the recipe's."""
     out: Annotated[Path | None, command_line.option("FILE.csv", "out/sweep/RECIPE.csv")] = None
     """Where the rows are written, and found if they are there already."""
     predict: command_line.Flag = False

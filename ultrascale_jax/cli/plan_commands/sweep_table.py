@@ -13,7 +13,7 @@ from pathlib import Path
 from ultrascale_jax.config import AXES, Config, UserError, require
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.search.search_space import Choices, Space, enumerate_runs
+from ultrascale_jax.plan.search.search_space import Choices, Space, enumerate_runs, pinned
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -45,20 +45,13 @@ def grid(
     choices: Choices,
     shape: ModelShape | None = None,
 ) -> Space:
-    """Every legal run of `choices`; what they do not name is as in `cfg`.
+    """Every legal run of `choices`; what they do not name is as in `cfg`, every value of what is `auto` there.
 
     An axis that they do not name is 1. If they name none, all meshes are tried that split no sequence over cp.
     """
-    own = {
-        "zero": (cfg.train.zero,),
-        "remat": (cfg.train.remat,),
-        "microbatches": (cfg.train.microbatches,),
-        "schedule": (cfg.pp.schedule,),
-        "virtual_stages": (cfg.pp.virtual,),
-        "stash": (cfg.pp.stash,),
-    }
+    own = pinned(cfg)
     if "sequences" in choices:
-        del own["microbatches"]
+        own.pop("microbatches", None)
     free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
     return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape)
 

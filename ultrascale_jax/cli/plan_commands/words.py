@@ -55,6 +55,8 @@ def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
 
 def _value(name: str, text: str, field: str, word: str) -> int | str:
     if field == "remat":
+        fix = "auto leaves remat free, as it is where it is not named"
+        require(word != "auto", name, text, fix)
         return TrainConfig(remat=word).remat
     if field in NAMES:
         fix = f"{field} is one of {', '.join(NAMES[field])}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import Config, MeshConfig, UserError
+from ultrascale_jax.config import REMAT_POLICIES, Config, MeshConfig, UserError
 from ultrascale_jax.figures.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
 from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.plan.formulas import cheatsheet
@@ -16,7 +16,7 @@ from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report import files, schedules
 from ultrascale_jax.plan.search.ranking import Candidate, Search
-from ultrascale_jax.plan.search.search_space import REMAT, with_changes
+from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import GIB, Run
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -125,7 +125,7 @@ def stack(run: Run, label: str) -> Bar:
 def by_sequence(scenario: Scenario) -> Figure:
     """Memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
     run, own = scenario.run, scenario.run.seq_len
-    policies = dict.fromkeys((*REMAT, run.remat))
+    policies = dict.fromkeys((*REMAT_POLICIES, run.remat))
     lengths = [own // 4, own // 2, own, own * 2, own * 4]
     panels = {
         f"recompute {remat}": [

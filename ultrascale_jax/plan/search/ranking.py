@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import AXES, Config, MeshConfig
+from ultrascale_jax.config import AXES, REMAT_POLICIES, Config, MeshConfig
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
-    REMAT,
     UNTRAINED,
     Choices,
     Space,
@@ -151,7 +150,7 @@ class Search:
         for done, run in enumerate(runs):
             advance(done, len(runs))
             alike = run.mesh, run.zero, run.microbatches, run.schedule, run.virtual_stages
-            if alike == enough and run.remat in REMAT:
+            if alike == enough and run.remat in REMAT_POLICIES:
                 self.counts[NEEDLESS] += 1
                 continue
             peak = breakdown(run).peak_bytes
@@ -161,7 +160,7 @@ class Search:
                 continue
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
-            if peak <= MARGIN * self.usable_bytes and run.remat in REMAT:
+            if peak <= MARGIN * self.usable_bytes and run.remat in REMAT_POLICIES:
                 enough = alike
         advance(len(runs), len(runs))
 

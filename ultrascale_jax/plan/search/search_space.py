@@ -7,7 +7,8 @@ Left out, and counted where it is not the same run under another name:
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 
-Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need (`moe.a2a_groups`).
+Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
+`a2a_groups` is pinned.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from typing import Any
 
 from ultrascale_jax.config import (
     AXES,
+    REMAT_POLICIES,
     SCHEDULES,
     Config,
     MeshConfig,
@@ -34,9 +36,6 @@ from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
 from ultrascale_jax.training.model_shape import ModelShape
 
-REMAT = ("none", "selective", "dots", "full")
-"""Recompute policies, from the one that repeats nothing to the one that repeats all."""
-
 STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
 
@@ -48,7 +47,7 @@ UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 
 FIELDS = (
     *(*AXES, "zero", "remat", "microbatches", "sequences"),
-    *("schedule", "virtual_stages", "stash"),
+    *("schedule", "virtual_stages", "stash", "a2a_groups"),
 )
 """Fields of a candidate that differ, and that can be pinned."""
 
@@ -126,11 +125,12 @@ def enumerate_runs(
             if mesh.tensor > cluster.gpus_per_node and not wide:
                 illegal["tensor group larger than a node"] += 1
                 continue
-            for work, schedule in itertools.product(
-                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices)
+            exchanges = _exchanges(cfg, cluster, mesh, choices)
+            for work, schedule, moe in itertools.product(
+                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices), exchanges
             ):
                 try:
-                    candidate = _candidate_config(cfg, cluster, mesh, work, schedule)
+                    candidate = _candidate_config(cfg, mesh, work, schedule, moe)
                     run = Run.of(candidate, num_gpus, shape)
                     _require_parts(run, choices)
                 except UserError as error:
@@ -151,6 +151,19 @@ def with_changes(
     """`cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
     train_cfg = dataclasses.replace(cfg.train, **train)
     return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=train_cfg)
+
+
+def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
+    """Return what `cfg` says beside its mesh as choices of one value each; what is `auto` stays free."""
+    own = {
+        "zero": cfg.train.zero,
+        "remat": cfg.train.remat,
+        "microbatches": cfg.train.microbatches,
+        "schedule": cfg.pp.schedule,
+        "virtual_stages": cfg.pp.virtual,
+        "stash": cfg.pp.stash,
+    }
+    return {name: (value,) for name, value in own.items() if name not in cfg.train.auto}
 
 
 def configured(cfg: Config, run: Run) -> Config:
@@ -174,10 +187,10 @@ def configured(cfg: Config, run: Run) -> Config:
 
 def _candidate_config(
     cfg: Config,
-    cluster: Cluster,
     mesh: MeshConfig,
     work: dict[str, int],
     schedule: dict[str, Any],
+    moe: MoEConfig,
 ) -> Config:
     """The configuration of one candidate, without recomputation.
 
@@ -186,11 +199,8 @@ def _candidate_config(
     """
     fix = f"must be at least mesh.pp={mesh.pp}"
     require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
-    pp, moe = dataclasses.replace(cfg.pp, **schedule), cfg.moe
-    if cfg.model.experts is not None and moe.dispatch != "allgather":
-        nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
-        moe = dataclasses.replace(moe, a2a_groups=nodes)
-    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT[0], **work)
+    pp = dataclasses.replace(cfg.pp, **schedule)
+    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT_POLICIES[0], **work)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
@@ -203,6 +213,17 @@ def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int
     per_shard = max(cfg.train.global_batch // mesh.batch, 1)
     counts = choices.get("microbatches", divisors(per_shard))
     return [{"zero": zero, "microbatches": m} for m in counts for zero in zeros]
+
+
+def _exchanges(
+    cfg: Config, cluster: Cluster, mesh: MeshConfig, choices: Choices
+) -> list[MoEConfig]:
+    """Ways to the experts: the recipe's, in as many parts of ep as it has nodes."""
+    if cfg.model.experts is None or cfg.moe.dispatch == "allgather":
+        return [cfg.moe]
+    nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
+    parts = choices.get("a2a_groups", (nodes,))
+    return [dataclasses.replace(cfg.moe, a2a_groups=count) for count in parts]
 
 
 def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, Any]]:
@@ -219,9 +240,9 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
 
 def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
     """`run` with every stash and recompute policy, from what repeats the least."""
-    own = () if cfg.train.remat in REMAT else (cfg.train.remat,)
+    own = () if cfg.train.remat in (*REMAT_POLICIES, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
-    for stash, remat in itertools.product(stashes, choices.get("remat", (*REMAT, *own))):
+    for stash, remat in itertools.product(stashes, choices.get("remat", (*REMAT_POLICIES, *own))):
         if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
             yield dataclasses.replace(run, stash=stash, remat=remat)
 
