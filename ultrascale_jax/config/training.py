@@ -108,6 +108,13 @@ class TrainConfig:
         fields = {"remat": self.remat == "auto", "microbatches": self.microbatches == AUTO}
         return tuple(name for name, is_auto in fields.items() if is_auto)
 
+    def prefetches(self, *, pp: int, shards: int) -> bool:
+        """Whether layers gather ahead and scatter late (`parallel/prefetch.py`) if ZeRO splits parameters in `shards`.
+
+        Activations on the host have a loop of their own to travel in.
+        """
+        return self.zero == 3 and pp == 1 and shards > 1 and not self.remat_names()[1]
+
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names to save on the device and to offload to the host; both empty for a named policy."""
         by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}

@@ -18,6 +18,7 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     PipelineConfig,
+    TrainConfig,
     require,
 )
 from ultrascale_jax.parallel.context.window import distances_in_reach
@@ -132,6 +133,12 @@ class Run:
     def shards(self) -> int:
         """Into how many parts ZeRO splits a parameter."""
         return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether layers gather ahead and scatter late."""
+        train = TrainConfig(zero=self.zero, remat=self.remat)
+        return train.prefetches(pp=self.mesh.pp, shards=self.shards)
 
     @property
     def chunk_layers(self) -> int:

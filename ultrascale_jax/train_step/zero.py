@@ -57,12 +57,8 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
 
 
 def prefetches(cfg: Config) -> bool:
-    """Return whether the scan over layers gathers ahead and scatters late (`parallel/prefetch.py`).
-
-    Activations on the host have a loop of their own to travel in.
-    """
-    mesh, offloads = cfg.mesh, bool(cfg.train.remat_names()[1])
-    return cfg.train.zero == 3 and mesh.pp == 1 and mesh_size(*SHARD) > 1 and not offloads
+    """Return whether the scan over layers gathers ahead and scatters late, in the current mesh."""
+    return cfg.train.prefetches(pp=mesh_size("pp"), shards=mesh_size(*SHARD))
 
 
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:

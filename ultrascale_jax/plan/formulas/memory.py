@@ -53,8 +53,9 @@ def breakdown(run: Run) -> Breakdown:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
         living = sums(run, weights) | activations(run, layer)
+        mask = {"activations: document mask": document_mask(run, layer)}
         moments += [
-            living | _backward(run, weights, layer),
+            living | mask | _backward(run, weights, layer),
             living | _loss(run, weights, layer),
         ]
     if run.mesh.pp == 1 and run.zero == 2 and run.microbatches > 1:
@@ -78,13 +79,14 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     """Bytes that live through all micro-batches: parameters in the type of compute, float32 sums of gradients.
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers one
-    layer at a time, and without recomputation keeps the cast shards. Only zero 2 and 3 shard the sums. float32 needs no
+    layer at a time, and without recomputation keeps the cast shards, unless it gathers ahead. Only zero 2 and 3 shard the sums. float32 needs no
     cast.
     """
     several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
     if run.zero == 3:
-        used = sharded_params(run, weights, tables=False) * (cast and run.remat == "none")
+        kept = cast and run.remat == "none" and not run.prefetches
+        used = sharded_params(run, weights, tables=False) * kept
     else:
         used = (weights.blocks + weights.tables * several) * (cast or run.zero > 0)
     whole = weights.blocks + weights.tables
@@ -99,14 +101,13 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 def activations(run: Run, layer: Layer) -> dict[str, float]:
     """Bytes kept from forward to backward pass, over all layers."""
     parts = {name: run.shape.num_layers * size for name, size in saved_bytes(run, layer).items()}
-    return {f"activations: {name}": size for name, size in parts.items()} | {
-        "activations: document mask": document_mask(run, layer)
-    }
+    return {f"activations: {name}": size for name, size in parts.items()}
 
 
 def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Bytes that the backward pass of a layer adds.
 
+    Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
     Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
     The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
     where XLA casts it earlier, this is too much by half of it. Of the layer's own parameters attention's and two of the
@@ -115,6 +116,8 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
+    if run.prefetches:
+        used += (layer.input_width + layer.width) * _layer_params(run, weights)
     blocks = (
         4 * sharded_params(run, weights, tables=False)
         if run.zero == 3
@@ -131,14 +134,25 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Bytes that the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
 
-    The hidden states are there gathered, cut into chunks, and as gradients.
+    The hidden states are there gathered, cut into chunks, and as gradients; with a single chunk gathered alone, for what
+    its logits make comes when they have gone. The layer with which the backward pass begins is gathered ahead.
     """
+    chunks, logits = loss_chunks(run)
+    gradient, states = 4 * weights.table, 4 if chunks > 1 else 1
+    prefetched = run.prefetches and run.microbatches == 1
+    ahead = layer.input_width * _layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     return {
-        "gradients": 4 * weights.table,
-        "activations: logits": (1 + layer.width / 4) * loss_chunks(run)[1],
-        "workspace": layer.width * (head + 4 * layer.whole),
+        "gradients": gradient if chunks > 1 else max(0, gradient - logits),
+        "activations: logits": (1 + layer.width / 4) * logits,
+        "communication buffers": ahead,
+        "workspace": layer.width * (head + states * layer.whole),
     }
+
+
+def _layer_params(run: Run, weights: Weights) -> float:
+    """Parameters of one layer on one GPU, whole over the axes of ZeRO."""
+    return weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
 
 
 def _scatter(weights: Weights) -> dict[str, float]:
