@@ -30,8 +30,9 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.schedules import KINDS, Schedule
+from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh

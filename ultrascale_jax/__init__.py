@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     )
     from ultrascale_jax.parallel.context.layout import sequence_order
     from ultrascale_jax.parallel.experts.exchange import expert_layer
-    from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+    from ultrascale_jax.parallel.pipeline.executor import pipeline
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
     from ultrascale_jax.parallel.pipeline.schedules import forward_only, layer_order, stage_layers
     from ultrascale_jax.parallel.pipeline.schedules import read_csv as read_schedule
+    from ultrascale_jax.parallel.pipeline.stages import Stages
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
@@ -111,7 +112,7 @@ _HOME = {
     "ModelConfig": "config",
     "Run": "plan.workload",
     "Shape": "training.model_shape:ModelShape",
-    "Stages": "parallel.pipeline.executor",
+    "Stages": "parallel.pipeline.stages",
     "Transformer": "models.transformer",
     "abstract_mesh": "sharding.mesh",
     "abstract_state": "train_step.state",

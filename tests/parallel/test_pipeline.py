@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig
-from ultrascale_jax.parallel.pipeline.executor import Stages, pipeline
+from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.program import assemble
 from ultrascale_jax.parallel.pipeline.schedules import (
     build,
@@ -20,6 +20,7 @@ from ultrascale_jax.parallel.pipeline.schedules import (
     stage_layers,
 )
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import vary

@@ -21,52 +21,21 @@ numbers.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Row, Tree, at, buffer, empty, put
+from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.program import Program, Segment, assemble
 from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
 from ultrascale_jax.sharding.rules import vary, varying
 
 ENOUGH = {"h": 0.9, "d": 0.2}
 """Share of a segment's ticks from which on the head, and the embedding's gradient, run in all of them."""
-
-
-def float32(grads: Tree) -> Tree:
-    """Convert gradients to the dtype in which they accumulate, float32."""
-    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stages:
-    """The functions of a pipeline. All see this device's pieces and may use collectives."""
-
-    layer: Callable[..., tuple]
-    """`(params of one layer, x, context) -> (y, auxiliary loss[, statistics])`: x and y alike, the loss a float32
-    scalar that is added to the objective, statistics any tree of arrays that is added up for each layer and not
-    differentiated. With `numbered` a fourth argument is the number of the layer in the model, int32."""
-    embed: Callable[[Tree, Tree], jax.Array]
-    """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
-    looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
-    head: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
-    """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, whole on every rank; each
-    computes with its part of the vocabulary and sums over the ranks itself. The objective, a float32 scalar equal on
-    all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head that is not split ends in
-    `lax.pmean` over the ranks."""
-    context: Callable[[Tree], Tree] = lambda micro_batch: ()
-    """`(micro-batch) -> context` of every layer: what is not differentiated, such as rotary angles and documents."""
-    accumulate: Tree = None
-    """For each leaf of a layer's parameters, the function that makes of its gradient what is added up (ZeRO-2
-    reduce-scatters here); none casts to float32."""
-    accumulate_shared: Callable[[Tree], Tree] = float32
-    """As `accumulate`, for all gradients of `shared` at once."""
-    numbered: bool = False
-    """Whether layers depend on their number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,10 +89,12 @@ def pipeline(
     Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
     it (`vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
     """
-    _check(schedule, blocks, microbatches, stash, lengths, rows, axis)
-    state = _Executor(
-        schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, rows, axis
-    ).run()
+    call = PipelineCall(
+        schedule=schedule, stages=stages, blocks=blocks, shared=shared, microbatches=microbatches,
+        stash=stash, divergent=divergent, lengths=lengths, rows=rows, axis=axis,
+    )  # fmt: skip
+    _check(call)
+    state = _Executor(call).run()
     trains, tree = "blocks" in state, jax.tree.structure(blocks)
     return Pipelined(
         objective=state["objective"],
@@ -135,12 +106,14 @@ def pipeline(
     )
 
 
-def _check(schedule, blocks, microbatches, stash, lengths, rows, axis) -> None:
+def _check(call: PipelineCall) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
-    held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(blocks)]
+    schedule, stash, axis = call.schedule, call.stash, call.axis
+    lengths, rows = call.lengths, call.rows
+    held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
     layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})
     depth, rest = divmod(layers[0], schedule.virtual)
-    counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(microbatches)})
+    counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.microbatches)})
     m, stages = schedule.microbatches, schedule.num_stages
     fits = lengths is None or (len(lengths) == stages and max(lengths) <= depth)
     for ok, why in (
@@ -167,21 +140,13 @@ def _check(schedule, blocks, microbatches, stash, lengths, rows, axis) -> None:
 class _Executor:
     """The parts of one tick; `lax.scan` carries their arrays in one dictionary, the state."""
 
-    def __init__(
-        self, schedule, stages, blocks, shared, microbatches, stash, divergent, lengths, rows, axis
-    ):
-        self.program: Program = assemble(schedule, stash)
-        self.schedule, self.stages, self.axis = schedule, stages, axis
-        self.shared, self.microbatches = shared, microbatches
+    def __init__(self, call: PipelineCall):
+        self.program: Program = assemble(call.schedule, call.stash)
+        self.schedule, self.stages, self.axis = call.schedule, call.stages, call.axis
+        self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
-        self.stashes = stash == "residuals" and self.trains
-        leaves = jax.tree.leaves(blocks)
-        self.loop = LayerLoop(
-            schedule, stages.layer, stages.context,
-            jax.tree.leaves(stages.accumulate) or [float32] * len(leaves), blocks, microbatches,
-            axis=axis, trains=self.trains, stashes=self.stashes, divergent=divergent, lengths=lengths,
-            rows=rows, numbered=stages.numbered,
-        )  # fmt: skip
+        self.stashes = call.stash == "residuals" and self.trains
+        self.loop = LayerLoop(call, trains=self.trains)
 
     def run(self) -> dict:
         """Run all ticks; return the state after the last one."""
@@ -190,11 +155,11 @@ class _Executor:
         self.every, every_before = self.program.columns(self.program.every)
         before = {name: jnp.asarray(table)[rank] for name, table in ranks_before.items()}
         before |= {name: jnp.asarray(value) for name, value in every_before.items()}
-        rows = {name: jnp.asarray(table)[:, rank] for name, table in ranks.items()}
-        rows |= {name: jnp.asarray(table) for name, table in self.every.items()}
+        ticks = {name: jnp.asarray(table)[:, rank] for name, table in ranks.items()}
+        ticks |= {name: jnp.asarray(table) for name, table in self.every.items()}
         state = self._read_next(state, self._embed(before), before)
         for segment in self.program.segments:
-            part = jax.tree.map(lambda row, s=segment: row[s.start : s.stop], rows)
+            part = jax.tree.map(lambda column, s=segment: column[s.start : s.stop], ticks)
             state, _ = lax.scan(partial(self._tick, segment), state, part)
         return state
 
@@ -238,7 +203,7 @@ class _Executor:
     def _vary(self, x: jax.Array) -> jax.Array:
         return vary(x, self.loop.axes)
 
-    def _tick(self, segment: Segment, state: dict, row: Row) -> tuple[dict, None]:
+    def _tick(self, segment: Segment, state: dict, tick: Tick) -> tuple[dict, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
         writes, reads = (
             ("auxiliary", "statistics", "blocks", "residuals", "weights"),
@@ -246,53 +211,53 @@ class _Executor:
         )
         mine = {name: state[name] for name in writes if name in state}
         read = {name: state[name] for name in reads if name in state}
-        mine, y, dx = self.loop.run(segment, mine, read, row)
+        mine, y, dx = self.loop.run(segment, mine, read, tick)
         state = state | mine
         arrived = self._send("f", y) if forward else []
         arrived += self._send("b", dx) if backward else []
         soon = self.every["next_e"][segment.start : segment.stop].any()
-        x = self._embed(row) if soon else state["x_forward"]
+        x = self._embed(tick) if soon else state["x_forward"]
         dy = y
         if forward:
-            state, dy = self._head(segment, state, row, y)
+            state, dy = self._head(segment, state, tick, y)
         if backward:
-            state = self._embed_gradient(segment, state, row, dx)
+            state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
         together = (dy, x, {name: state[name] for name in ("shared",) if name in state})
         values = [value for _, _, value in arrived]
         values, (dy, x, sums) = lax.optimization_barrier((values, together))
         state |= sums
         for (name, column, _), value in zip(arrived, values, strict=True):
-            state[name] = put(state[name], value, row[column])
+            state[name] = put(state[name], value, tick[column])
         if forward and self.trains:
-            state["gradients"] = put(state["gradients"], dy, row["h_g"])
-        return self._read_next(state, x, row), None
+            state["gradients"] = put(state["gradients"], dy, tick["h_g"])
+        return self._read_next(state, x, tick), None
 
-    def _read_next(self, state: dict, x: jax.Array, row: Row) -> dict:
+    def _read_next(self, state: dict, x: jax.Array, tick: Tick) -> dict:
         """Read the inputs of the next tick; x is the first stage's."""
-        takes = row["next_f_first"] > 0
+        takes = tick["next_f_first"] > 0
         if self.trains and not self.stashes:
-            slot = jnp.where(takes, row["next_f_x"], self.program.slots.inputs)
+            slot = jnp.where(takes, tick["next_f_x"], self.program.slots.inputs)
             state["inputs"] = put(state["inputs"], x, slot)
-            state["x_backward"] = at(state["inputs"], row["next_b_x"])
-        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], row["next_f_x"]))
+            state["x_backward"] = at(state["inputs"], tick["next_b_x"])
+        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], tick["next_f_x"]))
         if self.trains:
-            state["g"] = at(state["gradients"], row["next_b_g"])
+            state["g"] = at(state["gradients"], tick["next_b_g"])
         return state
 
-    def _embed(self, row: Row) -> jax.Array:
+    def _embed(self, tick: Tick) -> jax.Array:
         """Compute the first stage's input of the next tick."""
-        x = self.stages.embed(self.shared, at(self.microbatches, row["next_e_mb"]))
+        x = self.stages.embed(self.shared, at(self.microbatches, tick["next_e_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
 
-    def _if(self, segment: Segment, name: str, row: Row, run, skip, operand):
+    def _if(self, segment: Segment, name: str, tick: Tick, run, skip, operand):
         """Run `run` in the ticks that need it, masked in all if enough do: a branch makes a GPU wait for the host."""
         needed = self.every[name][segment.start : segment.stop]
         if not needed.any():
             return skip(operand)
         if needed.mean() >= ENOUGH[name]:
             return run(operand)
-        return lax.cond(row[name] > 0, run, skip, operand)
+        return lax.cond(tick[name] > 0, run, skip, operand)
 
     def _send(self, kind: str, value: jax.Array) -> list[tuple[str, str, jax.Array]]:
         """Send the results of the tick; return what arrives here: buffer, column of its slot, value."""
@@ -303,25 +268,25 @@ class _Executor:
             if port.startswith(kind)
         ]
 
-    def _head(self, segment: Segment, state: dict, row: Row, y: jax.Array):
+    def _head(self, segment: Segment, state: dict, tick: Tick, y: jax.Array):
         """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
 
         def run(operand):
-            last = (row["f_on"] * row["f_last"]) > 0
+            last = (tick["f_on"] * tick["f_last"]) > 0
             y_last = lax.psum(jnp.where(last, y, 0), self.axis)
-            micro_batch, dy = at(self.microbatches, row["h_mb"]), y
+            micro_batch, dy = at(self.microbatches, tick["h_mb"]), y
             if self.trains:
                 (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch)
                 more = (objective, metrics, self.stages.accumulate_shared(grads))
             else:
                 more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
-            on = row["h"] > 0
+            on = tick["h"] > 0
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more), dy
 
         operand = (tuple(state[name] for name in names), y)
-        sums, dy = self._if(segment, "h", row, run, lambda operand: operand, operand)
+        sums, dy = self._if(segment, "h", tick, run, lambda operand: operand, operand)
         return state | dict(zip(names, sums, strict=True)), dy
 
     def _head_gradient(self, y, micro_batch):
@@ -335,11 +300,11 @@ class _Executor:
         grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
         return (objective, metrics), grads, self._vary(dy)
 
-    def _embed_gradient(self, segment: Segment, state: dict, row: Row, dx: jax.Array) -> dict:
+    def _embed_gradient(self, segment: Segment, state: dict, tick: Tick, dx: jax.Array) -> dict:
         def run(sums):
-            first = (row["b_on"] * row["b_first"]) > 0
+            first = (tick["b_on"] * tick["b_first"]) > 0
             d = self._vary(lax.psum(jnp.where(first, dx, 0), self.axis))
-            micro_batch = at(self.microbatches, row["d_mb"])
+            micro_batch = at(self.microbatches, tick["d_mb"])
             _, pull_back = jax.vjp(
                 lambda shared: self._vary(self.stages.embed(shared, micro_batch)), self.shared
             )
@@ -347,5 +312,5 @@ class _Executor:
             return jax.tree.map(jnp.add, sums, more)
 
         return state | {
-            "shared": self._if(segment, "d", row, run, lambda sums: sums, state["shared"])
+            "shared": self._if(segment, "d", tick, run, lambda sums: sums, state["shared"])
         }

@@ -1,6 +1,6 @@
 """Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.parallel.pipeline.program import Segment, Slots
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
 
-type Tree = Any
-type Row = dict[str, jax.Array]
+type Tick = dict[str, jax.Array]
 """One tick of the program on this rank: scalars by column of `program.Program`."""
 
 
@@ -24,31 +23,20 @@ class LayerLoop:
     `residuals`, `weights`.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        layer: Callable,
-        context: Callable,
-        accumulate: Sequence[Callable],
-        blocks: Tree,
-        microbatches: Tree,
-        *,
-        axis: str,
-        trains: bool,
-        stashes: bool,
-        divergent: bool,
-        lengths: Sequence[int] | None,
-        rows: Sequence | None,
-        numbered: bool,
-    ):
-        self.schedule, self.accumulate = schedule, accumulate
-        self.layer = layer if numbered else lambda params, x, context, _: layer(params, x, context)
-        self.context = context
-        self.blocks, self.microbatches, self.axis = blocks, microbatches, axis
-        self.trains, self.stashes, self.divergent = trains, stashes, divergent
-        positions = len(jax.tree.leaves(blocks)[0]) if rows is None else rows[0].shape[1]
+    def __init__(self, call: PipelineCall, *, trains: bool):
+        schedule, stages, lengths = call.schedule, call.stages, call.lengths
+        self.schedule, self.context, self.axis = schedule, stages.context, call.axis
+        self.blocks, self.microbatches = call.blocks, call.microbatches
+        self.divergent = call.divergent
+        self.trains, self.stashes = trains, trains and call.stash == "residuals"
+        leaves, layer = jax.tree.leaves(call.blocks), stages.layer
+        self.layer = (
+            layer if stages.numbered else lambda params, x, context, _: layer(params, x, context)
+        )
+        self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
+        positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
-        self.rows = rows and [jnp.asarray(table)[lax.axis_index(axis)] for table in rows]
+        self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
         every = lengths or [self.depth] * schedule.num_stages
         self.starts = self._by_chunk([sum(every[:stage]) for stage in range(len(every))])
         uneven = lengths is not None and min(lengths) < self.depth
@@ -68,8 +56,9 @@ class LayerLoop:
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
         params = self._params(here, here)
-        context = self.context(at(self.microbatches, here)), self._number(here, here)
-        if self.divergent and "ppermute" in str(jax.make_jaxpr(self.layer)(params, x, *context)):
+        context = self.context(at(self.microbatches, here)), self._layer_number(here, here)
+        traced = jax.make_jaxpr(self.layer)(params, x, *context).jaxpr if self.divergent else None
+        if traced and "ppermute" in _primitives(traced):
             raise ValueError(
                 "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
                 "in silence; use lock step (divergent=False), or gather instead"
@@ -90,49 +79,49 @@ class LayerLoop:
             return x, state
         self.vjp = LayerVJP(self._layer, params, x, context, split=self.schedule.split)
         y, aux, statistics, kept = self.vjp.forward(params, x, context)
-        state["statistics"] = self._rows(statistics, self.schedule.virtual * self.depth)
+        state["statistics"] = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux))
         grads, _ = self.vjp.backward(params, context, kept, cotangents)
         leaves = zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True)
-        state["blocks"] = [self._rows(fn(g), len(leaf)) for fn, g, leaf in leaves]
+        state["blocks"] = [self._buffers(fn(g), len(leaf)) for fn, g, leaf in leaves]
         if self.stashes:
-            state["residuals"] = self._rows(self._rows(kept, self.depth), slots.residuals + 1)
+            state["residuals"] = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
         if self.schedule.split:
             waiting = self.vjp.input_gradient(params, context, kept, cotangents)[2]
-            state["weights"] = self._rows(self._rows(waiting, self.depth), slots.weights + 1)
+            state["weights"] = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
         return x, state
 
-    def _rows(self, tree: Tree, count: int) -> Tree:
+    def _buffers(self, tree: Tree, count: int) -> Tree:
         return jax.tree.map(lambda a: buffer(a, count, self.axis), tree)
 
     def run(
-        self, segment: Segment, state: dict, read: dict, row: Row
+        self, segment: Segment, state: dict, read: dict, tick: Tick
     ) -> tuple[dict, jax.Array, jax.Array]:
         """Run the layers of this tick: return new state, y and dx; `read` has `x_forward`, `g` and `x_backward`."""
         if not self.divergent:
-            return self._layers(segment.kinds, state, read, row)
+            return self._layers(segment.kinds, state, read, tick)
         ticks = self.schedule.ticks[segment.start : segment.stop]
-        choices = sorted({frozenset(cell) for tick in ticks for cell in tick}, key=sorted)
+        choices = sorted({frozenset(cell) for cells in ticks for cell in cells}, key=sorted)
         index = jnp.int32(0)
         for i, kinds in enumerate(choices):
-            same = [(row[f"{kind.lower()}_on"] > 0) == (kind in kinds) for kind in "FBW"]
+            same = [(tick[f"{kind.lower()}_on"] > 0) == (kind in kinds) for kind in "FBW"]
             index = jnp.where(jnp.all(jnp.stack(same)), i, index)
         branches = [
-            lambda state, read, row, kinds=kinds: self._layers(kinds, state, read, row)
+            lambda state, read, tick, kinds=kinds: self._layers(kinds, state, read, tick)
             for kinds in choices
         ]
-        return lax.switch(index, branches, state, read, row)
+        return lax.switch(index, branches, state, read, tick)
 
-    def _layers(self, kinds: frozenset[str], state: dict, read: dict, row: Row):
+    def _layers(self, kinds: frozenset[str], state: dict, read: dict, tick: Tick):
         """Loop once over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
-            k: self.context(at(self.microbatches, row[f"{k}_mb"]))
+            k: self.context(at(self.microbatches, tick[f"{k}_mb"]))
             for k, runs in (("f", forward), ("b", backward), ("w", weights))
             if runs
         }
-        x = jnp.where(row["f_on"] > 0, read["x_forward"], 0)
-        g = jnp.where(row["b_on"] > 0, read["g"], 0) if self.trains else x
+        x = jnp.where(tick["f_on"] > 0, read["x_forward"], 0)
+        g = jnp.where(tick["b_on"] > 0, read["g"], 0) if self.trains else x
         written = {"auxiliary", "statistics", "blocks"} & set(state)
         if forward and self.stashes:
             written.add("residuals")
@@ -141,40 +130,40 @@ class LayerLoop:
         rest = {name: value for name, value in state.items() if name not in written}
         carry = {name: state[name] for name in written} | {"x": x, "g": g}
         if backward and not self.stashes:
-            rest["repeated"] = self._repeat(read["x_backward"], contexts["b"], row)
+            rest["repeated"] = self._repeat(read["x_backward"], contexts["b"], tick)
         if backward and "residuals" in written:
             # Read ahead: a read beside the write of the same iteration would make XLA copy the whole buffer.
-            carry["kept"] = at(carry["residuals"], row["b_res"], self.depth - 1)
+            carry["kept"] = at(carry["residuals"], tick["b_res"], self.depth - 1)
 
         def layer(carry, index):
             after, back = dict(carry), self.depth - 1 - index
             if forward:
-                after |= self._forward_layer(carry, row, index, contexts["f"])
+                after |= self._forward_layer(carry, tick, index, contexts["f"])
             if backward:
-                kept = self._kept(carry, rest, row, back)
-                self._backward_layer(carry["g"], kept, after, row, back, contexts["b"])
+                kept = self._kept(carry, rest, tick, back)
+                self._backward_layer(carry["g"], kept, after, tick, back, contexts["b"])
             if weights:
-                waiting = at((after if backward else rest)["weights"], row["w_w"], back)
-                params = self._params(row["w_chunk"], back)
-                around = contexts["w"], self._number(row["w_chunk"], back)
+                waiting = at((after if backward else rest)["weights"], tick["w_w"], back)
+                params = self._params(tick["w_chunk"], back)
+                around = contexts["w"], self._layer_number(tick["w_chunk"], back)
                 grads = self.vjp.weight_gradient(params, around, waiting)
-                on = self._real(row["w_chunk"], back) & (row["w_on"] > 0)
-                self._add(after, grads, on, row["w_chunk"], back)
+                on = self._real(tick["w_chunk"], back) & (tick["w_on"] > 0)
+                self._add(after, grads, on, tick["w_chunk"], back)
             if "kept" in carry:
-                after["kept"] = at(after["residuals"], row["b_res"], jnp.maximum(back - 1, 0))
+                after["kept"] = at(after["residuals"], tick["b_res"], jnp.maximum(back - 1, 0))
             return after, None
 
         carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
         return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
 
-    def _forward_layer(self, carry: dict, row: Row, index, context) -> dict:
-        position = row["f_chunk"] * self.depth + index
-        params = self._params(row["f_chunk"], index)
-        context = context, self._number(row["f_chunk"], index)
-        real = self._real(row["f_chunk"], index)
+    def _forward_layer(self, carry: dict, tick: Tick, index, context) -> dict:
+        position = tick["f_chunk"] * self.depth + index
+        params = self._params(tick["f_chunk"], index)
+        context = context, self._layer_number(tick["f_chunk"], index)
+        real = self._real(tick["f_chunk"], index)
 
         def add(sums: Tree, more: Tree) -> Tree:
-            on = real & (row["f_on"] > 0)
+            on = real & (tick["f_on"] > 0)
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, more)
 
         if not self.trains:
@@ -189,41 +178,41 @@ class LayerLoop:
             "statistics": put(carry["statistics"], statistics, position),
         }
         if self.stashes:
-            after["residuals"] = put(carry["residuals"], kept, row["f_res"], index)
+            after["residuals"] = put(carry["residuals"], kept, tick["f_res"], index)
         return after
 
-    def _backward_layer(self, g, kept, after: dict, row: Row, back, context) -> None:
-        params = self._params(row["b_chunk"], back)
-        context = context, self._number(row["b_chunk"], back)
-        real = self._real(row["b_chunk"], back)
-        on = real & (row["b_on"] > 0)
+    def _backward_layer(self, g, kept, after: dict, tick: Tick, back, context) -> None:
+        params = self._params(tick["b_chunk"], back)
+        context = context, self._layer_number(tick["b_chunk"], back)
+        real = self._real(tick["b_chunk"], back)
+        on = real & (tick["b_on"] > 0)
         cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes))
         if self.schedule.split:
             grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
-            after["weights"] = put(after["weights"], waiting, row["b_w"], back)
+            after["weights"] = put(after["weights"], waiting, tick["b_w"], back)
         else:
             grads, dx = self.vjp.backward(params, context, kept, cotangents)
         after["g"] = jnp.where(on, dx, g)
-        self._add(after, grads, on, row["b_chunk"], back)
+        self._add(after, grads, on, tick["b_chunk"], back)
 
-    def _kept(self, carry: dict, rest: dict, row: Row, back) -> list[jax.Array]:
+    def _kept(self, carry: dict, rest: dict, tick: Tick, back) -> list[jax.Array]:
         """Return this layer's residuals: read ahead, in the buffer, or from the repeated forward pass."""
         if "kept" in carry:
             return carry["kept"]
         if self.stashes:
-            return at(rest["residuals"], row["b_res"], back)
+            return at(rest["residuals"], tick["b_res"], back)
         return at(rest["repeated"], back)
 
-    def _repeat(self, x, context, row: Row) -> list[jax.Array]:
+    def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
         """Run the forward pass of a stage once more, for its layers' residuals."""
 
         def layer(x, index):
-            params = self._params(row["b_chunk"], index)
-            around = context, self._number(row["b_chunk"], index)
+            params = self._params(tick["b_chunk"], index)
+            around = context, self._layer_number(tick["b_chunk"], index)
             y, _, _, kept = self.vjp.forward(params, x, around)
-            return jnp.where(self._real(row["b_chunk"], index), y, x), kept
+            return jnp.where(self._real(tick["b_chunk"], index), y, x), kept
 
-        x = jnp.where(row["b_on"] > 0, x, 0)
+        x = jnp.where(tick["b_on"] > 0, x, 0)
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:
@@ -245,7 +234,7 @@ class LayerLoop:
             return [position] * len(self.accumulate)
         return [table[position] for table in self.rows]
 
-    def _number(self, chunk, index) -> jax.Array:
+    def _layer_number(self, chunk, index) -> jax.Array:
         """The number of a layer in the model."""
         return self.starts[chunk] + index
 
@@ -264,6 +253,16 @@ class LayerLoop:
             if grad is not None:
                 sums[i] = put(sums[i], at(sums[i], row) + jnp.where(on, accumulate(grad), 0), row)
         after["blocks"] = sums
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of the primitives of a jaxpr, and of the jaxprs that its equations hold."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _primitives(inner)
 
 
 def at(tree: Tree, *index) -> Tree:

@@ -96,7 +96,7 @@ class _Assembler:
 
     def __init__(self, schedule: Schedule, stash: str):
         self.schedule = schedule
-        self.backward = any("B" in cell for row in schedule.ticks for cell in row)
+        self.backward = any("B" in cell for tick in schedule.ticks for cell in tick)
         self.keeps_input = self.backward and stash == "input"
         shape = (len(schedule.ticks), schedule.ranks)
         self.ranks = {
@@ -183,12 +183,12 @@ def assemble(schedule: Schedule, stash: str = "residuals") -> Program:
     A table of forward operations alone keeps its inputs for one tick: `stash` does not matter.
     """
     work = _Assembler(schedule, stash)
-    for t, row in enumerate(schedule.ticks):
-        for rank, cell in enumerate(row):
+    for t, tick in enumerate(schedule.ticks):
+        for rank, cell in enumerate(tick):
             for kind in "FBW":
                 if kind in cell:
                     work.operation(t, rank, kind, *cell[kind])
-        for rank, cell in enumerate(row):
+        for rank, cell in enumerate(tick):
             for kind in "FB":
                 if kind in cell:
                     work.send(t, rank, kind, *cell[kind])
@@ -222,7 +222,7 @@ def _finish(work: _Assembler) -> Program:
 
 def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
     """Return runs of ticks with equal kinds and head; if too many, with equal kinds; if still too many, one run."""
-    kinds = [frozenset(kind for cell in row for kind in cell) for row in schedule.ticks]
+    kinds = [frozenset(kind for cell in tick for kind in cell) for tick in schedule.ticks]
     for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
         stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]
         if len(stops) <= MOST_SEGMENTS:
