@@ -102,15 +102,7 @@ def _named(like: Schedule) -> Iterator[Schedule]:
 def _unfused(table: Schedule, cap: int) -> Schedule:
     """1F1B with one operation a tick, rank r with p - r in flight or `cap` (Megatron-LM, arXiv 2104.04473)."""
     p, m = table.ranks, table.microbatches
-    orders: list[list[Cell]] = []
-    for rank in range(p):
-        ahead = min(m, cap - 1, p - 1 - rank)
-        order: list[Cell] = [{"F": (i, rank)} for i in range(ahead)]
-        for i in range(m):
-            if ahead + i < m:
-                order.append({"F": (ahead + i, rank)})
-            order.append({"B": (i, rank)})
-        orders.append(order)
+    orders = [named.one_f_one_b_order(r, m, min(m, cap - 1, p - 1 - r)) for r in range(p)]
     return named.pack(table, orders)
 
 

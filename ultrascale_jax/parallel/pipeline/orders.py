@@ -66,21 +66,30 @@ def _fused(
     return Schedule(name=name, ranks=p, virtual=v, microbatches=m, split=split).with_ticks(ticks)
 
 
+def one_f_one_b_order(
+    rank: int, microbatches: int, ahead: int, defer: int | None = None
+) -> list[Cell]:
+    """Return 1F1B with one operation a cell: `ahead` forwards, then a forward and a backward in turn.
+
+    With `defer` the W of each microbatch comes so many microbatches after its B; without it, there is no W.
+    """
+    m = microbatches
+    order: list[Cell] = [{"F": (i, rank)} for i in range(ahead)]
+    for i in range(m):
+        if ahead + i < m:
+            order.append({"F": (ahead + i, rank)})
+        order.append({"B": (i, rank)})
+        if defer is not None and i >= defer:
+            order.append({"W": (i - defer, rank)})
+    if defer is not None:
+        order += [{"W": (i, rank)} for i in range(max(0, m - defer), m)]
+    return order
+
+
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """ZB-H1 (arXiv 2401.10241): 1F1B's order and memory, rank r defers each W by r microbatches."""
     p, m = ranks, microbatches
-    orders: list[list[Cell]] = []
-    for rank in range(p):
-        ahead = min(m, p - 1 - rank)
-        order: list[Cell] = [{"F": (i, rank)} for i in range(ahead)]
-        for i in range(m):
-            if ahead + i < m:
-                order.append({"F": (ahead + i, rank)})
-            order.append({"B": (i, rank)})
-            if i >= rank:
-                order.append({"W": (i - rank, rank)})
-        order += [{"W": (i, rank)} for i in range(max(0, m - rank), m)]
-        orders.append(order)
+    orders = [one_f_one_b_order(rank, m, min(m, p - 1 - rank), defer=rank) for rank in range(p)]
     return pack(Schedule(name="zb_h1", ranks=p, microbatches=m, split=True), orders)
 
 
