@@ -171,31 +171,34 @@ def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floa
     return jax.tree.map(jnp.add, first, _later(one_round, needed, ints, floats))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _later(one_round, needed, ints, floats):
-    """Return the sum over the rounds after the first."""
+def _sum_later(one_round: Callable, needed: jax.Array, zeros: Any) -> Any:
+    """Sum `one_round(i)` for 1 <= i < needed, in a loop whose length is known only at run time."""
 
     def add(state):
         number, total = state
-        return number + 1, jax.tree.map(jnp.add, total, one_round(number, ints, floats))
+        return number + 1, jax.tree.map(jnp.add, total, one_round(number))
 
+    return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), zeros))[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _later(one_round, needed, ints, floats):
+    """Return the sum over the rounds after the first."""
     axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
     kinds = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
-    total = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), axes), kinds)
-    return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), total))[1]
+    zeros = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), axes), kinds)
+    return _sum_later(lambda number: one_round(number, ints, floats), needed, zeros)
 
 
 def _later_backward(one_round, saved, g):
     needed, ints, floats = saved
 
-    def add(state):
-        number, sums = state
+    def gradients(number):
         _, pull_back = jax.vjp(lambda floats: one_round(number, ints, floats), floats)
-        return number + 1, jax.tree.map(jnp.add, sums, pull_back(g)[0])
+        return pull_back(g)[0]
 
     zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), floats)
-    sums = jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), zeros))[1]
-    return None, None, sums
+    return None, None, _sum_later(gradients, needed, zeros)
 
 
 _later.defvjp(
