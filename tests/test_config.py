@@ -35,7 +35,6 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
     WatchConfig,
-    parse_mesh,
 )
 
 SECTIONS = (
@@ -390,8 +389,8 @@ def test_remat_names_are_split_into_saved_and_offloaded():
 
 
 def test_a_mesh_is_read_from_axis_sizes():
-    assert parse_mesh("fsdp=4, tp=2") == {"fsdp": 4, "tp": 2}
-    assert parse_mesh("dp=-1") == {"dp": -1}
+    assert MeshConfig.parse("fsdp=4, tp=2") == MeshConfig(fsdp=4, tp=2)
+    assert MeshConfig.parse("dp=-1") == MeshConfig(dp=-1, fsdp=1)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +398,7 @@ def test_a_mesh_is_read_from_axis_sizes():
 )
 def test_a_mesh_that_cannot_be_read_is_refused_by_its_text(text):
     with pytest.raises(UserError) as refusal:
-        parse_mesh(text)
+        MeshConfig.parse(text)
     assert str(refusal.value).startswith(f"mesh={text!r}: ")
 
 

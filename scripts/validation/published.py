@@ -17,7 +17,7 @@ from rich.table import Table
 
 from scripts.validation.benchmark import count, lines, measured
 from ultrascale_jax.cli import output
-from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, parse_mesh, require
+from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, require
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
@@ -137,8 +137,7 @@ def run_of(line: dict[str, str]) -> Run:
     precision: Any = line["precision"]
     fix = f"choose one of {', '.join(PRECISIONS)}"
     require(precision in PRECISIONS, "precision", precision, fix)
-    sharding = {"fsdp": 1} | parse_mesh(line["mesh"])
-    mesh = MeshConfig(**sharding).resolve(count("gpus", line["gpus"]))
+    mesh = MeshConfig.parse(line["mesh"]).resolve(count("gpus", line["gpus"]))
     seq_len = count("seq_len", line["seq_len"])
     require(seq_len % mesh.cp == 0, "seq_len", seq_len, f"cp={mesh.cp} must divide it")
     return Run(

@@ -34,7 +34,6 @@ from ultrascale_jax.config import (
     MoEConfig,
     PipelineConfig,
     TrainConfig,
-    parse_mesh,
 )
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.figures.charts import Lines, Point
@@ -55,7 +54,7 @@ GATHERED = ("all-gather", "reduce-scatter")
 
 def config(row: Mapping[str, Any]) -> tuple[Config, int]:
     """The run of a row, and its number of GPUs."""
-    mesh = MeshConfig(**{"fsdp": 1, **parse_mesh(row["mesh"])})
+    mesh = MeshConfig.parse(row["mesh"])
     microbatches = int(row["microbatches"])
     train = TrainConfig(
         global_batch=int(row["sequences"]) * microbatches * mesh.batch,

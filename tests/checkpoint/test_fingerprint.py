@@ -34,7 +34,7 @@ def random(dtype="float32", shape=(8, 16, 32)):
 
 
 def on(sizes, spec, x):
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    mesh = make_mesh(MeshConfig.of(**sizes))
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 

@@ -72,7 +72,7 @@ def save(cfg, state, *steps):
 def test_a_state_returns_bit_for_bit_on_any_mesh(state, tmp_path, sizes):
     cfg = in_folder(BASE, tmp_path)
     save(cfg, state, 5)
-    other = dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}))
+    other = dataclasses.replace(cfg, mesh=MeshConfig.of(**sizes))
     mesh = mesh_of(other)
     with Checkpoints(other) as checkpoints:
         assert checkpoints.latest == 5
@@ -101,7 +101,7 @@ PIPELINES = {
 def on_pipeline(cfg, name):
     sizes, pp = PIPELINES[name]
     train = dataclasses.replace(cfg.train, microbatches=24)
-    return dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}), pp=pp, train=train)
+    return dataclasses.replace(cfg, mesh=MeshConfig.of(**sizes), pp=pp, train=train)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
     start = state = random_state(cfg, mesh_of(cfg))
     for step, (sizes, pp) in enumerate(RANKS_OF_EXPERTS.values(), start=1):
         save(cfg, state, step)
-        mesh = MeshConfig(**{"fsdp": 1, **sizes})
+        mesh = MeshConfig.of(**sizes)
         train = dataclasses.replace(cfg.train, microbatches=4)
         cfg = dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
         abstract = abstract_state(cfg, mesh_of(cfg))

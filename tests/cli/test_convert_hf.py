@@ -42,7 +42,7 @@ FIXTURES = ROOT / "tests" / "data" / "hf"
 
 
 def mesh_of(**sizes):
-    cfg = MeshConfig(**({"fsdp": 1} | sizes))
+    cfg = MeshConfig.of(**sizes)
     num_devices = int(np.prod(list(cfg.sizes.values())))
     return make_mesh(cfg, jax.devices()[:num_devices]), num_devices
 
@@ -54,7 +54,7 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
     """
     mesh, num_devices = mesh_of(**sizes)
     cfg = Config(
-        mesh=MeshConfig(**({"fsdp": 1} | sizes)),
+        mesh=MeshConfig.of(**sizes),
         data=DataConfig(source="synthetic"),
         train=TrainConfig(precision=precision),
         log=LogConfig(run_dir=str(run_dir)),

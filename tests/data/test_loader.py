@@ -229,7 +229,7 @@ def test_synthetic_rows_fill_the_vocabulary_and_the_splits_differ():
     "sizes", [{"fsdp": 8}, {"dp": 2, "fsdp": 2, "cp": 2}, {"fsdp": 1, "tp": 8}, {"ep": 4, "sp": 2}]
 )
 def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts, sizes):
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}).resolve(8))
+    mesh = make_mesh(MeshConfig.of(**sizes).resolve(8))
     loader = make_loader(f"{texts}@0.5,synthetic@0.5")
     batches = loader.device_batches(mesh, start_step=11)
     for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
@@ -244,7 +244,7 @@ def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts
 
 @pytest.mark.parametrize("sizes", [{"cp": 8}, {"fsdp": 2, "cp": 2, "sp": 2}])
 def test_an_order_moves_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts, sizes):
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    mesh = make_mesh(MeshConfig.of(**sizes))
     order = np.random.default_rng(0).permutation(32)
     natural, loader = make_loader(texts), make_loader(texts, order=order)
     assert loader.fingerprint == natural.fingerprint

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig, parse_mesh
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface import files as hf_files
 from ultrascale_jax.huggingface.config import read_config
@@ -33,7 +33,7 @@ wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 @functools.cache
 def abstract(model, mesh):
     """What `load` fills on the first devices: the abstract parameters of `model` on this mesh."""
-    sizes = MeshConfig(**({"fsdp": 1} | parse_mesh(mesh)))
+    sizes = MeshConfig.parse(mesh)
     num_devices = int(np.prod(list(sizes.sizes.values())))
     cfg = Config(model=model, mesh=sizes).check(num_devices)
     return abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:num_devices])).params

@@ -25,7 +25,6 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     TrainConfig,
-    parse_mesh,
 )
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import read_config
@@ -53,7 +52,7 @@ def run(family, mesh):
     folder = FIXTURES / family
     with np.load(folder / "expected.npz", allow_pickle=False) as file:
         expected = dict(file)
-    sizes = MeshConfig(**({"fsdp": 1} | parse_mesh(mesh)))
+    sizes = MeshConfig.parse(mesh)
     num_devices = int(np.prod(list(sizes.sizes.values())))
     tokens = expected["tokens"]
     cfg = Config(

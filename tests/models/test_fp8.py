@@ -139,7 +139,7 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found(mesh):
     )
     cfg = Config(
         model=model,
-        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        mesh=MeshConfig.of(**mesh),
         train=TrainConfig(precision="fp8"),
     ).check(math.prod(mesh.values()))
     devices = make_mesh(cfg.mesh, jax.devices()[: math.prod(mesh.values())])

@@ -56,7 +56,7 @@ def large(cfg: Config, mesh: Mesh) -> Transformer:
 def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
     """Eight tokens after each of four prompts, always the most likely."""
     train = TrainConfig(microbatches=4)
-    cfg = Config(model=model, mesh=MeshConfig(**({"fsdp": 1} | sizes)), pp=pp, train=train)
+    cfg = Config(model=model, mesh=MeshConfig.of(**sizes), pp=pp, train=train)
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
     with jax.set_mesh(mesh):

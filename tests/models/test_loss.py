@@ -66,9 +66,7 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     x, head, targets = inputs()
     (expected, bare), expected_grads = textbook(x, head, targets, 0.1)
     with jax.set_mesh(
-        make_mesh(
-            MeshConfig(**{"fsdp": 1, **mesh}), jax.devices()[: int(np.prod(list(mesh.values())))]
-        )
+        make_mesh(MeshConfig.of(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
     ):
         args = (
             jax.device_put(x, act("BRD")),

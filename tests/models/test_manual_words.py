@@ -67,7 +67,7 @@ PP_SP_TP, PP_FSDP_SP = {"pp": 2, "sp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "sp": 2
 def configure(mesh, train, model) -> Config:
     cfg = dataclasses.replace(
         BASE,
-        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        mesh=MeshConfig.of(**mesh),
         model=dataclasses.replace(BASE.model, **model),
         train=dataclasses.replace(BASE.train, **train),
     )
@@ -158,7 +158,7 @@ def test_a_vocabulary_split_over_the_pipeline_gives_the_same_in_both_forms(mesh,
             return jax.tree.map(np.asarray, jax.jit(fn)(params, *batch))
 
     expected = run(MeshConfig(fsdp=1), explicit)
-    split = MeshConfig(**{"fsdp": 1, **mesh})
+    split = MeshConfig.of(**mesh)
     assert_same(run(split, explicit), expected)
     assert_same(run(split, functools.partial(by_pieces, gradients)), expected)
 

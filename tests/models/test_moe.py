@@ -166,7 +166,7 @@ def some_layer(cfg: ModelConfig) -> MoE:
 def run(name: str) -> Layer:
     model, moe, sizes = LAYERS[name]
     cfg = ModelConfig(d_model=D, d_ff=F, experts=MODELS[model])
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    mesh = make_mesh(MeshConfig.of(**sizes), jax.devices()[: math.prod(sizes.values())])
 
     @jax.jit
     def both(start, x, dy, daux):

@@ -69,7 +69,7 @@ def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monk
     cfg = dataclasses.replace(
         BASE,
         model=dataclasses.replace(BASE.model, **model),
-        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        mesh=MeshConfig.of(**mesh),
         fp8=Fp8Config(**fp8),
         train=dataclasses.replace(BASE.train, **train),
     )

@@ -147,7 +147,7 @@ def configure(mesh, train, family, cp=None, moe=None) -> Config:
     given |= {"train": given["train"] | train, "moe": given["moe"] | (moe or {})}
     cfg = dataclasses.replace(
         change(BASE, **given),
-        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        mesh=MeshConfig.of(**mesh),
         cp=ContextConfig(**cp or {}),
     )
     return cfg.check(math.prod(mesh.values()))

@@ -92,7 +92,7 @@ def configure(mesh, pp, train, model, cp=None) -> Config:
     cfg = dataclasses.replace(
         BASE,
         model=dataclasses.replace(BASE.model, **model),
-        mesh=MeshConfig(**{"fsdp": 1, **mesh}),
+        mesh=MeshConfig.of(**mesh),
         pp=PipelineConfig(**pp),
         cp=ContextConfig(**cp or {}),
         moe=BALANCED if "experts" in model else MoEConfig(),

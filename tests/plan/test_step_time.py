@@ -30,7 +30,7 @@ def run(shape: ModelShape = LLAMA3_8B, **fields) -> Run:
     axes = MeshConfig().sizes
     mesh = {name: fields.pop(name) for name in list(fields) if name in axes}
     defaults = {"seq_len": 8192, "sequences": 2, "remat": "full"}
-    return Run(shape=shape, mesh=MeshConfig(**({"fsdp": 1} | mesh)), **(defaults | fields))
+    return Run(shape=shape, mesh=MeshConfig.of(**mesh), **(defaults | fields))
 
 
 def speed(run: Run, cluster: str | None = None, profile=ULTRASCALE) -> StepPrediction:

@@ -199,4 +199,4 @@ def test_what_cannot_be_planned_is_refused(changes, field):
     ],
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(mesh, axes, expected):
-    assert group(MeshConfig(**({"fsdp": 1} | mesh)), axes, gpus_per_node=8) == expected
+    assert group(MeshConfig.of(**mesh), axes, gpus_per_node=8) == expected

@@ -112,7 +112,7 @@ def alone():
 )
 def test_a_mesh_trains_like_one_device(alone, sizes, microbatches):
     cfg = change(BASE, train={"microbatches": microbatches})
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(**{"fsdp": 1, **sizes}))
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig.of(**sizes))
     (state, metrics, gradients), (_, wanted, expected) = run(cfg, 3), alone
     half_a_unit = 2.0**-11
     losses, want = ([m["loss"] for m in ms] for ms in (metrics, wanted))

@@ -41,7 +41,7 @@ CFG = Config(
 
 def on(mesh, pp=None, microbatches=1):
     train = dataclasses.replace(CFG.train, microbatches=microbatches)
-    mesh = MeshConfig(**{"fsdp": 1, **mesh})
+    mesh = MeshConfig.of(**mesh)
     return dataclasses.replace(CFG, mesh=mesh, pp=pp or PipelineConfig(), train=train)
 
 

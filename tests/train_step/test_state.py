@@ -56,7 +56,7 @@ ORDERS = {
 
 def on(name: str, cfg: Config = BASE) -> Config:
     sizes, pp = PIPELINES[name]
-    mesh = MeshConfig(**({"fsdp": 1} | sizes))
+    mesh = MeshConfig.of(**sizes)
     train = dataclasses.replace(cfg.train, microbatches=4)
     return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
 

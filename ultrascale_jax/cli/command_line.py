@@ -26,7 +26,6 @@ import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.config import (
-    AXES,
     Config,
     DistConfig,
     Experts,
@@ -35,7 +34,6 @@ from ultrascale_jax.config import (
     RopeScaling,
     UserError,
     check_numbers,
-    parse_mesh,
     require,
 )
 from ultrascale_jax.config.renamed import refuse_old_option
@@ -128,8 +126,7 @@ def parse[O: Options](
             refuse_old_option(argument)
         default = load_recipe(recipe)
         if (mesh := _mesh_argument(arguments)) is not None:
-            sizes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
-            default = dataclasses.replace(default, mesh=MeshConfig(**sizes))
+            default = dataclasses.replace(default, mesh=MeshConfig.parse(mesh))
         default = _with_named_parts(default, arguments)
         form: Any = _Command
         command = read(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config, MeshConfig, parse_mesh, require
+from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import parse_config, read_config
 from ultrascale_jax.huggingface.files import inside
@@ -238,7 +238,7 @@ def _export(arguments: Sequence[str]) -> None:
         from ultrascale_jax.sharding.mesh import make_mesh
 
         if options.mesh is not None:
-            mesh = MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh)))
+            mesh = MeshConfig.parse(options.mesh)
         else:
             model = saved_config(Path(options.run_dir)).model
             fsdp = math.gcd(jax.device_count(), model.d_model)

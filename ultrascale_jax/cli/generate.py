@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config, MeshConfig, parse_mesh, require
+from ultrascale_jax.config import Config, MeshConfig, require
 
 if TYPE_CHECKING:
     from ultrascale_jax.data.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         if options.mesh is None:
             mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         else:
-            mesh = make_mesh(MeshConfig(**({"fsdp": 1} | parse_mesh(options.mesh))))
+            mesh = make_mesh(MeshConfig.parse(options.mesh))
         cfg, params = load_params(options.run_dir, mesh, options.step)
         with jax.set_mesh(mesh):
             text = sample_text(

@@ -83,6 +83,29 @@ class MeshConfig:
             fix = f"only one axis may be -1, but {' and '.join(free)} are"
             require(False, f"mesh.{free[-1]}", -1, fix)
 
+    @classmethod
+    def of(cls, **sizes: int) -> "MeshConfig":
+        """Return the mesh with these axes; the others have size 1."""
+        return cls(**{"fsdp": 1, **sizes})
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshConfig":
+        """Return the mesh that `fsdp=4,tp=2` says; axes that it does not name have size 1.
+
+        Raises `UserError` for a text of another form.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d{1,9})\s*", part)
+            if match is None:
+                raise UserError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
+            axis, size = match[1], int(match[2])
+            fix = f"{axis!r} is no axis; the axes are {', '.join(AXES)}"
+            require(axis in AXES, "mesh", text, fix)
+            require(axis not in sizes, "mesh", text, f"{axis!r} is given twice")
+            sizes[axis] = size
+        return cls.of(**sizes)
+
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""
@@ -100,7 +123,7 @@ class MeshConfig:
 
     @property
     def text(self) -> str:
-        """The axes that are not 1 as `parse_mesh` reads them: `fsdp=4,tp=2`, or `dp=1`."""
+        """The axes that are not 1 as `parse` reads them: `fsdp=4,tp=2`, or `dp=1`."""
         axes = (f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
         return ",".join(axes) or "dp=1"
 
@@ -421,17 +444,3 @@ class Config:
         require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`fsdp=4,tp=2` as a dictionary of axis sizes."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d{1,9})\s*", part)
-        if match is None:
-            raise UserError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
-        axis, size = match[1], int(match[2])
-        require(axis in AXES, "mesh", text, f"{axis!r} is no axis; the axes are {', '.join(AXES)}")
-        require(axis not in sizes, "mesh", text, f"{axis!r} is given twice")
-        sizes[axis] = size
-    return sizes

@@ -78,9 +78,9 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
 def sums(run: Run, weights: Weights) -> dict[str, float]:
     """Bytes that live through all micro-batches: parameters in the type of compute, float32 sums of gradients.
 
-    zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers one
-    layer at a time, and without recomputation keeps the cast shards, unless it gathers ahead. Only zero 2 and 3 shard the sums. float32 needs no
-    cast.
+    zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
+    layer, and without recomputation keeps the cast shards, unless it gathers ahead. Only zero 2 and 3 shard the sums.
+    float32 needs no cast.
     """
     several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
@@ -134,7 +134,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Bytes that the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
 
-    The hidden states are there gathered, cut into chunks, and as gradients; with a single chunk gathered alone, for what
+    The hidden states are there gathered, cut into chunks, and as gradients; with a single chunk gathered alone, as what
     its logits make comes when they have gone. The layer with which the backward pass begins is gathered ahead.
     """
     chunks, logits = loss_chunks(run)

@@ -59,7 +59,7 @@ class Scenario:
 
         The global batch stays, or grows to one micro-batch for each stage on each batch shard.
         """
-        sizes = MeshConfig(**({"fsdp": 1} | mesh))
+        sizes = MeshConfig.of(**mesh)
         least = sizes.batch * sequences
         rounds = max(self.cfg.train.global_batch // least, sizes.pp)
         train |= {"microbatches": rounds, "global_batch": rounds * least}

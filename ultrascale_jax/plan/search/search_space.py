@@ -78,7 +78,7 @@ def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Itera
                 yield from ({axis: size} | more for more in sizes(others, rest // size))
 
     for mesh in sizes([axis for axis in AXES if axis in axes or axis in choices], num_gpus):
-        yield MeshConfig(**({"fsdp": 1} | mesh))
+        yield MeshConfig.of(**mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
