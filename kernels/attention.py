@@ -5,7 +5,6 @@ of a custom call that it finds under a plain `jit`. For documents cuDNN and the 
 kernel (`attention_mosaic.py`) takes a range of the keys for each query, and skips what is in none.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -60,7 +59,9 @@ def attention(
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
         ranges = visible_ranges(q_index, k_index, segment_ids, window)
         return _fused(*_alike(ranges, q, k, v))
-    reference = _recomputed if recompute else attention_reference
+    reference = attention_reference
+    if recompute:
+        reference = jax.checkpoint(reference, static_argnums=5)
     return reference(q, k, v, q_index, segment_ids, window)
 
 
@@ -92,18 +93,16 @@ def attention_forward(
       none of the keys has a finite result and a log-sum-exp far below any other: it counts for nothing beside a block
       with keys that it sees.
     """
-    masked = visible is not None or ranges is not None
-    chosen = _choose(implementation, q, k, masked, causal)
+    chosen, seen = _choose_block(implementation, q, k, visible, ranges, causal, window)
     if chosen == "mosaic":
-        ranges = _ranges(q, k, visible, ranges, causal, window)
-        return mosaic.forward(*_alike(ranges, q, k, v))
-    visible = visible if ranges is None else _within(ranges, k.shape[1])
+        return mosaic.forward(*_alike(seen, q, k, v))
     if chosen == "cudnn":
-        return attention_cudnn.forward(q, k, v, visible, causal, window)
-    scores_BKGTS = _scores(q, k, _visible(q, k, visible, causal, window))
+        return attention_cudnn.forward(q, k, v, seen, causal, window)
+    B, T, N = q.shape[:3]
+    scores_BKGTS = _scores(q, k, _visible(q, k, seen, causal, window))
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     probabilities = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
-    return _ungroup(_weighted(probabilities, v)).astype(q.dtype), _heads(lse_BKGT)
+    return _ungroup(_weighted(probabilities, v)).astype(q.dtype), lse_BKGT.reshape(B, N, T)
 
 
 def attention_backward(
@@ -128,16 +127,13 @@ def attention_backward(
       lse: log-sum-exp `[B, N, T]` float32 of all blocks together.
       dout: cotangent of `out`, `[B, T, N, H]`.
     """
-    masked = visible is not None or ranges is not None
-    chosen = _choose(implementation, q, k, masked, causal)
+    chosen, seen = _choose_block(implementation, q, k, visible, ranges, causal, window)
     if chosen == "mosaic":
-        ranges = _ranges(q, k, visible, ranges, causal, window)
-        return mosaic.backward(*_alike(ranges, q, k, v, out, lse, dout))
-    visible = visible if ranges is None else _within(ranges, k.shape[1])
+        return mosaic.backward(*_alike(seen, q, k, v, out, lse, dout))
     if chosen == "cudnn":
-        return attention_cudnn.backward(q, k, v, out, lse, dout, visible, causal, window)
+        return attention_cudnn.backward(q, k, v, out, lse, dout, seen, causal, window)
     K = k.shape[2]
-    scores_BKGTS = _scores(q, k, _visible(q, k, visible, causal, window))
+    scores_BKGTS = _scores(q, k, _visible(q, k, seen, causal, window))
     rows = scores_BKGTS.shape[:4]
     probabilities = jnp.exp(scores_BKGTS - lse.reshape(rows)[..., None])
     dout_BKGTH, f32 = _group(dout, K), jnp.float32
@@ -263,18 +259,20 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
     return count
 
 
-def _ranges(q, k, visible, ranges, causal, window) -> Ranges:
-    """Return `ranges`, or those that `causal` and `window` mean."""
-    if visible is not None:
-        raise ValueError(
-            "implementation='mosaic': takes no `visible`; give `ranges` of visible_ranges"
-        )
-    if ranges is not None:
-        return ranges
+def _choose_block(implementation, q, k, visible, ranges, causal, window) -> tuple[str, Any]:
+    """Choose the implementation of one block, and return with it the ranges for `mosaic`, for the others the mask."""
+    masked = visible is not None or ranges is not None
+    chosen = _choose(implementation, q, k, masked, causal)
     T, S = q.shape[1], k.shape[1]
-    if causal:
-        return visible_ranges(jnp.arange(T), jnp.arange(S), window=window)
-    return Ranges(jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S, jnp.int32))
+    if chosen != "mosaic":
+        return chosen, visible if ranges is None else _within(ranges, S)
+    if visible is not None:
+        fix = "takes no `visible`; give `ranges` of visible_ranges"
+        raise ValueError(f"implementation='mosaic': {fix}")
+    if ranges is None and causal:
+        ranges = visible_ranges(jnp.arange(T), jnp.arange(S), window=window)
+    everything = Ranges(jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S, jnp.int32))
+    return chosen, everything if ranges is None else ranges
 
 
 def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
@@ -328,34 +326,6 @@ def _ungroup(x_BKGTH):
     """Reshape `[B, K, G, T, H]` to `[B, T, N, H]`."""
     B, K, G, T, H = x_BKGTH.shape
     return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
-
-
-def _heads(x_BKGT):
-    """Reshape `[B, K, G, T]` to `[B, N, T]`."""
-    B, K, G, T = x_BKGT.shape
-    return x_BKGT.reshape(B, K * G, T)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _recomputed(q, k, v, q_index, segment_ids, window):
-    """Run the reference; its backward pass starts from q, k and v alone."""
-    return attention_reference(q, k, v, q_index, segment_ids, window)
-
-
-def _recomputed_forward(q, k, v, q_index, segment_ids, window):
-    inputs = (q, k, v, q_index, segment_ids)
-    return attention_reference(*inputs, window), inputs
-
-
-def _recomputed_backward(window, inputs, g):
-    q, k, v, q_index, segment_ids = inputs
-    _, pull_back = jax.vjp(
-        lambda q, k, v: attention_reference(q, k, v, q_index, segment_ids, window), q, k, v
-    )
-    return *pull_back(g), None, None
-
-
-_recomputed.defvjp(_recomputed_forward, _recomputed_backward)
 
 
 @jax.custom_vjp

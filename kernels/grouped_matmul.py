@@ -46,23 +46,15 @@ def grouped_matmul(
     (R, D), (E, _, F) = x.shape, w.shape
     fused = choose(
         implementation,
-        fits=_fits(x, w),
+        fits=R % mosaic.ALIGNED == D % mosaic.MULTIPLE == F % mosaic.MULTIPLE == 0
+        and x.dtype == w.dtype == jnp.bfloat16,
         needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
         got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
         field="kernels.grouped_matmul",
     )
-    return _grouped_matmul(*vary_alike(x, w, sizes), _capacity(R, E, capacity_factor), fused)
-
-
-def _fits(x: jax.Array, w: jax.Array) -> bool:
-    R, (_, D, F) = x.shape[0], w.shape
-    fits = R % mosaic.ALIGNED == 0 and D % mosaic.MULTIPLE == 0 and F % mosaic.MULTIPLE == 0
-    return fits and x.dtype == w.dtype == jnp.bfloat16
-
-
-def _capacity(R: int, E: int, capacity_factor: float) -> int:
-    """Return an expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all."""
-    return min(R, 8 * math.ceil(capacity_factor * R / E / 8))
+    # An expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all.
+    capacity = min(R, 8 * math.ceil(capacity_factor * R / E / 8))
+    return _grouped_matmul(*vary_alike(x, w, sizes), capacity, fused)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

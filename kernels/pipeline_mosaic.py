@@ -31,26 +31,33 @@ def launch(
     out: Sequence[jax.ShapeDtypeStruct],
     programs: int | None,
     operands: Sequence[jax.Array],
+    *,
+    warpgroups: int = WARPGROUPS + 1,
+    memory: Any = (),
+    approx_math: bool = True,
 ) -> list[jax.Array]:
     """Run `body` and return its results, typed as varying over the mesh axes over which an operand does.
 
     Args:
-      body: gets the operands and the results, in global memory; its axes are `program` and `wg`.
+      body: gets the operands and the results, in global memory, and `memory`; its axes are `program` and `wg`.
       name: of the kernel.
       out: shapes and types of the results.
       programs: programs that run at once; none is one on each SM.
       operands: arrays.
+      warpgroups: of a program.
+      memory: allocations in shared memory.
+      approx_math: exp and log are the GPU's instructions, two of which are off by a few units in float32's last place.
     """
     results = plgpu.kernel(
         body,
         out_type=list(out),
         grid=(programs or cores(),),
         grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups,
         thread_name="wg",
+        scratch_types=memory,
         kernel_name=name,
-        # exp and log are the GPU's instructions, two of which are off by a few units in float32's last place.
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
     )(*operands)
     return vary_alike(*results, *operands)[: len(out)]
 

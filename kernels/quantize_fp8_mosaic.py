@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ultrascale_jax.kernels.device import cores
-from ultrascale_jax.kernels.rows_mosaic import LANES, call, loaded_ahead, share
+from ultrascale_jax.kernels.pipeline_mosaic import launch
+from ultrascale_jax.kernels.rows_mosaic import LANES, loaded_ahead, share
 
 TILE = 128
 """Rows and columns of a tile, and elements of a block."""
@@ -89,7 +90,8 @@ def quantize(
         None if tiles else plgpu.SMEM((WARPGROUPS, turns, TILE), jnp.float32),
         plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
     )
-    results = call(body, "quantize_fp8", out, programs, WARPGROUPS, memory, [x])
+    options = {"warpgroups": WARPGROUPS, "memory": memory, "approx_math": False}
+    results = launch(body, "quantize_fp8", out, programs, [x], **options)
     scales = [results[-1], results[-1].T] if tiles else [s.T for s in results[turns:]]
     return list(zip(results[:turns], scales, strict=False))
 

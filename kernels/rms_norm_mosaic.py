@@ -1,50 +1,62 @@
-"""RMSNorm on Hopper GPUs: forward and backward read every row once, and nothing is saved between them.
+"""Backward pass of RMSNorm on Hopper GPUs: every row is read once, and nothing was saved for it.
 
-    forward     y = r x w,                            r = 1 / sqrt(mean(x^2) + eps)
-    backward    dx = r (dy w - r^2 x mean(dy w x)),   dw = sum over rows of r x dy
+    dx = r (dy w - r^2 x mean(dy w x)),   dw = sum over rows of r x dy,   r = 1 / sqrt(mean(x^2) + eps)
 
-The backward pass computes r again. Each program sums dw over its rows in registers; XLA adds up the programs' sums.
+A warpgroup takes a row at a time, whole in shared memory, and reads it there in chunks, so that what it holds in
+registers does not grow with the row. Each program adds up dw over its rows; XLA adds up the programs' sums.
 """
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.rows_mosaic import LANES, Chunks, for_each_row
+from ultrascale_jax.kernels.device import cores
+from ultrascale_jax.kernels.pipeline_mosaic import launch
+from ultrascale_jax.kernels.rows_mosaic import LANES, loaded_ahead, share
 
 MULTIPLE = LANES
-"""D is a multiple of it."""
+"""D is a multiple of it: a row is `[D / LANES, LANES]` in memory, since TMA takes at most 256 elements of a dim."""
 
 WIDEST = 8192
 """Largest D: a warpgroup carries the weight's gradient, D float32, in its registers."""
 
+MEMORY = 224 * 1024
+"""Bytes of shared memory for rows, weight and sums; a Hopper SM has 227 KiB for a program."""
 
-def forward(
-    x: jax.Array, weight: jax.Array, eps: float, *, programs: int | None = None
-) -> jax.Array:
-    """The norm of each row.
+REGISTERS = 16384
+"""Elements of the sums that a program's warpgroups carry together: a quarter of the registers of an SM."""
 
-    Args:
-      x: `[M, D]` bfloat16, D a multiple of 128.
-      weight: `[D]` float32.
-      eps: added to the mean square.
-      programs: programs that run at once; none is one on each SM.
 
-    Returns:
-      As x.
-    """
-    chunks = Chunks(x.shape[1])
+class Chunks:
+    """How a row of D elements is cut: chunks `[size, LANES]`, from `starts` on, each thread with neighbours of it."""
 
-    def step(rows, weight_s, y_g, _):
-        squares = chunks.zeros()
-        for at in chunks.starts:
-            squares += jnp.square(chunks.load(rows[0], at))
-        scale = lax.rsqrt(jnp.sum(squares) / x.shape[1] + eps)
-        for at in chunks.starts:
-            chunks.store(y_g, at, chunks.load(rows[0], at) * scale * chunks.load(weight_s, at))
-        return ()
+    def __init__(self, D: int):
+        each = D // LANES
+        sizes = (n for n in range(1, 17) if each % n == 0)
+        self.size = max(sizes, key=lambda n: (math.gcd(n, 8), n))
+        self.starts = range(0, each, self.size)
+        self.layout = plgpu.Layout.WG_STRIDED((self.size, LANES), vec_size=math.gcd(self.size, 8))
 
-    return for_each_row(step, "rms_norm", [x], weight, programs=programs)[0]
+    def load(self, ref: Any, start: int) -> jax.Array:
+        """The chunk of a row `[D / LANES, LANES]`, in float32."""
+        part = plgpu.load(ref.at[pl.ds(start, self.size)], layout=self.layout)
+        return part.astype(jnp.float32)
+
+    def store(self, ref: Any, start: int, values: jax.Array) -> None:
+        """Write the values into the chunk, in the type of `ref`."""
+        ref[pl.ds(start, self.size)] = values.astype(ref.dtype)
+
+    def zeros(self) -> jax.Array:
+        """Zeros for a sum of chunks."""
+        return plgpu.layout_cast(jnp.zeros((self.size, LANES), jnp.float32), self.layout)
 
 
 def backward(
@@ -53,25 +65,88 @@ def backward(
     """Gradients of x, `[M, D]` in its type, and of the weight, `[D]` float32.
 
     Args:
-      x, weight, eps, programs: as in `forward`.
+      x: `[M, D]` bfloat16, D a multiple of 128.
+      weight: `[D]` float32.
       dy: as x, the gradient of the norm.
+      eps: added to the mean square.
+      programs: programs that run at once; none is one on each SM.
     """
-    chunks, D = Chunks(x.shape[1]), x.shape[1]
+    (M, D), programs, chunks = x.shape, programs or cores(), Chunks(x.shape[1])
+    tall, depth = D // LANES, min(8, max(2, 8192 // D))
+    own = depth * D * (x.dtype.itemsize + dy.dtype.itemsize) + 4 * chunks.size * LANES
+    together = min(4, REGISTERS // D, (MEMORY - 4 * D) // own)
 
-    def step(rows, weight_s, dx_g, sums):
-        x_s, dy_s = rows
-        squares = products = chunks.zeros()
-        for at in chunks.starts:
-            x, dxw = chunks.load(x_s, at), chunks.load(dy_s, at) * chunks.load(weight_s, at)
-            squares, products = squares + x * x, products + x * dxw
-        scale = lax.rsqrt(jnp.sum(squares) / D + eps)
-        mean = jnp.sum(products) / D * scale * scale
-        dw = []
-        for at, total in zip(chunks.starts, sums, strict=True):
-            x, dy = chunks.load(x_s, at), chunks.load(dy_s, at)
-            chunks.store(dx_g, at, (dy * chunks.load(weight_s, at) - x * mean) * scale)
-            dw.append(total + dy * (x * scale))
-        return tuple(dw)
+    def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, there, sums_s, summed):
+        wg = lax.axis_index("wg")
+        row_of, count = share(M, together, programs)
+        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(weight_g, weight_s, there))
+        plgpu.barrier_wait(there)
 
-    dx, dw = for_each_row(step, "rms_norm_backward", [x, dy], weight, sums=True, programs=programs)
-    return dx, dw
+        def load(n, slot, barrier):
+            plgpu.copy_gmem_to_smem(x_g.at[row_of(n)], x_s.at[wg, slot], barrier)
+            plgpu.copy_gmem_to_smem(dy_g.at[row_of(n)], dy_s.at[wg, slot], barrier)
+
+        def one(n, slot, sums):
+            rows = x_s.at[wg, slot], dy_s.at[wg, slot], weight_s
+            return _pull_back(chunks, eps, *rows, dx_g.at[row_of(n)], sums)
+
+        sums = loaded_ahead(
+            one, count, load, loaded, depth, tuple(chunks.zeros() for _ in chunks.starts)
+        )
+        _add_up(chunks, sums, dw_g.at[lax.axis_index("program")], sums_s, summed)
+
+    rows = plgpu.SMEM((together, depth, tall, LANES), x.dtype)
+    memory = (
+        rows,
+        rows,
+        plgpu.SMEM((tall, LANES), jnp.float32),
+        plgpu.Barrier(num_arrivals=2, num_barriers=together * depth),
+        plgpu.Barrier(num_arrivals=1),
+        plgpu.SMEM((together, chunks.size, LANES), jnp.float32),
+        plgpu.Barrier(num_arrivals=together),
+    )
+    out = [
+        jax.ShapeDtypeStruct((M, tall, LANES), x.dtype),
+        jax.ShapeDtypeStruct((programs, tall, LANES), jnp.float32),
+    ]
+    operands = [*(a.reshape(M, tall, LANES) for a in (x, dy)), weight.reshape(tall, LANES)]
+    options = {"warpgroups": together, "memory": memory, "approx_math": False}
+    dx, dw = launch(body, "rms_norm_backward", out, programs, operands, **options)
+    return dx.reshape(M, D), jnp.sum(dw, axis=0).reshape(D)
+
+
+def _pull_back(chunks: Chunks, eps: float, x_s, dy_s, weight_s, dx_g, sums: tuple) -> tuple:
+    """Write dx of one row, and return the chunks of dw with this row's."""
+    D = x_s.shape[0] * LANES
+    squares = products = chunks.zeros()
+    for at in chunks.starts:
+        x, dxw = chunks.load(x_s, at), chunks.load(dy_s, at) * chunks.load(weight_s, at)
+        squares, products = squares + x * x, products + x * dxw
+    scale = lax.rsqrt(jnp.sum(squares) / D + eps)
+    mean = jnp.sum(products) / D * scale * scale
+    dw = []
+    for at, total in zip(chunks.starts, sums, strict=True):
+        x, dy = chunks.load(x_s, at), chunks.load(dy_s, at)
+        chunks.store(dx_g, at, (dy * chunks.load(weight_s, at) - x * mean) * scale)
+        dw.append(total + dy * (x * scale))
+    return tuple(dw)
+
+
+def _add_up(chunks: Chunks, own: Sequence[jax.Array], total_g: Any, sums_s: Any, summed: Any):
+    """Write the sum over the program's warpgroups of what each of them has."""
+    wg = lax.axis_index("wg")
+
+    def meet():
+        plgpu.barrier_arrive(summed)
+        plgpu.barrier_wait(summed)
+
+    for start, part in zip(chunks.starts, own, strict=True):
+        chunks.store(sums_s.at[wg], 0, part)
+        meet()
+
+        @pl.when(wg == 0)
+        def _(start=start):
+            parts = [chunks.load(sums_s.at[n], 0) for n in range(sums_s.shape[0])]
+            chunks.store(total_g, start, functools.reduce(operator.add, parts))
+
+        meet()

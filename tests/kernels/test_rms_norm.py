@@ -1,4 +1,4 @@
-"""RMSNorm against float64 numpy: reference, kernels in the GPU interpreter; and what H100s run."""
+"""RMSNorm against float64 numpy: reference, kernel in the GPU interpreter; and what H100s run."""
 
 import re
 
@@ -107,27 +107,26 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
     [pytest.param(RMS_NORM["tiny"], 1, marks=pytest.mark.wide), ((3, 384), 2)],
     ids=["long", "short"],
 )
-def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(
+def test_the_kernel_in_the_interpreter_equals_float64_and_has_no_races(
     interpreted, shape, programs
 ):
     given = arrays(shape, jnp.bfloat16)
 
     def run(x, weight, dy):
-        y = mosaic.forward(x, weight, EPS, programs=programs)
-        return y, *mosaic.backward(x, weight, dy, EPS, programs=programs)
+        return mosaic.backward(x, weight, dy, EPS, programs=programs)
 
-    y, dx, dw = interpreted(run, *given)
-    want_y, want_dx, want_dw = in_float64(*given)
-    assert relative(y, want_y) < 4e-3 and relative(dx, want_dx) < 4e-3
+    dx, dw = interpreted(run, *given)
+    _, want_dx, want_dw = in_float64(*given)
+    assert relative(dx, want_dx) < 4e-3
     assert relative(dw, want_dw) < 1e-6
-    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert dx.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
     "name",
     ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.wide)],
 )
-def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
+def test_h100s_run_a_kernel_backwards_that_keeps_all_in_registers(
     compiled, name, monkeypatch, capfd
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -135,11 +134,11 @@ def test_h100s_run_a_kernel_for_each_direction_that_keeps_all_in_registers(
     D = shape[1]
     program = compiled(norm_with_gradients("mosaic"), shape, (D,), shape)
     text = program.as_text()
-    assert len(re.findall("custom_call_target=.mosaic", text)) == 2
+    assert len(re.findall("custom_call_target=.mosaic", text)) == 1
     assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
     # The partial sums of the weight's gradient, one row of float32 for each SM.
     assert program.memory_analysis().temp_size_in_bytes < 144 * D * 4
     words = "".join(capfd.readouterr())
     assert (
-        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 2
+        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 1
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ultrascale_jax.cli import output
 from ultrascale_jax.config import Config
+from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.training.flops import flops_per_token, mfu
 
 COLUMNS = {
@@ -128,13 +129,8 @@ class Report:
     def save(self) -> None:
         """Write the file whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(
-            {**self._head, "complete": self.complete, "results": self.rows, "goals": self.goals},
-            indent=2,
-        )
-        unfinished = self.path.with_name(self.path.name + ".tmp")
-        unfinished.write_text(text + "\n")
-        os.replace(unfinished, self.path)
+        found = {"complete": self.complete, "results": self.rows, "goals": self.goals}
+        write_atomic(self.path, (json.dumps(self._head | found, indent=2) + "\n").encode())
 
     def complete_by(self, work: Callable[[], None], console: Console) -> None:
         """Do `work`, which adds the rows, and print them; an interrupt ends the process with what there is."""
