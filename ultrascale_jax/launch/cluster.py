@@ -41,9 +41,9 @@ def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch
     given = _given(environ, dist or DistConfig())
     launch = _plain(environ, given)
     if launch is None:
-        launch = (
-            _torchrun(environ, given) or _slurm(environ) or _ompi(environ) or _kubernetes(environ)
-        )
+        launch = _torchrun(environ, given) or _slurm(environ) or _ompi(environ)
+        if launch is None and {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
+            launch = Launch(method="kubernetes")  # JAX asks the cluster's API, if it may
         if launch is not None and given["address"].value:
             launch = replace(launch, address=_address(environ, given))
         elif launch is None:
@@ -217,12 +217,6 @@ def _ompi(environ: Mapping[str, str]) -> Launch | None:
         process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
         local_device_ids=own_gpus(environ, local_id, per_node),
     )
-
-
-def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
-    """Read a pod of an indexed job that has no other settings: JAX asks the cluster's API, if it may."""
-    indexed = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
-    return Launch(method="kubernetes") if indexed else None
 
 
 def own_gpus(

@@ -1,15 +1,13 @@
 """Make every CPU process of a job run its collectives in one order, or refuse the program.
 
-Gloo, which carries collectives between CPU processes, pairs those of one kind by the order in which they start: it has
-no tags. XLA:CPU does not fix that order. It starts a collective as soon as the one before it in the schedule has been
-*launched*, and a loop counts as launched while its body still runs on another thread. So a collective
-behind a loop that takes none of its results may start before, between or after the loop's own collectives, differently
-in each process. Gloo then aborts where the sizes differ (`EnforceNotMet: 262144 vs 4096`) and mixes numbers where they
-do not.
+Gloo, which carries collectives between CPU processes, pairs those of one kind by the order in which they start. XLA:CPU
+does not fix that order: a loop counts as launched while its body still runs on another thread, so a collective behind
+it that takes none of its results may start before, between or after the loop's own, differently in each process. Gloo
+then aborts where the sizes differ (`EnforceNotMet: 262144 vs 4096`) and mixes numbers where they do not.
 
-One program is safe if every collective behind such a loop depends on it. `unordered` reads that from the scheduled
-program. Two programs are safe if the second is dispatched after the first has ended. GPUs are not concerned: there one
-host thread launches a program's collectives in the order of the schedule, which is the same in all processes.
+A program is safe if every collective behind such a loop depends on it, which `unordered` reads from the scheduled
+program; two are safe if the second is dispatched after the first has ended. On GPUs one host thread launches a
+program's collectives in the order of the schedule, which is the same in all processes.
 """
 
 import functools

@@ -1,10 +1,8 @@
 """Record a run in `events.jsonl`, to which all its processes and their supervisor append.
 
 An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
-mix on a local disk. NFS cannot append from several hosts: if two write in the same moment, one may overwrite the
-other's line, and readers skip what is left of it. No error here stops a run: the writer reports an event that it cannot
-write on stderr, and readers leave out a line that a full disk cut short. The times are of the writer's clock, which
-somebody may set, and of its machine's monotonic clock, which nobody can set (see `now`).
+mix on a local disk. On NFS one of two hosts that write in the same moment may overwrite the other's line. No error here
+stops a run: the writer reports on stderr what it cannot write, and readers skip lines that are damaged.
 """
 
 import contextlib
@@ -102,7 +100,7 @@ def read_events(path: Path) -> list[dict]:
 
     Returns none if the file cannot be read, and reports that on stderr.
     """
-    path, rows = Path(path), []
+    path = Path(path)
     try:
         path = path / FILE_NAME if path.is_dir() else path
         lines = read_regular(path).decode(errors="replace").splitlines()
@@ -111,18 +109,8 @@ def read_events(path: Path) -> list[dict]:
     except OSError as error:
         say(f"{path} cannot be read: {error}", sys.stderr)
         return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except UNREADABLE:
-            continue
-        if (
-            isinstance(row, dict)
-            and is_number(row.get("time"))
-            and isinstance(row.get("kind"), str)
-        ):
-            rows.append(row)
-    return rows
+    rows = map(_parsed, lines)
+    return [row for row in rows if is_number(row.get("time")) and isinstance(row.get("kind"), str)]
 
 
 def read_last(path: Path) -> dict:
@@ -133,14 +121,16 @@ def read_last(path: Path) -> dict:
             lines = file.read().splitlines()
     except OSError:
         return {}
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except UNREADABLE:
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}
+    return next(filter(None, map(_parsed, reversed(lines))), {})
+
+
+def _parsed(line: str | bytes) -> dict:
+    """Return the object in a line of JSON; empty if it holds none."""
+    try:
+        row = json.loads(line)
+    except UNREADABLE:
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def to_json(row: Mapping[str, object]) -> str:

@@ -2,9 +2,8 @@
 
 A process that ends in the ordinary way waits in JAX's shutdown barrier for the others, and they wait in a collective
 for it: for ever. So a process that fails leaves at once (`os._exit`), and tells the others why through the key-value
-store of JAX's coordinator. The first to write the key has the first cause, whatever the clocks say, without a shared
-disk. A thread of every process reads the key twice a second, because the main thread may be inside a collective that
-never returns. Every process that fails writes a `failure` with its traceback to `events.jsonl`.
+store of JAX's coordinator, where the first to write the key has the first cause. A thread of every process reads the
+key, because the main thread may be inside a collective. A process that fails writes a `failure` to `events.jsonl`.
 """
 
 import contextlib

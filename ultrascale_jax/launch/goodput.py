@@ -1,13 +1,12 @@
 """Account for the time of a run over all its restarts: every second falls into one class.
 
-The ledger comes from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and the supervisor of
-its host when it starts and when it is gone. The time between two of these events is of one class, so the classes
-sum to the whole by construction. Two things are not events. A process that is killed writes nothing, so its last sign
-of life (its heartbeat file, or the last row of `metrics.jsonl`) ends what it did. Waits for batches happen in
-every step, so the process counts them itself, and the ledger subtracts them from its steps.
+The ledger comes from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and its supervisor when
+it starts and when it is gone. The time between two of these events is of one class, so the classes sum to the whole by
+construction. A process that is killed writes nothing: its last sign of life (its heartbeat file, or the last row of
+`metrics.jsonl`) ends what it did. The process itself counts its waits for batches, which are subtracted from its steps.
 
-Time is of the machine's monotonic clock, so setting a clock back or forward adds and removes nothing. Between two
-boots of a machine, or two machines, only the wall clocks can tell; if the second is behind the first, that gap is zero.
+Time is of the machine's monotonic clock, so setting a clock changes nothing. Between two boots, or two machines, only
+the wall clocks can tell; if the second is behind the first, that gap is zero.
 """
 
 import math
@@ -111,7 +110,7 @@ def read_ledger(run_dir: Path) -> Ledger:
     # The supervisor writes when the disk answers, which may be after what came later.
     for event in sorted(dated, key=lambda event: event["time"]):
         book.turn(event)
-    book.close(clock.sign(last_sign(run_dir)))
+    book.dies(clock.sign(last_sign(run_dir)), None)
     book.ledger.clock_set_s = clock.set_s
     return book.ledger
 
@@ -146,7 +145,7 @@ class _Clock:
             offset = self._offsets.get(boot, event["time"] - monotonic)
             self._offsets[boot] = offset + max(0.0, floor + age - monotonic - offset)
         now = monotonic + self._offsets[boot]
-        self._see(boot, monotonic, event["time"] - monotonic)
+        self._notice_setting(boot, monotonic, event["time"] - monotonic)
         self._boot, self._latest = boot, max(self._latest, now)
         self._shift = now - event["time"]
         if before:
@@ -162,7 +161,7 @@ class _Clock:
         time = monotonic + self._offsets[boot] if known else sign["time"] + self._shift
         return sign | {"time": time}
 
-    def _see(self, boot: str, monotonic: float, offset: float) -> None:
+    def _notice_setting(self, boot: str, monotonic: float, offset: float) -> None:
         before, known = self._wall.get(boot, (monotonic, offset))
         # A clock that is slewed gains or loses less than a thousandth.
         if boot and abs(offset - known) > 1.0 + 1e-3 * abs(monotonic - before):
@@ -197,7 +196,7 @@ class _Book:
         """Book the time up to `event`, and set the class of the time after it."""
         kind, time = event["kind"], event["time"]
         if kind in ("spawn", "start"):
-            self._dies(event.get("before"), "down")
+            self.dies(event.get("before"), "down")
             if self._ended is not None:
                 # Nobody saw the process go.
                 self._class, self._ended = self._after_end(), None
@@ -217,7 +216,7 @@ class _Book:
         elif kind in ("hang", "stuck"):
             self._hung = True
         elif kind == "exit":
-            self._dies(event.get("before"), "hang")
+            self.dies(event.get("before"), "hang")
             self._to(time, self._after_end())
             self._ended = None
 
@@ -225,10 +224,6 @@ class _Book:
         """Return the class of the time after a process ended by itself: None after the last step."""
         done = self._ended is not None and self._ended.get("reason") == "done"
         return None if done else "down"
-
-    def close(self, sign: dict) -> None:
-        """Book the time up to `sign`, the last sign of life, after the last event."""
-        self._dies(sign, None)
 
     def _progress(self, sign: dict) -> None:
         """Book steps, less the waits for batches since the last event."""
@@ -244,7 +239,7 @@ class _Book:
         self._step = step
         self.ledger.steps = max(self.ledger.steps, step)
 
-    def _dies(self, sign: object, then: str | None) -> None:
+    def dies(self, sign: object, then: str | None) -> None:
         """Book that rank 0 is gone without an `end`, after its last `sign`; the time after is of class `then`.
 
         A section other than steps has no signs inside: unless it hung, it lasted until rank 0 was gone.

@@ -2,16 +2,12 @@
 
 JAX aborts a process whose peers are missing, or that has the number of another one, with the stack of its C++ library.
 Here process 0 listens at the coordinator's address first, every other process tells it its number, and when all are
-there everybody goes on, process 0 to start JAX's service at the same port. What is wrong is told by name: numbers that
-are missing or given twice, another count, another version of JAX, an address that nobody answers at. The check runs
-on the address's own interface, and over mutual TLS where that is on. A process of an attempt that has ended is not
-taken for one of the new ones, because it no longer calls.
+there everybody goes on, process 0 to start JAX's service at the same port. Errors name what is wrong: numbers that are
+missing or given twice, another count or version of JAX, an address that nobody answers at.
 
-Without TLS anybody who reaches the port may say anything, so no stranger ends the wait. Who has another version or
-count is refused, and process 0 waits on: a process of the job that is refused ends with `REFUSED` and its reason, and
-with it, by its supervisor or launcher, the job. A number given twice ends it, because either of the two may be
-the stranger, but only after both were there for `TWICE_S`. Connections that say nothing have `HELLO_S` each, and of
-more than `ROOM` beyond the job's own the oldest is closed.
+Without TLS anybody who reaches the port may say anything, so no stranger ends the wait. Process 0 refuses a process of
+another version or count and waits on; a process of the job that is refused ends with `REFUSED`, and so, by its
+supervisor or launcher, does the job. Only a number that two processes claim for `TWICE_S` ends the wait itself.
 """
 
 import contextlib
@@ -48,7 +44,7 @@ SETTLE_S = 0.2
 """Seconds that all must be present: a process that has just died may seem to be."""
 
 MOST_TOLD = 8
-"""How many refused processes are named with the reason."""
+"""Reasons of refusals that are told."""
 
 TELL_EVERY_S = 30.0
 
@@ -144,7 +140,6 @@ class _Coordinator:
         self._wrong: UserError | None = None
 
     def run(self) -> str:
-        """See `call`."""
         place, listener = listen(self._place, self._deadline.left, self._tell)
         room, noted = ROOM + self._me["processes"], time.monotonic()
         with Visitors(listener, self._context, room) as self._visitors:

@@ -1,8 +1,7 @@
 """Open the files of a run directory: regular files only, never through a symbolic link, never waiting for a writer.
 
-A run directory may have been unpacked, copied or shared, so a link, a FIFO or a device may be in place of a run's own
-file. A link would lead a write out of the run directory; a FIFO would block `open` before any watchdog runs. This
-module refuses both in one line. The run directory itself may be a link, because its user names it.
+In a run directory that was unpacked, copied or shared, a link may lead a write out of it, and a FIFO may block `open`
+before any watchdog runs. The run directory itself may be a link, because its user names it.
 """
 
 import errno

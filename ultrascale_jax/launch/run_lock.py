@@ -1,18 +1,14 @@
 """Admit one job to a run directory: `run_dir/lock` names its holder and shows that it lives.
 
-The holder touches the file every `BEAT_S` seconds. A job that finds the file first checks whether the holder's process
-exists: on the same machine that is certain, so a restarted job takes the lock of its dead predecessor over without
-waiting. If only the heartbeat can tell (another machine, another container), the job watches the file: a holder that
-beats meanwhile is alive, one that does not for `STALE_S` seconds is gone. The job compares the file only with itself,
-so clocks that disagree do no harm. A minute is longer than NFS keeps attributes (60 s at most, and opening the
-file asks anew) and than a busy host keeps a thread waiting, and short beside the cost of a lost node.
+The holder touches the file every `BEAT_S` seconds. A job that finds the file takes it over at once where the holder's
+process was on this machine and is gone. Where only the heartbeat can tell (another machine or container, a damaged
+lock), it watches the file: a holder that beats meanwhile is alive, one that does not for `STALE_S` seconds is gone. It
+compares the file only with itself, so clocks that disagree do no harm. A minute is longer than NFS keeps attributes
+(60 s at most, and opening the file asks anew), and short beside the cost of a lost node.
 
-Of several jobs that take a dead holder's lock at once, the last to write has it; all look again a moment later.
-
-A holder that was stopped for longer finds another name in the lock when it wakes: `held` is false, and it must end.
-
-A damaged lock names nobody. Its holder rewrites it at its next beat; any other job watches the file, as that of another
-machine, and takes it over if nothing changes for `STALE_S` seconds.
+Of several jobs that take a dead holder's lock at once, the last to write has it; all look again a moment later. A
+holder that was stopped for longer finds another name in the lock when it wakes: `held` is false, and it must end. The
+holder rewrites a damaged lock, which names nobody, at its next beat.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Remember SIGTERM from the first moment of a process until the run can stop in good order.
 
-By default SIGTERM ends a process. A script that may run for days listens before its long imports. Once the processes
-of a job have joined, JAX listens instead, and this module passes an earlier signal on.
+A script that may run for days listens before its long imports. Once the processes of a job have joined, JAX listens
+instead, and this module passes an earlier signal on.
 """
 
 import os

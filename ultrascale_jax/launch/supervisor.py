@@ -1,28 +1,24 @@
 """Keep the processes of one host alive: start them, watch them, end them together and start them again.
 
-Processes of a job depend on each other: when one dies, the others wait in a collective. So the supervisor ends all and
-starts all again, from the newest checkpoint. If one makes no progress (see `watchdog`), it writes the process's stacks
-and kills it. SIGTERM stops the run from the first moment on: the supervisor starts nothing more and passes the signal
-on. A process that dies of the signal before its first heartbeat, because it could not listen yet, had nothing to save.
+When one process of a job dies, the others wait in a collective. So the supervisor ends all and starts all again, from
+the newest checkpoint. If one makes no progress (see `watchdog`), it writes the process's stacks and kills it. SIGTERM
+stops the run from the first moment on; a process that dies of it before its first heartbeat had nothing to save.
 
-There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
-a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row: an outage of storage
-or network lasts minutes, and restarts fail in seconds.
+There is no restart after an exit code that says it would not help, after a signal to stop, if `events.jsonl` says that
+another host's supervisor has ended, or when `TRIES` restarts in a row brought no new step and `GIVE_UP_S` seconds have
+passed since the first failure of that row.
 
-Every host has its own supervisor, and none knows of the others. The death of one host's processes ends the others' too,
-by their heartbeats, and each supervisor restarts its own; the first that are back wait for the rest. The number of the
-attempt may therefore differ between hosts. If `events.jsonl` says that another supervisor has ended, there is no
-restart.
+Every host has its own supervisor, and none talks to the others: the death of one host's processes ends the others' too,
+by their heartbeats, and each supervisor restarts its own. So the number of the attempt may differ between hosts.
 
-The disk of the run directory may not answer, so a thread reads and writes it. Meanwhile the supervisor takes no process
-for stuck, passes signals on, and notices processes that die.
+A thread reads and writes the run directory, whose disk may not answer. Meanwhile the supervisor takes no process for
+stuck, passes signals on, and notices processes that die.
 """
 
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ultrascale_jax.launch.events import ATTEMPT, Events, is_count, now, read_events, say
@@ -98,7 +94,7 @@ class Supervisor:
         """Run until the run is done, stopped or given up; return the exit code that ended it, 0 if all are well."""
         before = listener()
         handled = {
-            number: signal.signal(number, self._on_signal)
+            number: signal.signal(number, lambda number, _: self._signals.append(number))
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         if before is not None and before.received:
@@ -285,9 +281,6 @@ class Supervisor:
             self._record("stuck" if child in stuck else "left", **details)
             said = _stuck(details) if child in stuck else f"is left over {_where(details)}"
             self._say(f"rank {child.rank} {said}: it is killed")
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
 
     def _forward(self) -> None:
         """Pass the signal on once, so that all save and stop; a second Ctrl-C kills them."""

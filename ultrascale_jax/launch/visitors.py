@@ -1,7 +1,7 @@
 """Accept connections of anybody, bounded in number, bytes and time, so that no stranger keeps the job's own out.
 
-One thread serves all. A visitor has `HELLO_S` for one message of `sockets.LONGEST` bytes; of more than `room` that have
-not been let in the oldest is closed, and so it is where this process can open no more files.
+A visitor has `HELLO_S` for one message of `sockets.LONGEST` bytes. Of more than `room` that have not been let in, or
+where this process can open no more files, the oldest is closed.
 """
 
 import contextlib
@@ -91,7 +91,6 @@ class Visitors:
             send(visitor.connection, answer)
 
     def drop(self, visitor: Visitor) -> None:
-        """Close it."""
         if visitor in self._outside:
             self._selector.unregister(visitor.connection)
             del self._outside[visitor]

@@ -1,12 +1,10 @@
 """Report one process's progress, and end the process when there is none.
 
-The loop reports its section (`FIRST_S`) and each completed step. Three things follow: the heartbeat file
-`heartbeats/RANK` in the run directory, in which a supervisor sees a process that is stuck; the events by which
-`goodput` explains where the time went; and a thread that ends the process when a section exceeds its time limit. The
-limit is learned from the run: `FACTOR` times the longest that the section, or the step, took so far, at least
-`FLOOR_S`; before the first one, `FIRST_S`. The thread needs Python's lock, so the supervisor, which reads the limit in
-the file, kills a process that holds the lock or is stopped. Another thread writes the file, so a disk that does not
-answer delays neither the loop nor the thread that knows the limit.
+The loop reports its section (`FIRST_S`) and each completed step. From that come the heartbeat file `heartbeats/RANK`,
+in which a supervisor sees a process that is stuck; the events of `goodput`; and a thread that ends the process when a
+section exceeds its limit: `FACTOR` times the longest that the section, or the step, took so far, at least `FLOOR_S`,
+and before the first one `FIRST_S`. That thread needs Python's lock, so the supervisor kills a process that holds the
+lock or is stopped. Another thread writes the file, so a disk that does not answer delays nothing.
 """
 
 import contextlib
