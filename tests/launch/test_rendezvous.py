@@ -187,7 +187,7 @@ def test_whatever_a_stranger_says_the_roll_goes_on():
 def test_a_strangers_version_ends_no_roll_and_is_printed_escaped():
     other = HELLO.replace(b'"h"', b'"\\u001b[2J\\n"').replace(b"jax 1", b"\\u0007" * 300)
     with roll() as (port, results, told), _hello(port, other) as stranger:
-        answer = sockets.Inbox().read(stranger)
+        answer = sockets.receive(stranger, lambda: 10.0)
         assert answer["code"] == 2 and answer["why"].startswith(r"process 1 on \x1b[2J\n has \x07")
         assert meet({"rank": 1}, address=f"127.0.0.1:{port}")[0] == [f"127.0.0.1:{port}"]
     assert results == [f"127.0.0.1:{port}"]

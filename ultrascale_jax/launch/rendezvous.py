@@ -21,11 +21,11 @@ from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.launch.events import is_count, is_supervised, printable
 from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED
 from ultrascale_jax.launch.sockets import (
-    Inbox,
     NotJoined,
     Place,
     listen,
     make_tls,
+    receive,
     resolve,
     send,
 )
@@ -142,10 +142,9 @@ class _Coordinator:
     def run(self) -> str:
         place, listener = listen(self._place, self._deadline.left, self._tell)
         room, noted = ROOM + self._me["processes"], time.monotonic()
-        with Visitors(listener, self._context, room) as self._visitors:
+        with Visitors(listener, self._context, room, self._judge) as self._visitors:
             while not self._complete():
-                for visitor, message in self._visitors.messages(0.2):
-                    self._admit(visitor, message)
+                self._duplicates += self._visitors.admitted(0.2)
                 self._settle_duplicates()
                 now = time.monotonic()
                 if self._wrong is None and self._deadline.left() <= 0:
@@ -166,25 +165,21 @@ class _Coordinator:
         if full:
             time.sleep(SETTLE_S)
         for rank in [rank for rank, visitor in self._joined.items() if visitor.gone]:
-            self._visitors.drop(self._joined.pop(rank))
+            self._joined.pop(rank).connection.close()
         return full and len(self._joined) == self._me["processes"] - 1
 
-    def _admit(self, visitor: Visitor, message: dict) -> None:
-        """Admit a process that has said who it is, or refuse it."""
-        try:
-            hello = self._checked(message)
-        except (ValueError, KeyError):
-            self._visitors.drop(visitor)
-            return
-        if (why := self._contradiction(hello)) is not None:
-            if why not in self._refusals and len(self._refusals) < MOST_TOLD:
-                self._refusals.append(why)
-                self._tell(f"warning: a process is not let in: {why}")
-            self._visitors.refuse(visitor, {"code": REFUSED, "why": why})
-            return
-        visitor.hello, visitor.since = hello, time.monotonic()
-        self._visitors.admit(visitor)
-        self._duplicates.append(visitor)
+    def _judge(self, hello: dict) -> dict | None:
+        """Return the answer to a process of another job; None for one of this. Raises `ValueError` for nonsense."""
+        for name, mine in self._me.items():
+            value = hello.get(name)
+            if not (isinstance(value, str) if isinstance(mine, str) else is_count(value)):
+                raise ValueError(f"{name} is none of a process")
+        if (why := self._contradiction(hello)) is None:
+            return None
+        if why not in self._refusals and len(self._refusals) < MOST_TOLD:
+            self._refusals.append(why)
+            self._tell(f"warning: a process is not let in: {why}")
+        return {"code": REFUSED, "why": why}
 
     def _settle_duplicates(self) -> None:
         """Give each free number to the process that claims it; end the wait for one that stays claimed twice."""
@@ -193,26 +188,17 @@ class _Coordinator:
             holder = self._joined.get(rank)
             if visitor.gone:
                 self._duplicates.remove(visitor)
-                self._visitors.drop(visitor)
+                visitor.connection.close()
             elif holder is None or holder.gone:
                 # A process that ended and was started again takes its place again.
                 if holder is not None:
-                    self._visitors.drop(holder)
+                    holder.connection.close()
                 self._duplicates.remove(visitor)
                 self._joined[rank] = visitor
             elif time.monotonic() > visitor.since + TWICE_S or self._deadline.left() <= 0:
                 # Under a supervisor the next attempt may find the stranger gone.
                 kind = NotJoined if is_supervised(os.environ) else UserError
                 self._wrong = kind(_twice(holder.hello, visitor.hello))
-
-    def _checked(self, message: dict) -> dict:
-        """Parse a process's report. Raises `ValueError` or `KeyError` if it is malformed."""
-        hello = {name: message[name] for name in self._me}
-        for name, mine in self._me.items():
-            fits = isinstance(hello[name], str) if isinstance(mine, str) else is_count(hello[name])
-            if not fits:
-                raise ValueError(f"{name} is none of a process")
-        return hello
 
     def _contradiction(self, hello: dict) -> str | None:
         """Return why the process that sent `hello` cannot be one of this job; None if it can."""
@@ -242,7 +228,7 @@ class _Coordinator:
                 send(visitor.connection, answer)
                 # The peer closes first, so that nothing of the port stays in use.
                 visitor.connection.recv(1)
-            self._visitors.drop(visitor)
+            visitor.connection.close()
 
     def _missing(self, when: str) -> str:
         total = self._me["processes"]
@@ -308,12 +294,5 @@ def _ask(place: Place, me: dict, context: ssl.SSLContext | None, deadline: _Dead
             connection = context.wrap_socket(connection, server_hostname=host)
             stack.enter_context(connection)
         send(connection, me)
-        connection.settimeout(0.5)
-        inbox = Inbox()
         # Process 0 has the same deadline, and tells then who is missing.
-        while deadline.left() > -HELLO_S:
-            with contextlib.suppress(TimeoutError):
-                answer = inbox.read(connection)
-                if answer is not None:
-                    return answer
-        raise TimeoutError("it does not answer")
+        return receive(connection, lambda: deadline.left() + HELLO_S)

@@ -153,24 +153,25 @@ def send(connection: socket.socket, message: dict) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-class Inbox:
-    """One message that arrives in parts: at most `LONGEST` bytes."""
+def receive(connection: socket.socket, left: Callable[[], float]) -> dict:
+    """Receive one message of at most `LONGEST` bytes.
 
-    def __init__(self):
-        self._data = b""
-
-    def read(self, connection: socket.socket) -> dict | None:
-        """Read the next part; return the message once it is whole. Raises `ValueError` if it is something else."""
-        part = connection.recv(LONGEST)
-        self._data += part
-        if not part or len(self._data) > LONGEST:
-            raise ValueError("the connection ended before the message did")
-        if not self._data.endswith(b"\n"):
-            return None
-        try:
-            message = json.loads(self._data)
-        except UNREADABLE:
-            raise ValueError("the message is no JSON") from None
-        if not isinstance(message, dict):
-            raise ValueError("the message is no object")
-        return message
+    Raises `TimeoutError` when of the seconds to wait none is `left()`, `ValueError` if it is something else.
+    """
+    connection.settimeout(0.5)
+    data = b""
+    while not data.endswith(b"\n"):
+        if left() <= 0:
+            raise TimeoutError("it does not answer")
+        with contextlib.suppress(TimeoutError):
+            part = connection.recv(LONGEST)
+            data += part
+            if not part or len(data) > LONGEST:
+                raise ValueError("the connection ended before the message did")
+    try:
+        message = json.loads(data)
+    except UNREADABLE:
+        raise ValueError("the message is no JSON") from None
+    if not isinstance(message, dict):
+        raise ValueError("the message is no object")
+    return message
