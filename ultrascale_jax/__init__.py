@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.pipeline.schedules import forward_only, layer_order, stage_layers
     from ultrascale_jax.parallel.pipeline.schedules import read_csv as read_schedule
     from ultrascale_jax.parallel.pipeline.stages import Stages
+    from ultrascale_jax.plan.auto import choose_auto
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
@@ -72,6 +73,7 @@ __all__ = [
     "act",
     "allgather_attention",
     "build_schedule",
+    "choose_auto",
     "compile_step",
     "estimate_step",
     "expert_layer",
@@ -119,6 +121,7 @@ _HOME = {
     "act": "sharding.rules",
     "allgather_attention": "parallel.context.attention",
     "build_schedule": "parallel.pipeline.schedules:build",
+    "choose_auto": "plan.auto",
     "compile_step": "plan.compiled.compile",
     "estimate_step": "plan.formulas.step_time:estimate",
     "expert_layer": "parallel.experts.exchange",

@@ -1,0 +1,175 @@
+"""What a recipe leaves open is chosen so that it fits, is the fastest by formula, and is said in one line."""
+
+import dataclasses
+import re
+
+import pytest
+
+from tests.recipes import left_open, pinned
+from ultrascale_jax.config import (
+    AUTO,
+    REMAT_POLICIES,
+    MeshConfig,
+    PipelineConfig,
+    UserError,
+)
+from ultrascale_jax.configs.deepseek_v3 import config as deepseek_v3
+from ultrascale_jax.configs.llama3_8b import config as llama3_8b
+from ultrascale_jax.configs.llama3_70b import config as llama3_70b
+from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
+from ultrascale_jax.plan.auto import SAFE, SAFE_PIPED_EXPERTS, choose_auto, cluster_of
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.search.search_space import divisors, with_changes
+from ultrascale_jax.plan.workload import GIB, Run
+
+
+def h100s(num_gpus, usable_gib=None):
+    usable = None if usable_gib is None else int(usable_gib * GIB)
+    return cluster_of("NVIDIA H100 80GB HBM3", num_gpus, usable)
+
+
+def test_it_is_the_fastest_by_formula_of_all_that_fit():
+    cluster, found = h100s(8), {}
+    for remat in REMAT_POLICIES:
+        for count in divisors(64):
+            run = Run.of(pinned(llama3_8b, remat, count), 8)
+            if breakdown(run).peak_bytes <= SAFE * cluster.gpu.usable_bytes:
+                found[remat, count] = estimate(run, cluster).step_s
+    cfg, _ = choose_auto(left_open(llama3_8b), cluster)
+    assert len(found) > 4
+    assert (cfg.train.remat, cfg.train.microbatches) == min(found, key=found.__getitem__)
+
+
+def test_the_line_says_what_was_chosen_and_why():
+    cfg, why = choose_auto(left_open(llama3_8b), h100s(8))
+    step = estimate(Run.of(cfg, 8), h100s(8))
+    assert why == (
+        f"--train.remat {cfg.train.remat} --train.microbatches {cfg.train.microbatches} "
+        f"({64 // cfg.train.microbatches} sequence a GPU at once): by formula the fastest that fits 8 x h100 of "
+        f"28 tried, {step.step_s:.3g} s a step, {step.peak_bytes / GIB:.1f} of 72.8 GiB a GPU"
+    )
+
+
+def test_what_has_a_value_keeps_it():
+    for remat in ("full", "save:q,k,v"):
+        cfg, why = choose_auto(pinned(llama3_8b, remat, AUTO), h100s(8))
+        assert cfg.train.remat == remat and cfg.train.microbatches != AUTO
+        assert "--train.remat" not in why and "--train.microbatches" in why
+    cfg, why = choose_auto(pinned(llama3_8b, "auto", 64), h100s(8))
+    assert cfg.train.microbatches == 64 and cfg.train.remat in REMAT_POLICIES
+    assert cfg == pinned(llama3_8b, cfg.train.remat, 64)
+
+
+def test_where_nothing_is_open_nothing_is_chosen():
+    cfg = pinned(llama3_8b)
+    assert choose_auto(cfg, h100s(8)) == (cfg, "")
+
+
+def test_the_mesh_is_chosen_too_if_asked():
+    narrow = with_changes(left_open(llama3_70b), mesh=MeshConfig(fsdp=1, sp=8, dp=-1))
+    given = choose_auto(left_open(llama3_70b), h100s(64))[0].check(64)
+    cfg, why = choose_auto(narrow, h100s(64), choose_mesh=True)
+    assert why.startswith(f"--mesh {cfg.mesh.text} --train.remat {cfg.train.remat} --train.micro")
+    assert cfg.check(64) == cfg
+    step, own = (estimate(Run.of(one, 64), h100s(64)) for one in (cfg, given))
+    assert step.step_s <= own.step_s and step.peak_bytes <= SAFE * step.gpu.usable_bytes
+    pinned_cfg, why = choose_auto(pinned(llama3_8b, "full", 8), h100s(16), choose_mesh=True)
+    assert (pinned_cfg.train.remat, pinned_cfg.train.microbatches) == ("full", 8)
+    assert "--train" not in why
+
+
+def test_what_fits_nothing_is_refused_with_the_mesh_that_fits():
+    cfg = with_changes(left_open(llama3_70b), mesh=MeshConfig(dp=8, fsdp=1, sp=8))
+    with pytest.raises(UserError) as refusal:
+        choose_auto(cfg, h100s(64))
+    found = re.fullmatch(
+        r"train\.remat='auto': nothing fits 64 x h100: dp8 sp8 .* full, the leanest, needs (\d+\.\d) of 72\.8 GiB a "
+        r"GPU; take --mesh (\S+), or more GPUs",
+        str(refusal.value),
+    )
+    assert found is not None and float(found[1]) > 72.8
+    other, _ = choose_auto(left_open(llama3_70b), h100s(64), choose_mesh=True)
+    assert found[2] == other.mesh.text
+    with pytest.raises(UserError, match=r"^mesh='auto': nothing fits .*; take more GPUs, or a sma"):
+        choose_auto(left_open(llama3_70b), h100s(8), choose_mesh=True)
+
+
+def test_a_plan_of_what_does_not_fit_needs_the_least_memory():
+    cfg, why = choose_auto(left_open(llama3_70b), h100s(8), must_fit=False)
+    peak = breakdown(Run.of(cfg, 8)).peak_bytes
+    others = [pinned(llama3_70b, r, m) for r in REMAT_POLICIES for m in divisors(512)]
+    assert peak == min(breakdown(Run.of(other, 8)).peak_bytes for other in others)
+    assert f"by formula nothing fits 8 x h100, the leanest of 40 tried, {peak / GIB:.1f} of" in why
+
+
+def test_where_all_that_fit_are_close_to_the_limit_the_leanest_is_taken():
+    lean = pinned(llama3_8b, "full", 64)
+    peak_gib = breakdown(Run.of(lean, 8)).peak_bytes / GIB
+    cfg, why = choose_auto(left_open(llama3_8b), h100s(8, peak_gib / 0.97))
+    assert cfg == lean and "it just fits 8 x h100, the leanest of 28 tried" in why
+
+
+def test_experts_in_a_pipeline_leave_more_free():
+    cluster = h100s(2048)
+    cfg, _ = choose_auto(left_open(deepseek_v3), cluster)
+    share = breakdown(Run.of(cfg, 2048)).peak_bytes / cluster.gpu.usable_bytes
+    assert share <= SAFE_PIPED_EXPERTS < SAFE
+    tight = h100s(2048, share * cluster.gpu.usable_bytes / GIB / 0.8)
+    assert "it just fits" in choose_auto(left_open(deepseek_v3), tight)[1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "legal"),
+    [
+        ("1f1b", lambda m: m >= 4),
+        ("interleaved", lambda m: m % 4 == 0),
+        ("dualpipe_v", lambda m: m >= 8),
+    ],
+)
+def test_a_pipeline_gets_micro_batches_that_its_schedule_can_take(schedule, legal):
+    cfg = with_changes(
+        left_open(llama3_8b), mesh=MeshConfig(pp=4, fsdp=2), pp=PipelineConfig(schedule=schedule)
+    )
+    chosen, _ = choose_auto(cfg, h100s(8))
+    assert legal(chosen.train.microbatches)
+    assert chosen == dataclasses.replace(cfg, train=chosen.train)
+
+
+def test_tokens_travel_to_experts_as_the_recipe_says():
+    moe = dataclasses.replace(mixtral.moe, a2a_groups=2)
+    cfg = with_changes(left_open(mixtral), mesh=MeshConfig(fsdp=8, ep=8), moe=moe)
+    chosen, _ = choose_auto(cfg, h100s(64))
+    assert chosen == dataclasses.replace(cfg, train=chosen.train)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "message"),
+    [
+        ({"mesh": MeshConfig(fsdp=2)}, 3, "mesh='fsdp=2': the sizes multiply to 2"),
+        ({"mesh": MeshConfig(fsdp=-1)}, 7, "model.d_model=4096: must be divisible by mesh.fsdp"),
+        ({"mesh": MeshConfig(fsdp=1, sp=-1)}, 3, "model.num_heads=32: must be divisible"),
+        (
+            {"mesh": MeshConfig(pp=8, fsdp=1), "pp": PipelineConfig(schedule="dualpipe_v")},
+            8,
+            "train.microbatches=8: dualpipe_v wants at least 2*mesh.pp=16",
+        ),
+    ],
+)
+def test_what_no_choice_makes_legal_is_refused_as_the_trainer_refuses_it(
+    changes, num_gpus, message
+):
+    batch = {"global_batch": 8} if "pp" in changes else {}
+    cfg = with_changes(left_open(llama3_8b), **changes, **batch)
+    with pytest.raises(UserError) as refusal:
+        choose_auto(cfg, h100s(num_gpus))
+    assert str(refusal.value).startswith(message)
+
+
+def test_known_gpus_are_planned_as_what_they_are_and_others_as_h100s():
+    assert cluster_of("NVIDIA H200", 16) == find_cluster(None, "h200", 16)
+    assert cluster_of("cpu", 8) == find_cluster(None, "h100", 8)
+    other = cluster_of("NVIDIA GeForce RTX 4090", 8, 22 * GIB)
+    assert other.gpu.usable_bytes == 22 * GIB
+    assert other.gpu.peak_flops() == find_gpu("h100").peak_flops()

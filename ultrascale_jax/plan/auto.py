@@ -1,0 +1,152 @@
+"""Choose what a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if asked.
+
+The planner's formulas rank every legal value on the GPUs at hand, as `ultrascale plan search` does, and the fastest
+that fits is taken. Nothing is measured and JAX is not asked, so every process of a run, and a laptop that plans it,
+chooses the same in a moment.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError
+from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
+from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.search.ranking import Search
+from ultrascale_jax.plan.search.search_space import configured, pinned, with_changes
+from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.training.model_shape import ModelShape
+
+SAFE = 0.92
+"""Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.
+
+Of the 169 programs of docs/planning/*.csv none needs more than 1.04 times the formula's bytes, and the workspaces of
+cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
+"""
+
+SAFE_PIPED_EXPERTS = 0.75
+"""The same for experts in a pipeline, where XLA's program of the recipe `deepseek_v3` takes 1.22 times the formula."""
+
+MODEL = "h100"
+"""The GPU that devices stand for which the planner does not know: the large recipes are meant for its memory."""
+
+
+def cluster_of(kind: str, num_devices: int, usable_bytes: int | None = None) -> Cluster:
+    """Describe devices to the planner: links and speed by JAX's name for them, `device_kind`.
+
+    Devices that `plan/hardware.py` does not know, as those of a CPU, are planned as H100s.
+
+    Args:
+      kind: `device_kind` of all of them.
+      num_devices: how many.
+      usable_bytes: what a run may take of the memory of one; None, where JAX does not say: as much as of that GPU.
+    """
+    known = next((name for name, gpu in GPUS.items() if gpu.kind == kind), MODEL)
+    cluster = find_cluster(None, known, num_devices)
+    if usable_bytes is None:
+        return cluster
+    gpu = dataclasses.replace(cluster.gpu, memory_gib=usable_bytes / GPU_MEMORY_SHARE / GIB)
+    return dataclasses.replace(cluster, gpu=gpu)
+
+
+def choose_auto(
+    cfg: Config,
+    cluster: Cluster,
+    *,
+    choose_mesh: bool = False,
+    must_fit: bool = True,
+    shape: ModelShape | None = None,
+) -> tuple[Config, str]:
+    """Choose the fields of `cfg` that are `auto`: by formula the fastest that fits on `cluster`.
+
+    A field that has a value keeps it. Return the configuration and a line that says what was chosen and why, which is
+    empty if there was nothing to choose.
+
+    Args:
+      cfg: a run; what it leaves open is `cfg.train.auto`.
+      cluster: the GPUs, as `find_cluster` or `cluster_of` describes them.
+      choose_mesh: choose the mesh too, whatever `cfg.mesh` is.
+      must_fit: refuse where nothing fits; otherwise choose what needs the least memory.
+      shape: the model, where `cfg.model` cannot say it.
+
+    Raises:
+      UserError: nothing is legal on so many GPUs, or nothing fits.
+    """
+    if not cfg.train.auto and not choose_mesh:
+        return cfg, ""
+    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)
+    search.predict()
+    if not search.counts["candidates"]:
+        raise _nothing_legal(cfg, cluster, choose_mesh=choose_mesh)
+    fits = [candidate.formula for candidate in search.ranking]
+    if must_fit and not fits:
+        raise _nothing_fits(cfg, cluster, search, choose_mesh=choose_mesh)
+    run, why = _best(search, fits)
+    chosen = configured(cfg, run) if choose_mesh else cfg
+    chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
+    words = [f"--mesh {run.mesh.text}"] if choose_mesh else []
+    words += [f"--train.{name} {getattr(run, name)}" for name in cfg.train.auto]
+    at_once = f"{run.sequences} sequence{'s' * (run.sequences > 1)} a GPU at once"
+    return chosen, f"{' '.join(words)} ({at_once}): by formula {why}"
+
+
+def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
+    """What stays as it is."""
+    choices = pinned(cfg)
+    if choose_mesh:
+        return choices
+    sizes = cfg.mesh.resolve(cluster.num_gpus).sizes
+    choices |= {axis: (size,) for axis, size in sizes.items()}
+    return choices | {"a2a_groups": (cfg.moe.a2a_groups,)}
+
+
+def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
+    """The fastest of those that fit with `SAFE`; otherwise what needs the least memory. And why it is taken."""
+    on = f"{search.cluster.num_gpus} x {search.cluster.gpu.name}"
+    usable, tried = search.usable_bytes, f"{search.counts['candidates']:,} tried"
+    safe = [step for step in fits if step.peak_bytes <= _safe_share(step.run) * usable]
+    if fits:
+        found = min(safe or fits, key=lambda step: step.step_s if safe else step.peak_bytes)
+        run, peak = found.run, found.peak_bytes
+        why = f"the fastest that fits {on}" if safe else f"it just fits {on}, the leanest"
+        why += f" of {tried}, {found.step_s:.3g} s a step,"
+    else:
+        assert search.closest is not None  # all candidates are misses
+        peak, run = search.closest
+        why = f"nothing fits {on}, the leanest of {tried},"
+    return run, f"{why} {peak / GIB:.1f} of {usable / GIB:.1f} GiB a GPU"
+
+
+def _safe_share(run: Run) -> float:
+    return SAFE_PIPED_EXPERTS if run.mesh.pp > 1 and run.shape.experts is not None else SAFE
+
+
+def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh: bool) -> UserError:
+    """Say how much is missing, and with which mesh it would fit."""
+    assert search.closest is not None  # all candidates are misses
+    need, run = search.closest
+    name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
+    fix = "take more GPUs, or a smaller data.seq_len"
+    if not choose_mesh:
+        with contextlib.suppress(UserError):
+            other, _ = choose_auto(cfg, cluster, choose_mesh=True)
+            fix = f"take --mesh {other.mesh.text}, or more GPUs"
+    return UserError(
+        f"{name}='auto': nothing fits {cluster.num_gpus} x {cluster.gpu.name}: {run.label}, the leanest, needs "
+        f"{need / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB a GPU; {fix}"
+    )
+
+
+def _nothing_legal(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> UserError:
+    """Say why no candidate is legal: what the trainer's own check refuses, where it is that."""
+    if choose_mesh:
+        fix = f"none is legal on {cluster.num_gpus} GPUs; take another number of them, or another train.global_batch"
+        return UserError(f"mesh='auto': {fix}")
+    train, mesh = cfg.train, cfg.mesh.resolve(cluster.num_gpus)
+    count = mesh.pp if "microbatches" in train.auto else train.microbatches
+    remat = "full" if "remat" in train.auto else train.remat
+    try:
+        with_changes(cfg, mesh=mesh, remat=remat, microbatches=count).check(cluster.num_gpus)
+    except UserError as error:
+        return error
+    return UserError(f"train.microbatches={count}: must be at least mesh.pp={mesh.pp}")
