@@ -1,23 +1,28 @@
 """The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import (
+    AUTO,
     Experts,
     LatentAttention,
     MeshConfig,
     PipelineConfig,
     RopeScaling,
+    UserError,
 )
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.demo import config as demo
+from ultrascale_jax.plan.auto import cluster_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,6 +132,40 @@ def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
     assert cfg.check(8) == cfg
 
 
+def test_auto_leaves_a_field_open_also_where_it_is_a_number():
+    words = ["--train.remat", "auto", "--train.microbatches"]
+    for cfg, _ in (parse("debug", *words, "auto"), parse("debug", *words[:2], f"{words[2]}=auto")):
+        assert cfg.train == dataclasses.replace(debug.train, remat="auto", microbatches=AUTO)
+    cfg, options = parse("debug", "--mesh", "auto", "--train.steps", "7")
+    assert (cfg.mesh, options.mesh) == (debug.mesh, "auto")
+
+
+def test_what_is_open_is_chosen_for_the_devices_that_jax_finds():
+    told = []
+    words = ["--mesh", "auto", "--train.remat", "auto", "--train.microbatches", "auto"]
+    cfg, options = parse("debug", *words)
+    chosen = command_line.on_devices(cfg, options, told.append)
+    num_devices = math.prod(chosen.mesh.sizes.values())
+    assert chosen == chosen.check(jax.device_count()) and num_devices == jax.device_count()
+    assert chosen == dataclasses.replace(cfg, mesh=chosen.mesh, train=chosen.train)
+    (line,) = told
+    assert line.startswith(f"--mesh {chosen.mesh.text} --train.remat {chosen.train.remat} ")
+    assert f"the fastest that fits {num_devices} x cpu (planned as h100)" in line
+    pinned, options = parse("debug")
+    assert command_line.on_devices(pinned, options, told.append) == pinned.check(num_devices)
+    assert told == [line]
+
+
+def test_a_cpu_may_take_what_fits_no_gpu():
+    told = []
+    cfg, options = parse("llama3_70b", "--train.remat", "full", "--train.microbatches", "auto")
+    chosen = command_line.on_devices(cfg, options, told.append)
+    assert chosen.train.microbatches == 512 and "nothing fits" in told[0]
+    cluster = cluster_of("cpu", jax.device_count())
+    with pytest.raises(UserError, match=r"^train.microbatches='auto': nothing fits"):
+        command_line.checked(cfg, options, cluster, told.append)
+
+
 def test_run_dir_devices_and_profile_are_options_of_the_run():
     cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
     assert cfg.log.run_dir == "out/x"
@@ -164,6 +203,7 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
             ["ultrascale_jax.config"],
             "error: recipe='ultrascale_jax.config': the module must expose",
         ),
+        (["--mesh", "auto", "--mesh.sp", "2"], "error: mesh='auto': chooses every axis; leave out"),
         (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
         (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
         (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
@@ -219,6 +259,19 @@ def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
         for field in dataclasses.fields(getattr(debug, section.name))
     }
     assert shown == expected
+
+
+def test_print_config_shows_what_is_chosen_for_devices_and_what_is_open_without(capsys):
+    words = ["llama3_8b", "--train.remat", "auto", "--train.microbatches", "auto"]
+    for more, expected in ([], ("'auto'", "'auto'")), (["--devices", "8"], ("64", "'selective'")):
+        with pytest.raises(SystemExit) as stop:
+            parse(*words, *more, "--print-config")
+        assert stop.value.code == 0
+        captured = capsys.readouterr()
+        microbatches, remat = expected
+        assert f"train.microbatches = {microbatches}\n" in captured.out
+        assert f"train.remat = {remat}\n" in captured.out
+        assert ("by formula the fastest" in captured.err) == bool(more)
 
 
 def test_help_names_the_recipes_and_every_section_and_loads_no_jax():

@@ -10,6 +10,7 @@ import pytest
 from ultrascale_jax.cli import plan
 
 FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3"]
+OPEN = ["--train.remat", "auto", "--train.microbatches", "auto"]
 LONG = [
     *("llama3_70b", "--gpus", "64", "--mesh", "fsdp=64"),
     *("--seq-len", "65536", "--train.global-batch", "64"),
@@ -81,6 +82,17 @@ def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
     assert hint.startswith("--train.remat ")
     assert f"there is room for {hint}" in text(capsys, *arguments)
     assert answer(capsys, *arguments, *shlex.split(hint))["fits"]
+
+
+def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
+    plan.main(["memory", "llama3_8b", *OPEN, "--json"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["fits"]
+    assert captured.err.startswith("--train.remat selective --train.microbatches 64 (1 sequence a")
+    assert captured.err.count("\n") == 1
+    plan.main(["memory", "llama3_405b", "--gpus", "8", *OPEN, "--mesh", "auto", "--json"])
+    captured = capsys.readouterr()
+    assert not json.loads(captured.out)["fits"] and "nothing fits 8 x h100" in captured.err
 
 
 def test_a_small_run_is_shown_in_mib(capsys):

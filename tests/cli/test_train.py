@@ -1,6 +1,7 @@
 """The command that a user types: it trains, samples, resumes, and ends with the promised code."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -85,6 +86,20 @@ def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     assert "changed since: train.steps: saved 4, now 5" in out
     assert "a sample" not in out
     assert [row["step"] for row in step_rows(folder)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path):
+    options = "--mesh auto --train.remat auto --train.microbatches auto --sample 0 --train.steps"
+    for devices, steps in (8, 2), (2, 4):
+        code, out, err = train(tmp_path, f"{options} {steps} --devices {devices}")
+        assert code == 0, err
+        assert f"the fastest that fits {devices} x cpu (planned as h100)" in out
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert math.prod(saved["mesh"].values()) == devices
+        assert saved["train"]["remat"] != "auto" and saved["train"]["microbatches"] >= 1
+    assert f"resumed from {tmp_path}/checkpoints/2" in out
+    assert [row["step"] for row in step_rows(tmp_path)] == [1, 2, 3, 4]
 
 
 # test_manager.py refuses it in this process, and test_command_line.py has what an error looks like.

@@ -169,7 +169,9 @@ def test_what_no_choice_makes_legal_is_refused_as_the_trainer_refuses_it(
 
 def test_known_gpus_are_planned_as_what_they_are_and_others_as_h100s():
     assert cluster_of("NVIDIA H200", 16) == find_cluster(None, "h200", 16)
-    assert cluster_of("cpu", 8) == find_cluster(None, "h100", 8)
+    h100 = find_cluster(None, "h100", 8)
+    named = dataclasses.replace(h100.gpu, name="cpu (planned as h100)")
+    assert cluster_of("cpu", 8) == dataclasses.replace(h100, gpu=named)
     other = cluster_of("NVIDIA GeForce RTX 4090", 8, 22 * GIB)
     assert other.gpu.usable_bytes == 22 * GIB
     assert other.gpu.peak_flops() == find_gpu("h100").peak_flops()

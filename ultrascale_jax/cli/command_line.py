@@ -2,7 +2,8 @@
 
 A recipe is a module that exposes `config`, a `Config`; its values are the defaults, and the command
 line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
-`--help` and `--print-config` answer at once, on any machine.
+`--help` and `--print-config` answer at once, on any machine. What stays open (`auto`) is chosen by `checked`,
+for the GPUs of a plan, or `on_devices`, for those that JAX finds.
 """
 
 import contextlib
@@ -18,14 +19,15 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.config import (
+    AUTO,
     Config,
     DistConfig,
     Experts,
@@ -38,6 +40,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
+
+if TYPE_CHECKING:
+    from ultrascale_jax.plan.hardware import Cluster
 
 DEFAULT_RECIPE = "demo"
 
@@ -70,7 +75,8 @@ class Options:
     """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
-    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left."""
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: the fastest by formula
+    of all meshes that fit."""
     run_dir: Annotated[str | None, option("DIR", "the recipe's")] = None
     """Short for --log.run-dir."""
     devices: Annotated[int | None, option("N", "the real ones")] = None
@@ -122,10 +128,11 @@ def parse[O: Options](
     """
     with user_errors(patience_s=PATIENCE_S):
         recipe, arguments = _split_recipe(argv)
+        arguments = _with_numbers(arguments)
         for argument in arguments:
             refuse_old_option(argument)
         default = load_recipe(recipe)
-        if (mesh := _mesh_argument(arguments)) is not None:
+        if (mesh := _mesh_argument(arguments)) is not None and mesh != "auto":
             default = dataclasses.replace(default, mesh=MeshConfig.parse(mesh))
         default = _with_named_parts(default, arguments)
         form: Any = _Command
@@ -139,10 +146,80 @@ def parse[O: Options](
         cfg, chosen = command.config, command.options
         if chosen.run_dir is not None:
             cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=chosen.run_dir))
+        free = chosen.mesh != "auto" or cfg.mesh == default.mesh
+        require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
-            print(describe(cfg.check(chosen.devices) if chosen.devices else cfg))
+            print(describe(_on_fake_devices(cfg, chosen) if chosen.devices else cfg))
             raise SystemExit(0)
     return cfg, chosen
+
+
+def on_devices(
+    cfg: Config, options: Options, tell: Callable[[str], None], *, must_fit: bool = True
+) -> Config:
+    """`cfg` for the devices that JAX finds: what is open chosen and told by process 0, mesh resolved, all checked.
+
+    Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do;
+    on a CPU, whose memory nobody knows, and without `must_fit` also where nothing fits something is chosen.
+    """
+    import jax
+
+    from ultrascale_jax.launch.multihost import gather
+    from ultrascale_jax.plan.auto import cluster_of
+
+    count = jax.device_count()
+    if not (cfg.train.auto or options.mesh == "auto"):
+        return cfg.check(count)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [limit for process in gather(limits) for limit in process if limit]
+    kind = gather(jax.local_devices()[0].device_kind)[0]
+    cluster = cluster_of(kind, count, min(known, default=None))
+    first = jax.process_index() == 0
+    on_gpus = jax.local_devices()[0].platform == "gpu"
+    say = tell if first else lambda text: None
+    return checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+
+
+def checked(
+    cfg: Config,
+    options: Options,
+    cluster: "Cluster",
+    tell: Callable[[str], None],
+    *,
+    must_fit: bool = True,
+) -> Config:
+    """`cfg` for the GPUs of `cluster`: what is open chosen and told, mesh resolved, all checked.
+
+    Raises `UserError` as `Config.check` and `choose_auto` do.
+    """
+    from ultrascale_jax.plan.auto import choose_auto
+
+    choose_mesh = options.mesh == "auto"
+    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=must_fit)
+    if why:
+        tell(why)
+    return cfg.check(cluster.num_gpus)
+
+
+def _on_fake_devices(cfg: Config, options: Options) -> Config:
+    """`cfg` as `on_devices` makes it with `--devices`, without JAX."""
+    from ultrascale_jax.plan.auto import cluster_of
+
+    cluster = cluster_of("cpu", options.devices or 1)
+    return checked(cfg, options, cluster, lambda text: print(text, file=sys.stderr), must_fit=False)
+
+
+def _with_numbers(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the number for the word `auto` where the field is one."""
+    option = "--train.microbatches"
+    return [
+        f"{option}={AUTO}"
+        if word == f"{option}=auto"
+        else str(AUTO)
+        if (last, word) == (option, "auto")
+        else word
+        for last, word in zip(["", *arguments], arguments, strict=False)
+    ]
 
 
 PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
@@ -245,6 +322,8 @@ def describe(cfg: Config) -> str:
 
 
 def _fields(name: str, value: object) -> list[str]:
+    if (name, value) == ("train.microbatches", AUTO):
+        value = "auto"
     if not dataclasses.is_dataclass(value):
         return [f"{name} = {value!r}"]
     fields = dataclasses.fields(value)
@@ -281,7 +360,7 @@ def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _mesh_argument(arguments: Sequence[str]) -> str | None:
-    """The value of `--mesh`, which replaces the recipe's mesh before `--mesh.AXIS` changes it."""
+    """The value of `--mesh`, which, unless it is `auto`, replaces the recipe's mesh before `--mesh.AXIS` changes it."""
     values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
     values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
     return values[-1] if values else None

@@ -216,7 +216,8 @@ def _import(arguments: Sequence[str]) -> None:
 
         from ultrascale_jax.sharding.mesh import make_mesh
 
-        checked = cfg.check(jax.device_count())
+        # No step runs here: on the devices that train, the choice is made again.
+        checked = command_line.on_devices(cfg, options, print, must_fit=False)
         import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(

@@ -61,7 +61,9 @@ def main(argv: Sequence[str]) -> None:
             tell(of_all(host.ranks(launch)))
             tell(of_all(host.clock()))
         try:
-            checked = cfg.check(jax.device_count())
+            checked = command_line.on_devices(
+                cfg, options, lambda why: tell([Finding("NOTE", "recipe", why)])
+            )
         except UserError as error:
             tell([Finding("FAIL", "recipe", str(error))])
             tell([Finding("NOTE", "run directory, links, preflight", NOT_TRIED)])

@@ -87,7 +87,7 @@ def run(cfg: Config, options: Options) -> dict:
     record = Events(Path(cfg.log.run_dir), rank).record
     with command_line.user_errors(), distributed.guarded(record):
         distributed.check_devices(launch, options.dist)
-        cfg = cfg.check(jax.device_count())
+        cfg = command_line.on_devices(cfg, options, say)
         faults = FaultPlan.none()
         if options.faults:
             faults = FaultPlan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))

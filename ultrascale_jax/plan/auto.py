@@ -41,11 +41,13 @@ def cluster_of(kind: str, num_devices: int, usable_bytes: int | None = None) -> 
       num_devices: how many.
       usable_bytes: what a run may take of the memory of one; None, where JAX does not say: as much as of that GPU.
     """
-    known = next((name for name, gpu in GPUS.items() if gpu.kind == kind), MODEL)
-    cluster = find_cluster(None, known, num_devices)
-    if usable_bytes is None:
-        return cluster
-    gpu = dataclasses.replace(cluster.gpu, memory_gib=usable_bytes / GPU_MEMORY_SHARE / GIB)
+    known = next((name for name, gpu in GPUS.items() if gpu.kind == kind), None)
+    cluster = find_cluster(None, known or MODEL, num_devices)
+    gpu = cluster.gpu
+    if known is None:
+        gpu = dataclasses.replace(gpu, name=f"{kind} (planned as {gpu.name})")
+    if usable_bytes is not None:
+        gpu = dataclasses.replace(gpu, memory_gib=usable_bytes / GPU_MEMORY_SHARE / GIB)
     return dataclasses.replace(cluster, gpu=gpu)
 
 

@@ -1,5 +1,6 @@
 """A recipe of this project, trained by the same command line, loader, state and step as `ultrascale train` uses."""
 
+import sys
 import time
 
 from ultrascale_jax.cli import command_line
@@ -14,7 +15,7 @@ from ultrascale_jax.cli.bench_peers.contestant import (
 
 
 def make(spec: dict) -> Contestant:
-    cfg, _ = command_line.parse(spec["arguments"], prog="bench")
+    cfg, options = command_line.parse(spec["arguments"], prog="bench")
     # As in `ultrascale train`, JAX comes after the command line, and XLA's flags before JAX.
     import jax
 
@@ -24,7 +25,7 @@ def make(spec: dict) -> Contestant:
     from ultrascale_jax.training.setup import make_loader
 
     require_gpu(spec)
-    cfg = cfg.check(jax.device_count())
+    cfg = command_line.on_devices(cfg, options, lambda why: print(why, file=sys.stderr))
     mesh = make_mesh(cfg.mesh)
     jax.set_mesh(mesh)
     state = init_state(cfg, mesh)

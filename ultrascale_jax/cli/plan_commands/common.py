@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,6 +12,7 @@ import tyro
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import FP8, Config, require
+from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.workload import GIB, Run
 from ultrascale_jax.training.model_shape import ModelShape
@@ -99,6 +101,20 @@ def parse[O: Options](
 def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
     """The model, as the assumptions have it."""
     return ModelShape.of(cfg.model, gated=not options.plain_mlp)
+
+
+def chosen(cfg: Config, options: Options, cluster: Cluster) -> Config:
+    """`cfg` with what is open chosen for `cluster`, which a line on stderr says; call it inside `user_errors`.
+
+    Where nothing fits, it is what needs the least memory.
+    """
+    shape = shape_of(cfg, options) if isinstance(options, Assumptions) else None
+    cfg, why = choose_auto(
+        cfg, cluster, choose_mesh=options.mesh == "auto", must_fit=False, shape=shape
+    )
+    if why:
+        print(why, file=sys.stderr)
+    return cfg
 
 
 def planned(cfg: Config, options: Assumptions) -> Run:
