@@ -218,11 +218,24 @@ def test_a_loop_multiplies():
 
 
 def test_a_loop_whose_length_depends_on_data_is_left_out():
-    rounds = "%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body"
+    rounds = '%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={op_name="rounds"}'
     more = LOOP + indented([PRODUCT, gather(2, 8192), gather(2, 8192, DONE)]) + "\n}\n"
     timeline = run(program(NORM, rounds, computations=more))
     assert timeline.step_s == pytest.approx(NORM_S)
     assert timeline.exposed_s == {}
+    assert timeline.left_out == ("rounds",)
+
+
+@pytest.mark.parametrize(("where", "warned"), [("layers/moe/while", 0), ("layers/while", 1)])
+def test_a_step_warns_of_a_loop_of_unknown_length_that_is_not_of_experts(where, warned, recwarn):
+    loop = f'%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={{op_name="{where}"}}'
+    more = LOOP + indented([PRODUCT]) + "\n}\n"
+    run = Run.of(Config(model=ModelConfig(num_layers=1)), 8)
+    numbers = {"argument_bytes": 0, "temporary_bytes": 0, "host_bytes": 0, "peak_bytes": 0}
+    text = text_of(NORM, loop, computations=more)
+    step = compile.CompiledStep(run=run, text=text, axes={"fsdp": 8}, compile_s=0.0, **numbers)
+    compile.simulate_step(step, NODE)
+    assert [where in str(warning.message) for warning in recwarn] == [True] * warned
 
 
 def test_iterations_that_are_multiplied_take_as_long_as_those_that_are_replayed(monkeypatch):

@@ -10,6 +10,7 @@ of kernels, so matrix products are the Triton kernels that XLA picks by its cost
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +50,9 @@ ESTIMATED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA B200")
 
 WORK = {"gemm": "matrix products", "other": "other work"}
 """Kinds of work of a timeline, as the formulas call them."""
+
+EXPERTS = "moe"
+"""The named scope of a layer's experts (`models/block.py`)."""
 
 # As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
 BOOLEANS = {"true": True, "false": False}
@@ -174,10 +178,17 @@ def compile_step(
 def simulate_step(step: CompiledStep, cluster: Cluster) -> Timeline:
     """Predict how one GPU of `cluster` spends its time on `step`.
 
-    A conditional takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it.
+    A conditional takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it. Of
+    the loops of unknown length only further rounds of unbalanced experts may count nothing: others raise a warning.
     """
     share = pipeline.shares(step.run, step.module)
-    return simulate(step.module, step.axes, cluster, share=share)
+    timeline = simulate(step.module, step.axes, cluster, share=share)
+    if wrong := [where for where in timeline.left_out if EXPERTS not in where]:
+        warnings.warn(
+            f"{step.run.label}: the predicted time lacks {', '.join(wrong)}, whose length XLA does not know",
+            stacklevel=2,
+        )
+    return timeline
 
 
 def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPrediction:

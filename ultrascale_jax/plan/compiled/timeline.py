@@ -68,6 +68,8 @@ class Timeline:
     """Those of them that the compute stream waits for."""
     streams: dict[str, list[Event]]
     """The first iterations of each loop in full, the others as one event of kind `loop`."""
+    left_out: tuple[str, ...] = ()
+    """Where the loops come from whose length XLA could not find out: nothing in them is counted."""
 
     @property
     def exposed_s(self) -> dict[str, float]:
@@ -110,6 +112,7 @@ def simulate(
         link_s=_part(replay.seconds, "link"),
         waited_s=_part(replay.seconds, "wait"),
         streams={name: events for name, events in replay.streams.items() if events},
+        left_out=tuple(sorted(replay.left_out)),
     )
 
 
@@ -153,6 +156,7 @@ class _Replay:
         self.seconds: dict[tuple, float] = defaultdict(float)
         self.streams: dict[str, list[Event]] = {COMPUTE: [], **{link: [] for link in self.free}}
         self.recording = True
+        self.left_out: set[str] = set()
 
     def computation(self, name: str) -> None:
         """Run one computation."""
@@ -215,6 +219,8 @@ class _Replay:
         """Replay a loop until it repeats itself, then multiply."""
         body, known = self.module.loop(instruction)
         trips = known or 0
+        if known is None:
+            self.left_out.add(instruction.op_name)
         recording, steady, hidden, hidden_from = self.recording, None, 0, 0.0
         lengths = {stream: len(events) for stream, events in self.streams.items()}
         for done in range(1, trips + 1):
