@@ -6,6 +6,7 @@ kernel (`attention_mosaic.py`) takes a range of the keys for each query, and ski
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +23,52 @@ FIRST = -(2**31)
 
 UNSEEN = -1e30
 """Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMask:
+    """The keys of a block that each query sees; all of them by default."""
+
+    visible: jax.Array | None = None
+    """`[B or 1, T, S]` bool, which keys a query may see, besides what `causal` says; `mosaic` takes none."""
+    ranges: Ranges | None = None
+    """One range of the keys for each query, instead of `visible`, `causal` and `window`."""
+    causal: bool = False
+    """Query t sees keys up to t; T == S."""
+    window: int | None = None
+    """Of the causal keys, a query sees only the last so many."""
+
+    @property
+    def is_array(self) -> bool:
+        """Whether arrays say which keys are seen."""
+        return self.visible is not None or self.ranges is not None
+
+    def listed(self, S: int) -> jax.Array | None:
+        """Return the keys that the arrays allow, as `visible_keys` does; None for all `S`."""
+        return self.visible if self.ranges is None else _within(self.ranges, S)
+
+    def dense(self, T: int, S: int) -> jax.Array | None:
+        """Return the whole mask as `visible_keys` does; None for all keys."""
+        listed = self.listed(S)
+        if not self.causal:
+            return listed
+        ordered = visible_keys(jnp.arange(T), jnp.arange(S), window=self.window)
+        return ordered if listed is None else ordered & listed
+
+    def as_ranges(self, T: int, S: int) -> Ranges:
+        """Return the whole mask as one range of keys for each query."""
+        if self.visible is not None:
+            raise ValueError(
+                "implementation='mosaic': takes no `visible`; give `ranges` of visible_ranges"
+            )
+        if self.ranges is not None:
+            return self.ranges
+        if self.causal:
+            return visible_ranges(jnp.arange(T), jnp.arange(S), window=self.window)
+        return Ranges(jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S, jnp.int32))
+
+
+EVERY_KEY = BlockMask()
 
 
 def attention(
@@ -69,11 +116,8 @@ def attention_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    visible: jax.Array | None = None,
+    mask: BlockMask = EVERY_KEY,
     *,
-    ranges: Ranges | None = None,
-    causal: bool = False,
-    window: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention to one block of the keys, and its log-sum-exp, by which blocks are joined.
@@ -82,10 +126,7 @@ def attention_forward(
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`; K divides N (grouped-query attention).
       v: values `[B, S, K, H]`.
-      visible: `[B or 1, T, S]` bool, which keys a query may see, besides what `causal` says; none: all.
-      ranges: which keys a query sees, instead of `visible`, `causal` and `window`; `mosaic` takes no `visible`.
-      causal: query t sees keys up to t; T == S.
-      window: of the causal keys, only the last `window`.
+      mask: the keys that each query sees.
       implementation: as `attention` takes it.
 
     Returns:
@@ -93,13 +134,15 @@ def attention_forward(
       none of the keys has a finite result and a log-sum-exp far below any other: it counts for nothing beside a block
       with keys that it sees.
     """
-    chosen, seen = _choose_block(implementation, q, k, visible, ranges, causal, window)
-    if chosen == "mosaic":
-        return mosaic.forward(*_alike(seen, q, k, v))
-    if chosen == "cudnn":
-        return attention_cudnn.forward(q, k, v, seen, causal, window)
     B, T, N = q.shape[:3]
-    scores_BKGTS = _scores(q, k, _visible(q, k, seen, causal, window))
+    S = k.shape[1]
+    chosen = _choose(implementation, q, k, mask.is_array, mask.causal)
+    if chosen == "mosaic":
+        ranges = mask.as_ranges(T, S)
+        return mosaic.forward(*_alike(ranges, q, k, v))
+    if chosen == "cudnn":
+        return attention_cudnn.forward(q, k, v, mask.listed(S), mask.causal, mask.window)
+    scores_BKGTS = _scores(q, k, mask.dense(T, S))
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     probabilities = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
     return _ungroup(_weighted(probabilities, v)).astype(q.dtype), lse_BKGT.reshape(B, N, T)
@@ -112,28 +155,28 @@ def attention_backward(
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
-    visible: jax.Array | None = None,
+    mask: BlockMask = EVERY_KEY,
     *,
-    ranges: Ranges | None = None,
-    causal: bool = False,
-    window: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v from one block of the keys, in their types.
 
     Args:
-      q, k, v, visible, ranges, causal, window, implementation: as given to `attention_forward`.
+      q, k, v, mask, implementation: as given to `attention_forward`.
       out: result `[B, T, N, H]` of all blocks together.
       lse: log-sum-exp `[B, N, T]` float32 of all blocks together.
       dout: cotangent of `out`, `[B, T, N, H]`.
     """
-    chosen, seen = _choose_block(implementation, q, k, visible, ranges, causal, window)
+    T, S = q.shape[1], k.shape[1]
+    chosen = _choose(implementation, q, k, mask.is_array, mask.causal)
     if chosen == "mosaic":
-        return mosaic.backward(*_alike(seen, q, k, v, out, lse, dout))
+        ranges = mask.as_ranges(T, S)
+        return mosaic.backward(*_alike(ranges, q, k, v, out, lse, dout))
     if chosen == "cudnn":
-        return attention_cudnn.backward(q, k, v, out, lse, dout, seen, causal, window)
+        listed, causal, window = mask.listed(S), mask.causal, mask.window
+        return attention_cudnn.backward(q, k, v, out, lse, dout, listed, causal, window)
     K = k.shape[2]
-    scores_BKGTS = _scores(q, k, _visible(q, k, seen, causal, window))
+    scores_BKGTS = _scores(q, k, mask.dense(T, S))
     rows = scores_BKGTS.shape[:4]
     probabilities = jnp.exp(scores_BKGTS - lse.reshape(rows)[..., None])
     dout_BKGTH, f32 = _group(dout, K), jnp.float32
@@ -259,22 +302,6 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
     return count
 
 
-def _choose_block(implementation, q, k, visible, ranges, causal, window) -> tuple[str, Any]:
-    """Choose the implementation of one block, and return with it the ranges for `mosaic`, for the others the mask."""
-    masked = visible is not None or ranges is not None
-    chosen = _choose(implementation, q, k, masked, causal)
-    T, S = q.shape[1], k.shape[1]
-    if chosen != "mosaic":
-        return chosen, visible if ranges is None else _within(ranges, S)
-    if visible is not None:
-        fix = "takes no `visible`; give `ranges` of visible_ranges"
-        raise ValueError(f"implementation='mosaic': {fix}")
-    if ranges is None and causal:
-        ranges = visible_ranges(jnp.arange(T), jnp.arange(S), window=window)
-    everything = Ranges(jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S, jnp.int32))
-    return chosen, everything if ranges is None else ranges
-
-
 def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
     """Return the arrays and then the ranges, `[B, T]`, typed as varying over the same mesh axes."""
     bounds = (jnp.broadcast_to(x, arrays[0].shape[:2]) for x in ranges)
@@ -287,14 +314,6 @@ def _within(ranges: Ranges, S: int) -> jax.Array:
     start, end = (x[:, :, None] for x in ranges)
     k_index = jnp.arange(S, dtype=jnp.int32)[None, None]
     return (k_index >= start) & (k_index < end)
-
-
-def _visible(q, k, visible, causal, window):
-    """Return `visible`, `causal` and `window` as one mask; None for all keys."""
-    if not causal:
-        return visible
-    ordered = visible_keys(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), window=window)
-    return ordered if visible is None else ordered & visible
 
 
 def _scores(q, k, visible):

@@ -17,6 +17,7 @@ from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention import (
+    BlockMask,
     attention,
     attention_backward,
     attention_forward,
@@ -126,8 +127,9 @@ def whole(case: Case, forward, backward):
 
     def run(q, k, v, dout):
         ranges = visible_ranges(index, index, pair, case.window)
-        out, lse = forward(q, k, v, ranges=ranges)
-        return out, lse, *backward(q, k, v, out, lse, dout, ranges=ranges)
+        mask = BlockMask(ranges=ranges)
+        out, lse = forward(q, k, v, mask)
+        return out, lse, *backward(q, k, v, out, lse, dout, mask)
 
     return run
 
@@ -141,19 +143,21 @@ def joined(case: Case, forward, backward, cut: int):
             (
                 k[:, keys],
                 v[:, keys],
-                visible_ranges(index, index[keys], (ids, ids[:, keys]), case.window),
+                BlockMask(
+                    ranges=visible_ranges(index, index[keys], (ids, ids[:, keys]), case.window)
+                ),
             )
             for keys in (slice(0, cut), slice(cut, None))
         ]
-        parts = [forward(q, k, v, ranges=ranges) for k, v, ranges in blocks]
+        parts = [forward(q, k, v, mask) for k, v, mask in blocks]
         lse = jnp.logaddexp(parts[0][1], parts[1][1])
         shares = [jnp.moveaxis(jnp.exp(part[1] - lse), 1, 2)[..., None] for part in parts]
         first, second = (part[0] * share for part, share in zip(parts, shares, strict=True))
         out = (first + second).astype(q.dtype)
-        gradients = [backward(q, k, v, out, lse, dout, ranges=ranges) for k, v, ranges in blocks]
+        gradients = [backward(q, k, v, out, lse, dout, mask) for k, v, mask in blocks]
         dqs, *others = ([x.astype(jnp.float32) for x in xs] for xs in zip(*gradients, strict=True))
         gradients = sum(dqs), *(jnp.concatenate(xs, axis=1) for xs in others)
-        return (out, lse, *gradients), (blocks[0][2], *parts[0])
+        return (out, lse, *gradients), (blocks[0][2].ranges, *parts[0])
 
     return run
 
@@ -192,9 +196,10 @@ def test_the_reference_takes_ranges_and_blocks_join_to_the_whole(window):
 def one_device(run):
     """A pass of the kernel as the GPU interpreter takes it."""
 
-    def call(*arrays, ranges):
+    def call(*arrays_and_mask):
+        *arrays, mask = arrays_and_mask
         B, tokens = arrays[0].shape[:2]
-        bounds = Ranges(*(jnp.broadcast_to(x, (B, tokens)) for x in ranges))
+        bounds = Ranges(*(jnp.broadcast_to(x, (B, tokens)) for x in mask.ranges))
         return run(*arrays, bounds, staged=True)
 
     return call
@@ -233,9 +238,9 @@ def test_the_kernel_reads_no_keys_that_no_query_of_a_tile_sees(interpreted):
 
     def run(q, k, v, dout):
         ranges = visible_ranges(index[256:], index, (ids[:, 256:], ids))
-        forward, backward = KERNEL
-        out, lse = forward(q, k, v, ranges=ranges)
-        return out, lse, *backward(q, k, v, out, lse, dout, ranges=ranges)
+        mask, (forward, backward) = BlockMask(ranges=ranges), KERNEL
+        out, lse = forward(q, k, v, mask)
+        return out, lse, *backward(q, k, v, out, lse, dout, mask)
 
     results = interpreted(run, q[:, 256:], k, v, dout[:, 256:])
     out, lse, dq, dk, dv = (np.asarray(x) for x in results)
@@ -270,7 +275,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
             with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got NVIDIA H100"):
                 jax.eval_shape(run, *arrays)
         with pytest.raises(ValueError, match="takes no `visible`"):
-            attention_forward(q, k, v, mask, implementation="mosaic")
+            attention_forward(q, k, v, BlockMask(visible=mask), implementation="mosaic")
     with pytest.raises(ValueError, match="must be auto, cudnn, mosaic or xla"):
         attention(q, k, v, q_index=index, implementation="triton")
 
@@ -335,7 +340,7 @@ def test_on_h100s_a_ring_over_documents_makes_no_mask(h100s):
     tokens, context = 2048, ContextConfig(strategy="zigzag")
 
     def run(q, k, v, ids):
-        return context_attention(context, q, k, v, None, ids, implementation="mosaic")
+        return context_attention(context, q, k, v, None, ids, implementation="mosaic")[0]
 
     two = jax.sharding.Mesh(h100s.devices[:2], h100s.axis_names, axis_types=h100s.axis_types)
     program = compiled(two, run, P(None, "cp"), ATTENTION["llama3_8b"], 2 * tokens, 1)

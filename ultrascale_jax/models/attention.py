@@ -107,7 +107,7 @@ def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
     def core(q, k, v, *segments):
         return context_attention(
             inputs.context, q, k, v, None, *segments, window=inputs.window, implementation=implementation
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
     segments = () if inputs.segment_ids_BT is None else (inputs.segment_ids_BT,)
     specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]

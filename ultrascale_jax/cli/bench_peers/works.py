@@ -275,12 +275,13 @@ def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
         return lambda *arrays: _both(attend(name), *arrays)
 
     def block(name: str, q, k, v, *_) -> tuple:
-        causal = name == BLOCKS[0]
-        return attention_kernel.attention_forward(q, k, v, causal=causal, implementation=which)
+        mask = attention_kernel.BlockMask(causal=name == BLOCKS[0])
+        return attention_kernel.attention_forward(q, k, v, mask, implementation=which)
 
     def block_backward(name: str, q, k, v, dout, out, lse) -> tuple:
-        backward, causal = attention_kernel.attention_backward, name == BLOCKS[0]
-        return backward(q, k, v, out, lse, dout, causal=causal, implementation=which)
+        mask = attention_kernel.BlockMask(causal=name == BLOCKS[0])
+        backward = attention_kernel.attention_backward
+        return backward(q, k, v, out, lse, dout, mask, implementation=which)
 
     def with_results(name: str) -> Callable:
         """Each block's arrays, so that no program has to cut any, with its result and log-sum-exp."""

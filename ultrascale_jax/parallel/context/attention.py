@@ -27,38 +27,6 @@ from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.rules import vary, varying
 
 
-@overload
-def context_attention(
-    context: ContextConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    axis: str = "cp",
-    *,
-    window: int | None = None,
-    implementation: str = "auto",
-    with_lse: Literal[False] = False,
-) -> jax.Array: ...
-
-
-@overload
-def context_attention(
-    context: ContextConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    axis: str = "cp",
-    *,
-    window: int | None = None,
-    implementation: str = "auto",
-    with_lse: Literal[True],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def context_attention(
     context: ContextConfig,
     q: jax.Array,
@@ -71,7 +39,7 @@ def context_attention(
     window: int | None = None,
     implementation: str = "auto",
     with_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Compute causal attention by the strategy of `context`; `axis` (of size n) is manual.
 
     Args:
@@ -89,8 +57,8 @@ def context_attention(
       with_lse: return the log-sum-exp too.
 
     Returns:
-      The result `[B, T, N, H]` in q's type; with `with_lse` also the log-sum-exp `[B, N, T]` float32 of the scores,
-      which has no gradient.
+      The result `[B, T, N, H]` in q's type; and with `with_lse` the log-sum-exp `[B, N, T]` float32 of the scores,
+      which has no gradient, else None.
 
     Raises:
       ValueError: the shapes do not fit each other or the axis.
@@ -127,11 +95,14 @@ def context_attention(
     if ulysses > 1:
         out = exchange(out, split_axis=1, concat_axis=2)
         lse = exchange(lse, split_axis=2, concat_axis=1) if with_lse else lse
-    return (out, jax.lax.stop_gradient(lse)) if with_lse else out
+    return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 
 class StrategyAttention(Protocol):
-    """`context_attention` by one strategy; `ulysses` ranks share a position of the ring."""
+    """`context_attention` by one strategy; `ulysses` ranks share a position of the ring.
+
+    It returns the result, and with `with_lse` the log-sum-exp beside it.
+    """
 
     @overload
     def __call__(
@@ -169,24 +140,10 @@ class StrategyAttention(Protocol):
 def _named(strategy: Strategy) -> StrategyAttention:
     """Return the function of one strategy."""
 
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        axis: str = "cp",
-        *,
-        ulysses: int = 1,
-        window: int | None = None,
-        implementation: str = "auto",
-        with_lse: bool = False,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+    def attend(*arrays, ulysses: int = 1, with_lse: bool = False, **settings):
         context = ContextConfig(strategy=strategy, ulysses=ulysses)
-        return context_attention(
-            context, q, k, v, positions, segment_ids, axis,
-            window=window, implementation=implementation, with_lse=with_lse,
-        )  # fmt: skip
+        out, lse = context_attention(context, *arrays, with_lse=with_lse, **settings)
+        return (out, lse) if with_lse else out
 
     attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
     attend.__doc__ = f"""Causal attention by the strategy `{strategy}`: `context_attention` has the shapes.

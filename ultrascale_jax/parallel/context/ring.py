@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.kernels.attention import (
     UNSEEN,
+    BlockMask,
     attention_backward,
     attention_forward,
     visible_keys,
@@ -113,7 +114,8 @@ def ring(spec: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, ja
 
 
 def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
-    out, lse = attention_forward(q, k, v, **_local(spec, positions, segment_ids))
+    own = _own_mask(spec, positions, segment_ids)
+    out, lse = attention_forward(q, k, v, own, implementation=spec.implementation)
     if distances := spec.distances(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
         documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
@@ -141,10 +143,14 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
 
 def _ring_bwd(spec: RingSpec, residuals, cotangents):
     q, k, v, positions, segment_ids, out, lse = residuals
-    dout, T, own = cotangents[0], q.shape[1], _local(spec, positions, segment_ids)
+    dout, T, own = cotangents[0], q.shape[1], _own_mask(spec, positions, segment_ids)
     distances = spec.distances(T)
+
+    def attend_back(q):
+        return attention_backward(q, k, v, out, lse, dout, own, implementation=spec.implementation)
+
     if not distances:
-        return *attention_backward(q, k, v, out, lse, dout, **own), None, None
+        return *attend_back(q), None, None
     queries = _chunks(spec, positions, segment_ids, q=q, out=out, dout=dout)
     queries["lse"] = spec.split(lse, 2)
     keys = _chunks(spec, positions, segment_ids, kv=jnp.stack([k, v]))
@@ -167,7 +173,7 @@ def _ring_bwd(spec: RingSpec, residuals, cotangents):
     # Not before the ring is through: then the sums' way home passes beside the own block.
     q, sums = jax.lax.optimization_barrier((q, sums))
     theirs = spec.join(return_grads(sums), T, 2)
-    dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **own)
+    dq, dk, dv = attend_back(q)
     dq = (spec.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
     dk, dv = (
         (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True)
@@ -178,13 +184,12 @@ def _ring_bwd(spec: RingSpec, residuals, cotangents):
 ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _local(spec: RingSpec, positions, segment_ids) -> dict:
+def _own_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
     """Return the mask of the rank's own block. Its piece is in increasing order, so it is causal by index."""
-    settings = {"causal": True, "implementation": spec.implementation}
     if not spec.local_mask:
-        return {**settings, "window": spec.window}
+        return BlockMask(causal=True, window=spec.window)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return {**settings, **_seen(spec, positions, positions, segments)}
+    return _seen(spec, positions, positions, segments, causal=True)
 
 
 def _chunks(spec: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
@@ -202,32 +207,35 @@ def _at(parts: dict[str, Any], chunk: jax.Array | int) -> dict[str, Any]:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), parts)
 
 
-def _mask(spec: RingSpec, queries: dict, keys: dict) -> dict:
-    """Return the mask of a block of another rank's keys; None if every query comes later."""
-    settings = {"implementation": spec.implementation}
+def _mask(spec: RingSpec, queries: dict, keys: dict) -> BlockMask:
+    """Return the mask of a block of another rank's keys; every key if all queries come later."""
     if queries["positions"] is None:
-        return settings
+        return BlockMask()
     segments = None if queries["segments"] is None else (queries["segments"], keys["segments"])
-    return {**settings, **_seen(spec, queries["positions"], keys["positions"], segments)}
+    return _seen(spec, queries["positions"], keys["positions"], segments)
 
 
-def _seen(spec: RingSpec, q_positions, k_positions, segments) -> dict:
+def _seen(spec: RingSpec, q_positions, k_positions, segments, *, causal: bool = False) -> BlockMask:
     """Return the keys that queries see, in the form that the implementation takes."""
+    given = q_positions, k_positions, segments, spec.window
     if spec.implementation == "mosaic":
-        return {"ranges": visible_ranges(q_positions, k_positions, segments, spec.window)}
-    return {"visible": visible_keys(q_positions, k_positions, segments, spec.window)}
+        return BlockMask(ranges=visible_ranges(*given), causal=causal)
+    return BlockMask(visible=visible_keys(*given), causal=causal)
 
 
 def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     k, v = keys["kv"]
-    return attention_forward(queries["q"], k, v, **_mask(spec, queries, keys))
+    mask = _mask(spec, queries, keys)
+    return attention_forward(queries["q"], k, v, mask, implementation=spec.implementation)
 
 
 def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     """Return gradients of a block's q, and of its k and v as one array, in float32."""
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
     (k, v), mask = keys["kv"], _mask(spec, queries, keys)
-    dq, dk, dv = attention_backward(q, k, v, out, lse, dout, **mask)
+    dq, dk, dv = attention_backward(
+        q, k, v, out, lse, dout, mask, implementation=spec.implementation
+    )
     return dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32)
 
 
