@@ -128,7 +128,7 @@ class MeshConfig:
         return ",".join(axes) or "dp=1"
 
     def resolve(self, num_devices: int) -> "MeshConfig":
-        """The same mesh with -1 replaced, checked to be exactly `num_devices` large."""
+        """Replace -1, and check that the mesh is exactly `num_devices` large."""
         text = self.text
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         free = next((axis for axis, size in self.sizes.items() if size == -1), None)
@@ -240,7 +240,7 @@ class ContextConfig:
         return 2 if self.strategy in ("zigzag", "allgather") else 1
 
     def ranks(self, cp: int) -> tuple[int, int]:
-        """Places in the ring, and ranks of one place, over an axis of `cp` ranks; strategy ulysses is one place."""
+        """Return the places in the ring, and ranks of one place, over an axis of `cp` ranks; ulysses has one place."""
         if cp == 1 or self.strategy == "ulysses":
             return 1, cp
         require(cp % self.ulysses == 0, "cp.ulysses", self.ulysses, f"must divide mesh.cp={cp}")
@@ -360,7 +360,7 @@ class Config:
         require(rows * seq_len <= LARGEST, "train.global_batch", rows, fix)
 
     def check(self, num_devices: int) -> "Config":
-        """This run on `num_devices` devices: mesh resolved, and what cannot work or is not chosen yet refused."""
+        """Resolve the mesh for `num_devices` devices, and refuse what cannot work."""
         self._check_names()
         for name in self.train.auto:
             fix = (

@@ -27,7 +27,7 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """The value as an error shows it: neither a number of a million digits nor a long list as a whole."""
+    """Return the value as an error shows it: neither a number of a million digits nor a long list as a whole."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits

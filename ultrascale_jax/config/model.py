@@ -74,7 +74,7 @@ class RopeScaling:
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
     def base(self, theta: float, head_dim: int) -> float:
-        """The base of the frequencies; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
+        """Return the frequencies' base; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
         raised = self.kind == "ntk" and head_dim > 2
         return theta * self.factor ** (head_dim / (head_dim - 2)) if raised else theta
 
@@ -232,7 +232,7 @@ class ModelConfig:
         require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
 
     def feed_forward(self, layer: int) -> FeedForward:
-        """Which feed-forward layer a layer has."""
+        """Return which feed-forward layer a layer has."""
         return "mlp" if layer < self.dense_layers else "moe"
 
     @property
@@ -256,5 +256,5 @@ class ModelConfig:
         return self.num_layers if self.experts is None else self.experts.dense_layers
 
     def window(self, layer: int) -> int | None:
-        """The attention window of a layer."""
+        """Return the attention window of a layer."""
         return self.sliding_window if layer >= self.first_window_layer else None

@@ -116,7 +116,7 @@ class TrainConfig:
         return self.zero == 3 and pp == 1 and shards > 1 and not self.remat_names()[1]
 
     def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names to save on the device and to offload to the host; both empty for a named policy."""
+        """Return names to save on the device and to offload to the host; both empty for a named policy."""
         by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
         named = self.remat not in (*REMAT_POLICIES, "auto")
         for part in self.remat.split("+") if named else ():

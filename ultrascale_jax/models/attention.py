@@ -43,7 +43,7 @@ class Attention(nnx.Module):
             self.k_norm = param(None, "KH", "BTKH", (K, H), std=1)
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and the cache with these keys and values."""
+        """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
         q_BTNH = self._project(x_BTD, "q", "N")
         k_BTKH = self._project(x_BTD, "k", "K")
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
-        """Queries, keys or values, with bias and norm where the family has them."""
+        """Project to queries, keys or values, with bias and norm where the family has them."""
         dims = f"BT{heads}H"
         weight = getattr(self, f"w_{name}")[...]
         own = functools.partial(self._heads, f"w_{name}", f"D{heads}H")
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         return y
 
     def _heads(self, name: str, dims: str, value: jax.Array | None = None) -> jax.Array:
-        """A parameter of this device's heads, or `value` in its place."""
+        """Return a parameter of this device's heads, or `value` in its place."""
         weight = getattr(self, name)
         value = weight[...] if value is None else value
         return repeat_kv_heads(value, dims, weight.act_dims, self.cfg.num_kv_heads)
@@ -84,7 +84,7 @@ def attend(
     v_BTKH: jax.Array,
     inputs: LayerInputs,
 ) -> tuple[jax.Array, Cache | None]:
-    """Attention over the sequence, wherever it is split: `[B, T, N, H]`, and the cache with these keys and values.
+    """Attend over the sequence, wherever it is split; return `[B, T, N, H]`, and the cache with these keys and values.
 
     Queries and keys have their positions already.
     """
@@ -102,7 +102,7 @@ def attend(
 
 
 def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
-    """Attention on this device's heads and piece of the sequence, whose ranks talk over cp."""
+    """Attend on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
     def core(q, k, v, *segments):
         return context_attention(
@@ -116,7 +116,7 @@ def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
 
 
 def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs):
-    """Attention on this device's heads; keys and values are whole over cp, in natural order."""
+    """Attend on this device's heads; keys and values are whole over cp, in natural order."""
 
     def core(q, k, v, index, *segments):
         return attention(

@@ -84,12 +84,12 @@ class Fp8Weight:
     recipe: Recipe = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Fp8Weight":
-        """Itself, whole: a module reads its parameters as `param[...]`."""
+        """Return itself, whole: a module reads its parameters as `param[...]`."""
         assert index is ...
         return self
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Fp8Weight":
-        """`fn` of the arrays that have the shape of the matrix."""
+        """Apply `fn` to the arrays that have the shape of the matrix."""
         values = None if self.values is None else fn(self.values)
         return dataclasses.replace(self, value=fn(self.value), values=values)
 
@@ -144,14 +144,14 @@ def linear(
     to: str | None = None,
     partial: bool = False,
 ) -> jax.Array:
-    """`einsum` of an activation and a matrix, in fp8 where the matrix says so."""
+    """Compute `einsum` of an activation and a matrix, in fp8 where the matrix says so."""
     if not isinstance(w, Fp8Weight):
         return einsum(subscripts, x, w, to=to, partial=partial)
     return einsum(subscripts, x, w, to=to, partial=partial, product=_product)
 
 
 def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **_) -> jax.Array:
-    """`jnp.einsum` in fp8, on this device's pieces."""
+    """Compute `jnp.einsum` in fp8, on this device's pieces."""
     inputs, out = subscripts.split("->")
     contracted = len(set(inputs.split(",")[1]) - set(out))
 
@@ -168,13 +168,13 @@ def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **
 
 
 def batched(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`[E, M, K]` times `[E, K, N]` on this device's pieces, which vary over the same axes."""
+    """Multiply `[E, M, K]` by `[E, K, N]` on this device's pieces, which vary over the same axes."""
     return _multiply(recipe, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) -> jax.Array:
-    """x `[..., M, K]` times w `[..., K, N]`, in x's type; `quantised` are w's values and scale, if they are known."""
+    """Multiply x `[..., M, K]` by w `[..., K, N]`, in x's type; `quantised` are w's values and scale if known."""
     return _forward(recipe, x, w, *quantised)[0]
 
 
@@ -203,7 +203,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """E4m3 as bytes: `jax.checkpoint` rounds what it keeps by `reduce_precision`, which makes NaN of 256 to 448."""
+    """View e4m3 as bytes: `jax.checkpoint` keeps values by `reduce_precision`, which makes NaN of 256 to 448."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x
 
 
@@ -212,7 +212,7 @@ def _from_bits(x: jax.Array) -> jax.Array:
 
 
 def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
-    """x `[..., M, K]` quantised along K, and its transpose `[..., K, M]` along M."""
+    """Quantise x `[..., M, K]` along K, and its transpose `[..., K, M]` along M."""
     if recipe.scaling == "tensor":
         return _turned(quantize_fp8(x, "tensor", dtype=dtype, power_of_2=True))
     fitting = _fitting_quantiser(recipe, x)
@@ -221,7 +221,7 @@ def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
 
 
 def _fitting(recipe: Recipe, *sizes: int) -> str:
-    """The implementation for arrays with these dims.
+    """Choose the implementation for arrays with these dims.
 
     With scales for blocks a Hopper GPU has our kernels, although none has been measured: XLA has no such product. It
     computes the definition, in float32.
@@ -240,12 +240,12 @@ def _fitting(recipe: Recipe, *sizes: int) -> str:
 
 
 def _fitting_quantiser(recipe: Recipe, x: jax.Array) -> str:
-    """The same for one array: the kernels take no groups."""
+    """Choose the implementation for one array: the kernels take no groups."""
     return _fitting(recipe, *x.shape) if x.ndim == 2 else "xla"
 
 
 def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
-    """w `[..., K, N]` quantised along N, and its transpose `[..., N, K]` along K."""
+    """Quantise w `[..., K, N]` along N, and its transpose `[..., N, K]` along K."""
     if recipe.scaling == "tensor":
         if not quantised:
             return _turned(quantize_fp8(w, "tensor", power_of_2=True))
@@ -259,12 +259,12 @@ def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
 
 
 def _turned(q: Quantized) -> tuple[Quantized, Quantized]:
-    """An array with one scale, and its transpose."""
+    """Return an array with one scale, and its transpose."""
     return q, Quantized(jnp.swapaxes(q.values, -1, -2), q.scales)
 
 
 def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool = False):
-    """a `[..., M, K]` times the transpose of b `[..., N, K]`, in `dtype`.
+    """Multiply a `[..., M, K]` by the transpose of b `[..., N, K]`, in `dtype`.
 
     XLA makes an fp8 product of this on GPUs: types and a scalar scale outside of it, in `dtype`, other scales after
     it. `exact` asks cuBLASLt for sums in float32 (gradients), else it takes fewer bits and is faster.

@@ -79,7 +79,7 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
     head = model.head_weight(dtype)
 
     def advance(tokens_BT, cache):
-        """Logits of the last position `[B, V]` and the longer cache."""
+        """Return logits of the last position `[B, V]` and the longer cache."""
         steps = jnp.broadcast_to(
             cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
         )
@@ -112,12 +112,12 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
 
 
 def _stacked(dims: str) -> P:
-    """Sharding of what is stacked as the layers are."""
+    """Return the sharding of what is stacked as the layers are."""
     return P("pp" if mesh_size("pp") > 1 else None, *act(dims).partitions)
 
 
 def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, dtype, cache):
-    """Hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
+    """Return hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
 
     The cache: keys and values `[L, B, S, K, H]` of all layers, as the layers rest, and how many positions are filled.
     """
@@ -138,7 +138,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 
 
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
-    """On this device's pieces: the residual stream after all layers, and the keys and values of its own layers."""
+    """Return, of this device's pieces, the residual stream after all layers, and its own layers' keys and values."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
     for rank, first, first_of_kind, count, window, kind in visits:
 
@@ -160,11 +160,11 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
 
 
 def _visits(model: Transformer) -> list[tuple[int, int, int, int, int | None, FeedForward]]:
-    """Of layers alike that rest together: the rank, the first position there of attention and of the feed-forward
+    """Return, of layers alike that rest together, the rank, the first row there of attention and of the feed-forward
     layer, the number of layers, the window, and which feed-forward layer they have."""
 
     def place(layer: int) -> tuple:
-        """What layers of one run share, whose last are the distances from the layer to where its parts rest."""
+        """Return what layers of one run share, whose last are the distances from the layer to where its parts rest."""
         kind, window = model.cfg.feed_forward(layer), model.cfg.window(layer)
         order, stack = model.layer_order, model.layer_order_of(f"blocks.{kind}.")
         rank, position = divmod(order.index(layer), len(order) // model.ranks)

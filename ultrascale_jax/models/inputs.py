@@ -42,7 +42,7 @@ class LayerInputs:
     dtype: jax.typing.DTypeLike = dataclasses.field(default=jnp.float32, metadata=STATIC)
     """Type of compute."""
     window: int | None = dataclasses.field(default=None, metadata=STATIC)
-    """How many positions back attention reaches; the model sets it for each of its layers."""
+    """How many positions back attention reaches; `Transformer` sets it for each layer; those of a pipeline are alike."""
     context: ContextConfig = dataclasses.field(default=NATURAL, metadata=STATIC)
     """How attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`). Unused with a
     cache."""
@@ -59,7 +59,7 @@ class LayerInputs:
         segment_ids_BT: jax.Array | None = None,
         **settings: Any,
     ) -> "LayerInputs":
-        """Inputs of tokens with these positions in their documents (int32); `settings` are the other fields."""
+        """Make the inputs of tokens at these positions of their documents (int32); `settings` are the other fields."""
         if segment_ids_BT is not None:
             segment_ids_BT = reshard("BT->BT", segment_ids_BT)
         rope = rotary(reshard("BT->BT", positions_BT), cfg)
@@ -71,7 +71,7 @@ class LayerInputs:
         return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes
 
     def of_layer(self, own: tuple) -> "LayerInputs":
-        """The inputs of one layer, of which `own` is that layer's part of `stacked`."""
+        """Return the inputs of one layer, of which `own` is that layer's part of `stacked`."""
         kv, amaxes = own
         cache = None if self.cache is None else (*kv, self.cache[2])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)

@@ -95,7 +95,7 @@ def gather_fp8(
 
 
 def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
-    """The residual stream whole over sp, for matmuls with weights whose `dim` is split: an all-gather (Megatron's g).
+    """All-gather the residual stream over sp, for matmuls with weights whose `dim` is split (Megatron's g).
 
     Its cotangent is left unreduced over the axes of `dim`, F (the tensor group) or V (with pp), so that the backward
     pass is one reduce-scatter.
@@ -104,7 +104,7 @@ def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
 
 
 def scatter_sequence(partial_BTD: jax.Array) -> jax.Array:
-    """The residual stream from partial sums of a tensor group: a reduce-scatter over sp (Megatron's g-bar)."""
+    """Reduce-scatter partial sums of a tensor group to the residual stream over sp (Megatron's g-bar)."""
     return reshard("BTD->BRD", partial_BTD, summed=frozenset(TENSOR))
 
 
@@ -116,7 +116,7 @@ def rms_norm(
     eps: float,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467).
+    """Compute x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467).
 
     The kernel takes a norm over the last dim, whole on each device.
     """
@@ -139,7 +139,7 @@ class MLP(nnx.Module):
         self.w_down = param(k_down, "FD", "BTF", (F, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
 
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
-        """`[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
+        """Map `[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
         x_BTD = gather_sequence(x_BRD)
         gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
         up_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")

@@ -44,7 +44,7 @@ class MLA(nnx.Module):
         self.w_o = param(k_o, "NWD", "BTNW", (N, W, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
-        """`[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and the cache with these keys and values."""
+        """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         cfg = self.cfg
         q_BTNH = self._rotate(self._queries(x_BRD), inputs.rope)
         if cfg.rope_scaling is not None:
@@ -59,7 +59,7 @@ class MLA(nnx.Module):
         return linear("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
 
     def _queries(self, x_BRD: jax.Array) -> jax.Array:
-        """Queries `[B, T, N, H]` before their rotation."""
+        """Project to queries `[B, T, N, H]`, not yet rotated."""
         if not self.latent.q_rank:
             return linear("BTD,DNH->BTNH", gather_sequence(x_BRD), self.w_q[...])
         latent_BRQ = linear("BRD,DQ->BRQ", x_BRD, self.w_q_a[...])
@@ -67,7 +67,7 @@ class MLA(nnx.Module):
         return linear("BTQ,QNH->BTNH", gather_sequence(latent_BRQ), self.w_q_b[...])
 
     def _keys_and_values(self, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys `[B, T, N, H]` before their rotation, and values `[B, T, N, W]`."""
+        """Project to keys `[B, T, N, H]`, not yet rotated, and values `[B, T, N, W]`."""
         J, nope = self.latent.kv_rank, self.cfg.head_dim - self.latent.rope_dim
         latent_BRA = linear("BRD,DA->BRA", x_BRD, self.w_kv_a[...])
         latent_BRJ, k_BRH = latent_BRA[..., :J], latent_BRA[..., J:]
@@ -83,7 +83,7 @@ class MLA(nnx.Module):
         return k_BTNH, kv_BTNI[..., nope:]
 
     def _rotate(self, x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Queries or keys with the rotary embedding of their last dims, the pairs of neighbours put into halves."""
+        """Rotate the last dims of queries or keys, the pairs of neighbours put into halves."""
         nope = self.cfg.head_dim - self.latent.rope_dim
         turned = x_BTNH[..., nope:]
         turned = jnp.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)

@@ -24,7 +24,7 @@ from ultrascale_jax.sharding.rules import act, axes_of, specs, vary, varying
 def route(
     logits: jax.Array, experts: Experts, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The experts of each token, token-choice.
+    """Choose the experts of each token, token-choice.
 
     Args:
       logits: `[n, X]` float32.
@@ -66,7 +66,7 @@ class Routed:
 
 
 def num_statistics(experts: Experts) -> int:
-    """Length of `Routed.statistics_Z`: a load for each expert, drops and entropy."""
+    """Return length of `Routed.statistics_Z`: a load for each expert, drops and entropy."""
     return experts.num + 2
 
 
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
             self.shared = MLP(cfg, k_shared, experts.shared * F)
 
     def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, Routed]:
-        """`[B, R, D]` to `[B, R, D]`, and what the router adds to the objective and did."""
+        """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did."""
         experts = self.cfg.experts
         assert experts is not None
         router = (self.w_router, self.bias if experts.bias else None)
@@ -120,7 +120,7 @@ class MoE(nnx.Module):
 
 
 def _experts(experts: Experts, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):
-    """The layer on this device's tokens, without shared experts: the result and both parts of `Routed`."""
+    """Run the layer on this device's tokens, without shared experts; return the result and both parts of `Routed`."""
     B, R, D = x_BRD.shape
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
     w_router, bias = jax.tree.map(lambda a: vary(a, axes), router)
@@ -152,7 +152,7 @@ def _experts(experts: Experts, moe: MoEConfig, product: Product | None, x_BRD, r
 
 
 def _imbalance(p_BRX: jax.Array, chosen_BRX: jax.Array, over: str) -> jax.Array:
-    """Per token, num * sum of probability times the share of choices of each expert; 1 where all have the same.
+    """Return, per token, num * sum of probability times each expert's share of choices; 1 where all have the same.
 
     The shares are of a micro-batch over all devices, or of the token's sequence (DeepSeek-V3, equations 17 to 20).
     """

@@ -14,7 +14,7 @@ from ultrascale_jax.config import ModelConfig, RopeScaling
 
 
 def frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Radians that a position turns each pair of dims by `[H/2]`, float64, stretched as `cfg.rope_scaling` says."""
+    """Return the radians that a position turns each pair of dims by `[H/2]`, float64, as `cfg.rope_scaling` says."""
     scaling, H = cfg.rope_scaling, cfg.rotary_dim
     base = cfg.rope_theta if scaling is None else scaling.base(cfg.rope_theta, H)
     frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
@@ -46,7 +46,7 @@ def _kept_by_yarn(scaling: RopeScaling, base: float, head_dim: int) -> np.ndarra
 
 
 def rotary(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine `[B, T, H/2]` float32 of the rotary angles of int32 positions, scaled where YaRN does so.
+    """Return cosine and sine `[B, T, H/2]` float32 of the rotary angles of int32 positions, scaled where YaRN does so.
 
     The product of position and frequency would be wrong by 0.05 at position 10^6 in float32. Here whole turns drop out
     first: a frequency is a number of 2^-32 turns, whose int32 product wraps, and a float32 rest; right to 10^-6.
@@ -63,7 +63,7 @@ def rotary(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of queries or keys: the first half of H pairs with the second (Hugging Face's convention)."""
+    """Rotate queries or keys: the first half of H pairs with the second (Hugging Face's convention)."""
     cos, sin = (t[:, :, None, :] for t in rope)
     x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)

@@ -182,7 +182,7 @@ class Transformer(nnx.Module):
         return jax.lax.scan(remat(layer), x_BRD, part)
 
     def _prefetched(self, x_BRD: jax.Array, part: tuple, inputs: LayerInputs, remat: Callable):
-        """The same, the parameters of the next layer gathered while this one computes."""
+        """Run layers that are alike, the parameters of the next one gathered while this one computes."""
         block, own = part
 
         def run(block, x_BRD, inputs):

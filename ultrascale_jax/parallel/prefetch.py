@@ -65,7 +65,7 @@ class _Loop:
         self.layer, self.num, self.unroll = layer, num, unroll
 
     def forward(self, params, constants, x, context, *, keep: bool):
-        """What `prefetch_scan` returns, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
+        """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
         stacks = params, constants
         first = self.gathered(stacks, 0)
         vjp = self.vjp(first, x, context) if keep else None
@@ -84,7 +84,7 @@ class _Loop:
         return (y, out), (params, constants, x, context, kept)
 
     def backward(self, saved, cotangents):
-        """Gradients of the arguments; the last layer comes first."""
+        """Return gradients of the arguments; the last layer comes first."""
         params, constants, x, context, kept = saved
         dy, (daux, *_) = cotangents
         stacks = params, constants
@@ -96,7 +96,7 @@ class _Loop:
             return vjp.backward(floats, (others, context), kept, (dy, daux))
 
         def scatter(waiting):
-            """The transpose of a layer's all-gathers, which no value of a parameter enters."""
+            """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
             own, constant = _row(stacks, 0)
             pull_back = jax.vjp(lambda own: _split(self.layer.gather(own, constant))[0], own)[1]
             return pull_back(waiting)[0]
@@ -119,17 +119,17 @@ class _Loop:
         return grads, nothing[0], dx, nothing[1]
 
     def scan(self, body: Callable, carry: Any, rows: Any, *, reverse: bool = False) -> tuple:
-        """`jax.lax.scan`, unrolled by XLA where `xla_gpu_enable_while_loop_unrolling` is manual."""
+        """Return `jax.lax.scan`, unrolled by XLA where `xla_gpu_enable_while_loop_unrolling` is manual."""
         metadata = {"_xla_loop_unroll_strategy": "double-buffer"} if self.unroll else {}
         with set_xla_metadata(**metadata):
             return jax.lax.scan(body, carry, rows, reverse=reverse)
 
     def gathered(self, stacks, i):
-        """The parameters of layer `i` as it uses them."""
+        """Return the parameters of layer `i` as it uses them."""
         return self.layer.gather(*_row(stacks, i))
 
     def vjp(self, gathered, x, context) -> LayerVJP:
-        """The layer's backward pass; what has no gradient among its parameters, as fp8 values, is context."""
+        """Make the layer's backward pass; what has no gradient among its parameters, as fp8 values, is context."""
         leaves, tree = jax.tree.flatten(gathered)
         are_floats = [_is_float(leaf) for leaf in leaves]
 
@@ -160,13 +160,13 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _split(tree: Any) -> tuple[list, list]:
-    """The leaves of floats, and the others."""
+    """Return the leaves of floats, and the others."""
     leaves = jax.tree.leaves(tree)
     return [a for a in leaves if _is_float(a)], [a for a in leaves if not _is_float(a)]
 
 
 def _zeros(like: Any, num: int | None = None) -> jax.Array:
-    """Zeros of a type, or a stack of `num` such."""
+    """Make zeros of a type, or a stack of `num` such."""
     spec, rows = like.sharding.spec, () if num is None else (num,)
     spec = P(
         *(None for _ in rows), *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced

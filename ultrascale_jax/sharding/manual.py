@@ -12,7 +12,7 @@ from ultrascale_jax.config import AXES
 
 
 def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] = AXES) -> Callable:
-    """`fn` on this device's pieces, manual over `axes` of the current mesh.
+    """Run `fn` on this device's pieces, manual over `axes` of the current mesh.
 
     Axes that are manual already, because the call stands inside another region, are left as they are; when all are,
     `fn` is returned unchanged. Varying-axes checks are always on: without them a differentiated `psum` gives wrong
@@ -50,7 +50,7 @@ def _alone(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
 
 
 def leave_partial(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Partial sums over `axes` as the result of a region over all axes, whose out_spec is `unreduced` over them."""
+    """Leave partial sums over `axes` as the result of a region over all axes, whose out_spec is `unreduced` there."""
     names = tuple(sorted(axes))
     if not names:
         return x
@@ -69,7 +69,7 @@ def _plain(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forget(reduced: frozenset[str], x: jax.Array) -> jax.Array:
-    """x as if it were not `reduced`; its cotangent is one that is unreduced."""
+    """Return x as if it were not `reduced`; its cotangent is one that is unreduced."""
     return jax.reshard(x, P(*jax.typeof(x).sharding.spec.partitions))
 
 

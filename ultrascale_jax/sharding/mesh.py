@@ -12,7 +12,7 @@ EXPLICIT = (AxisType.Explicit,) * len(AXES)
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of all `AXES` over `devices` (default: every device of the run), tp neighbours first.
+    """Make a mesh of all `AXES` over `devices` (default: every device of the run), tp neighbours first.
 
     Raises `ValueError` when the sizes of `cfg` do not multiply to the number of devices.
     """
@@ -22,5 +22,5 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
 
 
 def abstract_mesh(cfg: MeshConfig) -> AbstractMesh:
-    """The same mesh without devices: shapes and shardings type-check on it, nothing runs."""
+    """Make the same mesh without devices: shapes and shardings type-check on it, nothing runs."""
     return AbstractMesh(tuple(cfg.sizes.values()), AXES, axis_types=EXPLICIT)

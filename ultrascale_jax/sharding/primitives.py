@@ -46,12 +46,12 @@ PRODUCT = "product"
 
 
 def piece(dim: str, size: int) -> int:
-    """Size of this device's piece of an activation's dim, of which `size` is what the text sees."""
+    """Return the size of this device's piece of an activation's dim, of which `size` is what the text sees."""
     return size if manual() else size // mesh_size(*act_axes(dim))
 
 
 def offset(dim: str, size: int) -> jax.Array | int:
-    """Global index of the first of `size` elements of an activation's dim: not 0 only where values are pieces."""
+    """Return the global index of the first of `size` elements of an activation's dim: 0 unless values are pieces."""
     axes = act_axes(dim)
     return jax.lax.axis_index(axes) * size if manual() and axes else 0
 
@@ -69,7 +69,7 @@ def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = 
 
 
 def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
-    """Mean over the dims `over` of an activation with these `dims`, which keep the size 1."""
+    """Average an activation with these `dims` over the dims `over`, which keep the size 1."""
     y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
     return all_reduce(y, over, "mean")
 
@@ -81,7 +81,7 @@ def reshard(
     summed: frozenset[str] = frozenset(),
     reduced: frozenset[str] = frozenset(),
 ) -> jax.Array:
-    """`reshard("BRD->BTD", x)`: the activation split as other letters say, and with it the partial sums added.
+    """Split an activation as other letters say, and add its partial sums: `reshard("BRD->BTD", x)`.
 
     Args:
       subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
@@ -157,7 +157,7 @@ def contracted_axes(subscripts: str) -> frozenset[str]:
 
 
 def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A parameter in the type of compute; vectors (norm scales and biases) and the router stay float32."""
+    """Cast a parameter to the type of compute; vectors (norm scales and biases) and the router stay float32."""
     return value.astype(dtype) if is_matrix(dims) and "X" not in dims else value
 
 
@@ -227,7 +227,7 @@ _HANDED_ON = (
 
 
 def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
-    """A partial sum of a matrix's gradient added over (fsdp, cp, ep), each device keeping a shard (ZeRO-2).
+    """Reduce-scatter a matrix's gradient over (fsdp, cp, ep): each device keeps a shard of the sum (ZeRO-2).
 
     `value` is the parameter as it rests. A vector's gradient, and one that is scattered already, stays as it is; so do
     pieces of a parameter that rests whole.
@@ -244,7 +244,7 @@ def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array
 
 
 def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
-    """The gradient of `value`, a parameter as it rests, from the devices' partial sums, and sharded like it."""
+    """Reduce the devices' partial sums of a gradient to the sharding of `value`, the parameter as it rests."""
     if not manual():
         return jax.reshard(grad, jax.typeof(value).sharding.spec)
     grad = scatter_gradient(grad, dims, act_dims, value)
@@ -262,7 +262,7 @@ def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
 
 
 def _row_major(weight: jax.Array) -> jax.Array:
-    """The same weight, and its gradient, with the last dim contiguous in memory.
+    """Lay out a weight, and its gradient, with the last dim contiguous in memory.
 
     An all-gather wants its dim to be the slowest. Left alone, XLA lays out the whole stack of `w_down` and `w_o` so,
     and the optimizer copies it back: 1.1 GiB for Llama-3-8B on 8 GPUs. Told here, it turns only one layer's shard.
@@ -275,7 +275,7 @@ def _row_major(weight: jax.Array) -> jax.Array:
 
 
 def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
-    """A vector parameter (`dims`) broadcast over an activation with dims `to`, its gradient summed locally only."""
+    """Broadcast a vector parameter (`dims`) over an activation with dims `to`; sum its gradient locally only."""
     if manual():
         return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
     return _spread(weight, dims, to, shape)
@@ -305,7 +305,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 
 def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: int) -> jax.Array:
-    """A parameter, its kv heads repeated up to one for each member of a larger tensor group.
+    """Repeat a parameter's kv heads up to one for each member of a larger tensor group.
 
     Each device then computes only the head it needs; the weights' gradient is summed over the copies.
     """
@@ -323,7 +323,7 @@ def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: i
 
 
 def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of the embedding table as the residual stream `[B, R, D]`; on pieces a partial sum over pp.
+    """Look up tokens in the embedding table: the residual stream `[B, R, D]`; on pieces a partial sum over pp.
 
     The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
     splits the sequence, and an all-gather over tp. On pieces each device looks up the rows
@@ -347,7 +347,7 @@ def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def grad_barrier(tree):
-    """`tree` itself; in the backward pass no gradient of it is used before all of them are there.
+    """Return `tree`; in the backward pass no gradient of it is used before all of them are there.
 
     With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
     the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it

@@ -64,7 +64,7 @@ def manual() -> bool:
 
 
 def axes_of(dims: str) -> frozenset[str]:
-    """The mesh axes over which an activation with these dims is split."""
+    """Return the mesh axes over which an activation with these dims is split."""
     return frozenset(axis for dim in dims for axis in act_axes(dim))
 
 
@@ -77,17 +77,17 @@ def gradient_axes(dims: str, act_dims: str) -> frozenset[str]:
 
 
 def act_axes(dim: str) -> tuple[str, ...]:
-    """The mesh axes that split one dim of an activation, slowest first."""
+    """Return the mesh axes that split one dim of an activation, slowest first."""
     return _axes(ACTIVATION, dim)
 
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
-    """The axes that split `dim`. pp counts only where there is a pipeline: a scan over layers wants its dim whole."""
+    """Return the axes that split `dim`; pp only where there is a pipeline: a scan over layers wants its dim whole."""
     return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
 
 
 def _spec(parts, reduced=frozenset(), unreduced=frozenset()) -> P:
-    """A spec without the axes that are manual already."""
+    """Return a spec without the axes that are manual already."""
     done = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     parts = (tuple(axis for axis in part if axis not in done) or None for part in parts)
     return P(*parts, reduced=reduced - done, unreduced=unreduced - done)
@@ -96,12 +96,12 @@ def _spec(parts, reduced=frozenset(), unreduced=frozenset()) -> P:
 def act(
     dims: str, *, reduced: frozenset[str] = frozenset(), unreduced: frozenset[str] = frozenset()
 ) -> P:
-    """Sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
+    """Return the sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
     return _spec((act_axes(dim) for dim in dims), reduced, unreduced)
 
 
 def zero_dim(dims: str) -> int:
-    """Which dim of a matrix ZeRO splits: the model's, else that of a latent."""
+    """Return the dim of a matrix that ZeRO splits: the model's, else that of a latent."""
     return next(dims.index(dim) for dim in "DQJ" if dim in dims)
 
 
@@ -111,13 +111,13 @@ def is_matrix(dims: str) -> bool:
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:
-    """The axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
+    """Return the axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
     taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
     return tuple(axis for axis in SHARD if axis not in taken)
 
 
 def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
-    """Sharding in which a parameter is used: split over the tensor group, whole over (fsdp, cp, ep).
+    """Return the sharding in which a parameter is used: split over the tensor group, whole over (fsdp, cp, ep).
 
     A dim that the tensor group does not divide (few kv heads) is replicated.
     """
@@ -127,7 +127,7 @@ def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] 
 def stored_spec(
     dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()
 ) -> P:
-    """Sharding in which a parameter, its gradient and its moments rest between steps.
+    """Return the sharding in which a parameter, its gradient and its moments rest between steps.
 
     With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it
     (`Config.check` asks for it). Vectors stay whole: gathering them would cost a collective each and save nothing.
@@ -144,23 +144,23 @@ def _partitions(dims: str, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
 
 
 def mesh_size(*axes: str) -> int:
-    """Product of the sizes of these axes in the current mesh; 1 outside any mesh."""
+    """Return the product of the sizes of these axes in the current mesh; 1 outside any mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def specs[T](tree: T) -> T:
-    """The shardings of a tree's arrays, as their types say."""
+    """Return the shardings of a tree's arrays, as their types say."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """The manual axes over which `x` may differ, as its type says."""
+    """Return the manual axes over which `x` may differ, as its type says."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x` typed as differing over those of these axes that are manual: its cotangent stays a partial sum over them."""
+    """Type `x` as varying over those of these axes that are manual: its cotangent stays a partial sum over them."""
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

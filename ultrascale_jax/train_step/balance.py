@@ -11,7 +11,7 @@ from ultrascale_jax.sharding.rules import act, axes_of
 
 
 def statistics_start(cfg: Config) -> jax.Array | None:
-    """Zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts."""
+    """Make zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts."""
     experts = cfg.model.experts
     if experts is None:
         return None
@@ -21,7 +21,7 @@ def statistics_start(cfg: Config) -> jax.Array | None:
 
 
 def reduce_statistics(statistics: jax.Array | None) -> jax.Array | None:
-    """Their sum over devices: the one reduction of a step."""
+    """Sum statistics over devices: the one reduction of a step."""
     return None if statistics is None else jax.reshard(statistics, act("LZ"))
 
 
@@ -42,7 +42,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
 
 
 def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
-    """Of a step's choices, over all layers: `moe_load` `[num]`, what each expert had over the mean; `moe_max_load`, the
+    """Return, of a step's choices over all layers, `moe_load` `[num]`, each expert's over the mean; `moe_max_load`, the
     busiest of any layer over its mean; `moe_dropped`, the share not computed; `moe_entropy`, a router's mean in nats.
     """
     if routed is None:

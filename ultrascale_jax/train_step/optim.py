@@ -14,7 +14,7 @@ from ultrascale_jax.train_step.rounding import in_bfloat16
 
 
 def schedule(cfg: Config) -> optax.Schedule:
-    """Learning rate at an optimizer step: linear warm-up, then `optim.schedule`, ending at `min_lr_ratio * lr`."""
+    """Return the learning rate by optimizer step: linear warm-up, then `optim.schedule`, to `min_lr_ratio * lr`."""
     optim, steps = cfg.optim, cfg.train.steps
     warmup = optax.linear_schedule(0.0, optim.lr, optim.warmup_steps)
     rest = max(steps - optim.warmup_steps, 1)
@@ -70,7 +70,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
             adam_b1=optim.betas[0],
             adam_b2=optim.betas[1],
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=_each(params, _matrix_axes),
+            muon_weight_dimension_numbers=_for_each_param(_matrix_axes, params),
         )
 
     def init(params):
@@ -86,7 +86,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
 
 
-def _each(params, fn) -> list:
+def _for_each_param(fn: Callable, params) -> list:
     """Return `fn(dims)` of each parameter, in the order of the leaves."""
     found = []
 

@@ -37,7 +37,7 @@ MicroBatches = dict[str, jax.Array]
 def loss_and_gradients(
     cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array
 ) -> tuple[jax.Array, Transformer, jax.Array | None]:
-    """What `step.loss_and_gradients` returns; the layers of the statistics lie as those of the parameters."""
+    """Compute what `step.loss_and_gradients` does; the layers of the statistics lie as those of the parameters."""
 
     def region(params, parts, weight):
         loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, weight)
@@ -65,14 +65,16 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
     return run(params, parts, weight)
 
 
-def _run(cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, weight):
-    """Bare loss, the same on every device, and this device's partial sums of the gradients and the routers' statistics
+def _run(
+    cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, position_weight
+):
+    """Return bare loss, the same on every device, and this device's partial sums of gradients and routers' statistics
     (none without a backward pass)."""
     used, model = prepare_params(cfg, params), cfg.model
     shared, join = _apart(used)
     out = pipeline(
         schedule,
-        _stages(cfg, join, params, weight),
+        _stages(cfg, join, params, position_weight),
         used.blocks,
         shared,
         parts,
@@ -95,7 +97,7 @@ def _is_mixed(cfg: Config) -> bool:
 
 
 def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
-    """The argument `rows` of `pipeline`: where stacks of one kind of feed-forward layer hold a layer."""
+    """Make the argument `rows` of `pipeline`: the rows of layers in the stacks of one kind of feed-forward layer."""
     if not _is_mixed(cfg):
         return None
 
@@ -109,7 +111,7 @@ def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
 
 
 def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
-    """A rank's statistics by position as rows of the stack of experts."""
+    """Convert a rank's statistics by position to rows of the stack of experts."""
     order, size = params.layer_order, len(statistics)
     stack, first = params.layer_order_of("blocks.moe."), params.layers_with("moe").start
     # Of a row that pads the stack beyond the end.
@@ -137,13 +139,13 @@ def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transform
     return [leaf for leaf, is_in in zip(leaves, inside, strict=True) if not is_in], join
 
 
-def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages:
-    """Return the model's parts as functions of their parameters."""
+def _stages(cfg: Config, join, params: Transformer, position_weight: jax.Array) -> Stages:
+    """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
     def layer(blocks: BlockStack, x_BRD, context, number):
-        inputs, weight = context
+        inputs, position_weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
 
         def finished(x_BRD, routed):
@@ -152,7 +154,7 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
             if routed is None:
                 statistics_Z = jnp.zeros(num_statistics(cfg.model.experts), jnp.float32)
                 return x_BRD, jnp.float32(0.0), statistics_Z
-            return x_BRD, weight * jnp.sum(routed.balance_BR), routed.statistics_Z
+            return x_BRD, position_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
 
         if not _is_mixed(cfg):
             return finished(*blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)[:2])
@@ -175,10 +177,10 @@ def _stages(cfg: Config, join, params: Transformer, weight: jax.Array) -> Stages
     def head(shared, x_BRD, batch):
         model, targets_BT = join(shared), batch["targets"]
         x_BRD = model.normed(x_BRD)
-        return model.loss(x_BRD, targets_BT, weight, z_loss=cfg.train.z_loss, dtype=dtype)
+        return model.loss(x_BRD, targets_BT, position_weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
-        return layer_inputs(cfg, batch, fp8), weight
+        return layer_inputs(cfg, batch, fp8), position_weight
 
     stages = Stages(
         layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True

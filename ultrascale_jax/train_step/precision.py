@@ -53,7 +53,7 @@ def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> L
         batch["positions"],
         batch.get("segment_ids"),
         dtype=COMPUTE[cfg.train.precision],
-        window=cfg.model.window(0),
+        window=cfg.model.sliding_window,
         context=cfg.cp,
         recompute=cfg.train.remat == "selective",
         moe=cfg.moe,

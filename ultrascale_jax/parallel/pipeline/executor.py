@@ -290,7 +290,7 @@ class _Executor:
         return state | dict(zip(names, sums, strict=True)), dy
 
     def _head_gradient(self, y, micro_batch):
-        """(objective, metrics), and the objective's gradients for `shared` and for y, the latter summed over the
+        """Return (objective, metrics), and the objective's gradients for `shared` and for y, the latter summed over the
         pipeline's ranks, on which y is the same."""
 
         def head(shared, y):

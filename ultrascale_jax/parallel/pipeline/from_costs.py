@@ -100,14 +100,14 @@ def _named(like: Schedule) -> Iterator[Schedule]:
 
 
 def _unfused(table: Schedule, cap: int) -> Schedule:
-    """1F1B with one operation a tick, rank r with p - r in flight or `cap` (Megatron-LM, arXiv 2104.04473)."""
+    """Return 1F1B with one operation a tick, rank r with p - r in flight or `cap` (Megatron-LM, arXiv 2104.04473)."""
     p, m = table.ranks, table.microbatches
     orders = [named.one_f_one_b_order(r, m, min(m, cap - 1, p - 1 - r)) for r in range(p)]
     return named.pack(table, orders)
 
 
 def _rounds(table: Schedule, cap: int) -> Schedule:
-    """AFAB in rounds of as many microbatches as fit: in lock step, phases of one kind cost no other."""
+    """Return AFAB in rounds of as many microbatches as fit: in lock step, phases of one kind cost no other."""
     m, v = table.microbatches, table.virtual
     orders: list[list[Cell]] = []
     for rank in range(table.ranks):
@@ -211,7 +211,7 @@ class _Simulation:
 
 
 def _by_ticks(table: Schedule, cap: int) -> Schedule:
-    """Ticks with one slot of each kind, filled as early as memory allows; all ranks run their W together."""
+    """Fill ticks with one slot of each kind as early as memory allows; all ranks run their W together."""
     s = _Simulation(table, cap)
     ticks: list[list[Cell]] = []
     everyone = range(table.ranks)
@@ -242,7 +242,7 @@ def _by_ticks(table: Schedule, cap: int) -> Schedule:
 def _by_time(
     table: Schedule, costs: tuple[float, float, float], cap: int, patience: float
 ) -> Schedule:
-    """One operation at a time on each rank: B before F before W, as soon as it can.
+    """Run one operation at a time on each rank: B before F before W, as soon as it can.
 
     A W does not start where something else arrives within `patience` times its length.
     """

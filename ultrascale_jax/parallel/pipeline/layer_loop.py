@@ -216,26 +216,26 @@ class LayerLoop:
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:
-        """The layer, its results typed as the state that holds them."""
+        """Run the layer, its results typed as the state that holds them."""
         y, aux, *statistics = self.layer(params, x, *context)
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary(y, self.axes), vary(aux, self.aux_axes), *statistics
 
     def _params(self, chunk, index) -> Tree:
-        """Parameters of a layer; of stacks that it is not in, another layer's."""
+        """Return the parameters of a layer; of stacks that it is not in, another layer's."""
         leaves, tree = jax.tree.flatten(self.blocks)
         rows = self._rows_of(chunk, index)
         return jax.tree.unflatten(tree, [at(a, row) for a, row in zip(leaves, rows, strict=True)])
 
     def _rows_of(self, chunk, index) -> list:
-        """For each leaf of the blocks the row of a layer."""
+        """Return the row of a layer in each leaf of the blocks."""
         position = chunk * self.depth + index
         if self.rows is None:
             return [position] * len(self.accumulate)
         return [table[position] for table in self.rows]
 
     def _layer_number(self, chunk, index) -> jax.Array:
-        """The number of a layer in the model."""
+        """Return the number of a layer in the model."""
         return self.starts[chunk] + index
 
     def _real(self, chunk, index) -> jax.Array:
@@ -266,7 +266,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def at(tree: Tree, *index) -> Tree:
-    """Each leaf at these positions of its leading dims."""
+    """Return each leaf at these positions of its leading dims."""
 
     def leaf(a):
         start = (*index, *([0] * (a.ndim - len(index))))
@@ -277,7 +277,7 @@ def at(tree: Tree, *index) -> Tree:
 
 
 def put(tree: Tree, values: Tree, *index) -> Tree:
-    """Each leaf with a value written at these positions of its leading dims."""
+    """Write a value at these positions of each leaf's leading dims."""
 
     def leaf(a, value):
         start = (*index, *([0] * (a.ndim - len(index))))
@@ -288,10 +288,10 @@ def put(tree: Tree, values: Tree, *index) -> Tree:
 
 
 def empty(a: jax.Array) -> jax.Array:
-    """Zeros like `a`, typed like it."""
+    """Make zeros like `a`, typed like it."""
     return vary(jnp.zeros(a.shape, a.dtype), varying(a))
 
 
 def buffer(a: jax.Array, count: int, axis: str) -> jax.Array:
-    """Zeros for `count` values like `a`, written by rank."""
+    """Make zeros for `count` values like `a`, written by rank."""
     return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})

@@ -13,7 +13,7 @@ from ultrascale_jax.parallel.pipeline.table import Cell, Placement, Schedule, Sc
 
 
 def afab(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (GPipe, arXiv 1811.06965): two phases of m + p - 1 ticks."""
+    """Run all forwards, then all backwards (GPipe, arXiv 1811.06965): two phases of m + p - 1 ticks."""
     p, m = ranks, microbatches
     ticks = _cells(p, 2 * (m + p - 1))
     for rank in range(p):
@@ -24,12 +24,12 @@ def afab(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """One forward and one backward a tick (PipeDream-Flush, arXiv 2006.09503): at most 2 (p - r) in flight."""
+    """Run one forward and one backward a tick (PipeDream-Flush, arXiv 2006.09503): at most 2 (p - r) in flight."""
     return _fused("1f1b", ranks, microbatches, virtual=1, group=microbatches, split=False)
 
 
 def interleaved(ranks: int, microbatches: int, virtual: int, group: int) -> Schedule:
-    """1F1B over v chunks a rank (Megatron-LM, arXiv 2104.04473), `group` microbatches of a chunk in a row.
+    """Run 1F1B over v chunks a rank (Megatron-LM, arXiv 2104.04473), `group` microbatches of a chunk in a row.
 
     `group` from p, depth first, to m, breadth first (Llama 3.1, arXiv 2407.21783, section 3.3.2): at most
     (v - 1) group + 2 (p - r) chunks in flight.
@@ -38,7 +38,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int, group: int) -> Sche
 
 
 def zb_uniform(ranks: int, microbatches: int, virtual: int, group: int) -> Schedule:
-    """Zero bubble for lock step: interleaved with a W slot in every tick from rank 0's first B on.
+    """Run zero bubble in lock step: interleaved with a W slot in every tick from rank 0's first B on.
 
     Rank r defers each W by r ticks, so that all ranks run the same kinds in a tick and no W is masked. Ours, after the
     split of B and W in arXiv 2401.10241.
@@ -87,7 +87,7 @@ def one_f_one_b_order(
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 (arXiv 2401.10241): 1F1B's order and memory, rank r defers each W by r microbatches."""
+    """Run ZB-H1 (arXiv 2401.10241): 1F1B's order and memory, rank r defers each W by r microbatches."""
     p, m = ranks, microbatches
     orders = [one_f_one_b_order(rank, m, min(m, p - 1 - rank), defer=rank) for rank in range(p)]
     return pack(Schedule(name="zb_h1", ranks=p, microbatches=m, split=True), orders)
@@ -108,7 +108,7 @@ class _Order:
         return self.count[kind, stage] - 1, stage
 
     def run(self, kinds: str, stage: int) -> None:
-        """One operation a cell, as long as there are microbatches."""
+        """Append one operation a cell, as long as there are microbatches."""
         for kind in kinds:
             if self.count[kind, stage] < self.microbatches:
                 self.cells.append({kind: self.next(kind, stage)})
@@ -131,7 +131,7 @@ class _Order:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """ZB-V (arXiv 2401.10241, section 6; 2405.15362): two chunks a rank in a V, 1F1B's memory."""
+    """Run ZB-V (arXiv 2401.10241, section 6; 2405.15362): two chunks a rank in a V, 1F1B's memory."""
     p, m = ranks, microbatches
     orders = []
     for rank in range(p):
@@ -161,7 +161,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV: DualPipe (DeepSeek-V3, arXiv 2412.19437) folded to one copy of the model, in its eight steps.
+    """Run DualPipeV: DualPipe (DeepSeek-V3, arXiv 2412.19437) folded to one copy of the model, in its eight steps.
 
     Forward of one chunk and backward of the other share a tick in the middle, so that one's communication hides behind
     the other's matmuls. Wants m >= 2 p.
@@ -211,7 +211,7 @@ def _v_table(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
-    """Forwards alone: of what a rank can run in a tick, the stage furthest down the chain."""
+    """Run forwards alone: of what a rank can run in a tick, the stage furthest down the chain."""
     table = Schedule(
         name="forward",
         ranks=ranks,

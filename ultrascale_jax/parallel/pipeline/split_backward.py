@@ -61,21 +61,21 @@ class LayerVJP:
             self._split_backward(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
 
     def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
-        """y, the auxiliary loss, a list of the statistics (empty if the layer has none), and what the backward pass
-        needs."""
+        """Return y, the auxiliary loss, a list of the statistics (empty if the layer has none), and what the backward
+        pass needs."""
         leaves, around = jax.tree.leaves(params), jax.tree.leaves(context)
         y, aux, statistics, residuals = self._run(leaves, x, around)
         return y, aux, statistics, [residuals[i] for i in self._keep]
 
     def backward(self, params, context, kept, cotangents) -> tuple[list, jax.Array]:
-        """Gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
+        """Return gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
         *dparams, dx = self._pull_back(
             jax.tree.leaves(params), jax.tree.leaves(context), kept, *cotangents
         )
         return dparams, dx
 
     def input_gradient(self, params, context, kept, cotangents) -> tuple[list, jax.Array, list]:
-        """Gradients of the vectors among the leaves of `params` (none for the others) and of x, and what
+        """Return gradients of the vectors among the leaves of `params` (none for the others) and of x, and what
         `weight_gradient` needs."""
         inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *kept, *cotangents)
         values = self._input_part(*inputs)
@@ -87,7 +87,7 @@ class LayerVJP:
         return self._only(self._vectors, vectors), dx, waiting
 
     def weight_gradient(self, params, context, waiting) -> list:
-        """Gradients of the matrices among the leaves of `params` (none for the others)."""
+        """Return gradients of the matrices among the leaves of `params` (none for the others)."""
         inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *waiting)
         return self._only(self._matrices, self._weight_part(*inputs))
 
@@ -205,7 +205,7 @@ class _Traced:
         return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
 
     def shrink_residuals(self, variables: Iterable, moved: set) -> list:
-        """`variables`, those that a collective or an elementwise operation makes of fewer bytes replaced by these.
+        """Replace those `variables` that a collective or an elementwise operation makes of fewer bytes by these.
 
         What waits for the weight gradients fills a queue; gathering a sequence again is cheaper than keeping it whole.
         """

@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 
 def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
-    """The stage that `rank` holds as its `chunk`."""
+    """Return the stage that `rank` holds as its `chunk`."""
     return chunk * ranks + _turned(rank, chunk, ranks, placement)
 
 
@@ -103,7 +103,7 @@ class Schedule:
         return stage // self.ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that `rank` holds as its `chunk`."""
+        """Return the stage that `rank` holds as its `chunk`."""
         return stage_of(rank, chunk, self.ranks, self.placement)
 
     def with_ticks(self, ticks: Iterable[Iterable[Cell]]) -> "Schedule":
