@@ -72,7 +72,6 @@ class Loads:
     rows: int = HALF
     """Of a visited tile."""
     stages: int = STAGES
-    """Number of tiles loaded ahead."""
     repeat: int = 1
     """Heads whose tiles the program visits."""
 
@@ -108,7 +107,6 @@ class Program:
     head: Any
     tile: Any
     first: Any
-    """The first visited tile."""
     count: Any
     """Number of visited tiles of each head."""
     g: dict[str, Any]
@@ -386,10 +384,7 @@ def _products(*pairs) -> tuple[jax.Array, ...]:
 
 
 def _mask(p: Program, half, shape: tuple[int, ...], *, of_keys: bool = False) -> Callable:
-    """Return a function `(scores, first key)` that puts -inf on keys that these queries, half a tile, do not see.
-
-    Scores are `[queries, keys]`, or of keys `[keys, queries]`.
-    """
+    """Return `mask(scores, first key)`: -inf where half a tile of queries does not see; scores turned if `of_keys`."""
     keys, layout = (0, COLUMNS) if of_keys else (1, ROWS)
     first, end = p.inside(half)
     queries = p.batch, pl.ds(half * HALF, HALF)
@@ -459,20 +454,12 @@ def _call(
     loads: Loads,
     scratch: dict[str, Any],
 ) -> list[jax.Array]:
-    """Run a kernel with a program for each tile and head of the first result.
+    """Run a kernel with a program for each tile and head of the first of `out`; the results vary as the operands do.
 
     Args:
-      name: what profiles call it.
       compute: `compute(program, warpgroup)` makes half a tile of the results.
-      out: the results' shapes and types.
-      inputs: the arrays.
-      ranges: the keys that each query sees.
       steps: `[B, tiles, 2]` int32: the first of the tiles that a program visits, and how many.
-      loads: the inputs' parts in shared memory.
-      scratch: more buffers there.
-
-    Returns:
-      The results, typed as varying over the mesh axes over which an operand does.
+      scratch: buffers in shared memory beside those of `loads`.
     """
     operands = {"steps": steps, "inside": _inside(ranges), **ranges._asdict(), **inputs}
     names = [*operands, *out]

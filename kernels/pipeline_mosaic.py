@@ -36,15 +36,11 @@ def launch(
     memory: Any = (),
     approx_math: bool = True,
 ) -> list[jax.Array]:
-    """Run `body` and return its results, typed as varying over the mesh axes over which an operand does.
+    """Run the kernel `name`; its results, shaped as `out`, vary over the mesh axes over which an operand does.
 
     Args:
-      body: gets the operands and the results, in global memory, and `memory`; its axes are `program` and `wg`.
-      name: of the kernel.
-      out: shapes and types of the results.
+      body: gets operands and results in global memory, and `memory`; its axes are `program` and `wg`.
       programs: programs that run at once; none is one on each SM.
-      operands: arrays.
-      warpgroups: of a program.
       memory: allocations in shared memory.
       approx_math: exp and log are the GPU's instructions, two of which are off by a few units in float32's last place.
     """
@@ -104,14 +100,11 @@ def pipeline(
 def visit_tiles(
     grid: tuple, visit: Callable, buffers: Any, out_s: Any, end: Callable = lambda buffers: None
 ) -> None:
-    """Call `visit(loop, buffers, out_s)` for each tile of `grid` that is this program's, and then `end(buffers)`.
+    """Call `visit(loop, buffers, out_s)` for this program's tiles `loop.index` of `grid`, and then `end(buffers)`.
 
     Args:
-      grid: numbers of tiles.
-      visit: works on the tile `loop.index`.
       buffers: allocations of its pipeline, in shared memory.
       out_s: shared memory for results on their way to global memory.
-      end: what follows the last tile.
     """
 
     @functools.partial(pl.run_scoped, buffers=buffers, out_s=out_s, collective_axes="wg")

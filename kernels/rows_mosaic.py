@@ -28,10 +28,8 @@ def loaded_ahead(
 ) -> Any:
     """The state after `step(n, slot, state)` for each n below count, with the next `depth` loaded meanwhile.
 
-    Args:
-      step: may write to the slot too; what it started to copy from there is copied when it returns.
-      load: `load(n, slot, barrier)` starts the copies of n into the slot.
-      loaded: barriers of all warpgroups, `depth` for each.
+    `load(n, slot, barrier)` starts the copies of n into the slot; `loaded` has `depth` barriers for each warpgroup. A
+    step may write to the slot too; what it started to copy from there is copied when it returns.
     """
 
     def barrier_of(slot):

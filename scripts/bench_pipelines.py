@@ -69,8 +69,7 @@ class Options:
 class Sleeper:
     """A layer that sleeps; it knows when who slept.
 
-    A rank does one thing at a time, as a device does: XLA could start the three operations of a tick at once, since
-    they do not depend on each other.
+    A rank does one thing at a time, as a device does, though XLA could start the three operations of a tick at once.
     """
 
     def __init__(self, ranks: int):
@@ -78,9 +77,7 @@ class Sleeper:
         self.naps: list[tuple[int, str, float]] = []
         """(rank, kind, seconds that it took)."""
         self._awake = [threading.Lock() for _ in range(ranks)]
-        self.layer = self._make()
 
-    def _make(self) -> Callable:
         @jax.custom_vjp
         def layer(w, x):
             return self._sleep("F", x) * w[0]
@@ -93,7 +90,7 @@ class Sleeper:
             return (self._sleep("W", dy) * x)[None], self._sleep("B", dy) * w[0]
 
         layer.defvjp(forward, backward)
-        return layer
+        self.layer = layer
 
     def _sleep(self, kind: str, x: jax.Array) -> jax.Array:
         """x, after a nap."""
@@ -147,12 +144,11 @@ def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callab
 
 
 def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> dict:
-    """One row's figures; `seconds`: how long an operation of a micro-batch takes on one rank.
+    """One row's figures, where an operation of a micro-batch takes `seconds` on one rank.
 
-    Returns:
-      `seconds` of the timed step; `bubble`, that over the work of one rank less one, where the work counts naps as long
-      as they were; `table_bubble`, what the table says; `formula`, what is published; `tick_ms`, a tick without sleep;
-      `naps`, how often each rank slept, by kind.
+    `bubble` is the timed step over the work of one rank less one, where the work counts naps as long as they were;
+    `table_bubble` what the table says, `formula` what is published, `tick_ms` a tick without sleep, `naps` how often
+    each rank slept, by kind.
     """
     sleeper = Sleeper(schedule.ranks)
     step = compiled(schedule, sleeper, divergent=divergent)

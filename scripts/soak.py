@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -96,14 +96,6 @@ class Strike:
     """The checkpoint that it damaged."""
 
 
-@dataclass
-class Struck:
-    """The result of the disturbed run."""
-
-    wall_s: float = 0.0
-    strikes: list[Strike] = field(default_factory=list)
-
-
 DESCRIPTION = """Train under the supervisor while a random fault strikes every so many seconds; then compare with an \
 undisturbed run, bit for bit, and let the ledger explain every second."""
 
@@ -121,12 +113,13 @@ def main(argv: Sequence[str]) -> None:
     shutil.rmtree(options.run_dir, ignore_errors=True)
     disturbed, quiet = options.run_dir / "disturbed", options.run_dir / "undisturbed"
     with small_disk(disturbed / "checkpoints") as disk:
-        struck = Soak(options, disturbed, disk).run()
+        soak = Soak(options, disturbed, disk)
+        soak.run()
     ledger = read_ledger(disturbed)
     reached = max(rows_of(disturbed), default=0)
     print(f"soak: step {reached} is reached; the undisturbed run begins", flush=True)
     train_undisturbed(options, quiet, reached)
-    report, good = verdict(options, struck, ledger, disturbed, quiet)
+    report, good = verdict(options, soak.wall_s, soak.strikes, ledger, disturbed, quiet)
     if options.out is None:
         print(report)
     else:
@@ -143,7 +136,7 @@ class Soak:
         self._random = random.Random(options.seed)
         self._events = Events(run_dir, rank=None)
         self._job: subprocess.Popen | None = None
-        self._struck = Struck()
+        self.wall_s, self.strikes = 0.0, list[Strike]()
         self._flipped: int | None = None
         self._kinds: dict[str, Callable[[], str]] = {
             "SIGKILL of one rank": lambda: self._signal(signal.SIGKILL),
@@ -157,7 +150,7 @@ class Soak:
         if disk is not None:
             self._kinds[FULL] = self._fill
 
-    def run(self) -> Struck:
+    def run(self) -> None:
         """Train and strike until the time is over, then stop the run as a scheduler would."""
         begun = time.monotonic()
         until = begun + 60 * self._options.minutes
@@ -183,8 +176,7 @@ class Soak:
         finally:
             if self._job is not None:
                 end(self._job)
-        self._struck.wall_s = time.monotonic() - begun
-        return self._struck
+        self.wall_s = time.monotonic() - begun
 
     def _launch(self) -> subprocess.Popen:
         planned = plan(self._options, self._random)
@@ -196,7 +188,7 @@ class Soak:
         self._flipped = None
         detail = self._kinds[kind]()
         strike = Strike(time.time(), kind, step, detail, self._flipped)
-        self._struck.strikes.append(strike)
+        self.strikes.append(strike)
         self._events.record("strike", fault=kind, detail=detail, step=step)
         print(f"soak: {kind} after step {step} {detail}", flush=True)
         return step
@@ -352,10 +344,7 @@ def steps_of(run_dir: Path) -> Iterator[dict]:
 
 
 def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int], list[int]]:
-    """Flipped checkpoints that the next start did not put aside, and checkpoints put aside that nobody had flipped.
-
-    One is not asked for if a newer one was complete before the process was killed.
-    """
+    """Flipped checkpoints that the next start read and kept, and checkpoints put aside that nobody had flipped."""
     flips = [(strike.time, strike.flipped) for strike in strikes if strike.flipped is not None]
     aside = [(event["time"], event["step"]) for event in events if event["kind"] == "quarantined"]
     began = [
@@ -382,16 +371,22 @@ def saves_due(strikes: Sequence[Strike], rows: Iterable[dict], every: int) -> in
 
 
 def verdict(
-    options: Options, struck: Struck, ledger: Ledger, disturbed: Path, quiet: Path
+    options: Options,
+    wall_s: float,
+    strikes: Sequence[Strike],
+    ledger: Ledger,
+    disturbed: Path,
+    quiet: Path,
 ) -> tuple[str, bool]:
-    """The report, and whether all is as it should be."""
+    """The report on a disturbed run of `wall_s` seconds, and whether all is as it should be."""
     ours, reference = rows_of(disturbed), rows_of(quiet)
     differ = [step for step in ours if ours[step] != reference.get(step)]
     events = read_events(disturbed)
-    checks = _checks(options, struck, ledger, disturbed, ours, differ, events)
-    first = min((strike.time for strike in struck.strikes), default=0.0)
+    due = saves_due(strikes, steps_of(disturbed), options.save_every)
+    checks = _checks(wall_s, strikes, ledger, due, ours, differ, events)
+    first = min((strike.time for strike in strikes), default=0.0)
     kinds = collections.Counter(event["kind"] for event in events)
-    outside = collections.Counter(strike.kind for strike in struck.strikes)
+    outside = collections.Counter(strike.kind for strike in strikes)
     # A fault that strikes all ranks has a line of each.
     faults = {line.split()[0] for line in lines_of(disturbed / "faults.txt")}
     inside = collections.Counter(fault.partition("@")[0] for fault in faults)
@@ -428,17 +423,17 @@ def verdict(
         "",
         "| after | step | fault |",
         "|---|---|---|",
-        *(f"| {s.time - first:.0f} s | {s.step} | {s.kind} {s.detail} |" for s in struck.strikes),
+        *(f"| {s.time - first:.0f} s | {s.step} | {s.kind} {s.detail} |" for s in strikes),
         "",
     ]
     return "\n".join(lines), all(checks.values())
 
 
 def _checks(
-    options: Options,
-    struck: Struck,
+    wall_s: float,
+    strikes: Sequence[Strike],
     ledger: Ledger,
-    disturbed: Path,
+    due: int,
     ours: Mapping[int, Sequence],
     differ: Sequence[int],
     events: Sequence[dict],
@@ -448,11 +443,10 @@ def _checks(
     whole = sorted(ours) == list(range(1, last + 1)) and all(
         len(rows) == 1 for rows in ours.values()
     )
-    unexplained = struck.wall_s - ledger.total_s
+    unexplained = wall_s - ledger.total_s
     reasons = {event.get("reason") for event in events if event["kind"] == "gave_up"}
     failed = any(event["kind"] == "save_failed" for event in events)
-    missed, sound = unfound(struck.strikes, events)
-    due = saves_due(struck.strikes, steps_of(disturbed), options.save_every)
+    missed, sound = unfound(strikes, events)
 
     def but(steps: Sequence[int]) -> str:
         return f", but those of steps {', '.join(map(str, steps))}" if steps else ""
@@ -460,7 +454,7 @@ def _checks(
     return {
         f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
         f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
-        f"The ledger's classes sum to {ledger.total_s:.1f} s of {struck.wall_s:.1f} s by another clock (the rest is "
+        f"The ledger's classes sum to {ledger.total_s:.1f} s of {wall_s:.1f} s by another clock (the rest is "
         "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
         "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
         f"Every flipped checkpoint that was asked for was put aside{but(missed)}": not missed,

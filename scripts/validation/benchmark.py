@@ -66,7 +66,6 @@ class Prediction:
     memory_gib: float
     """Of the first stage."""
     fits: bool
-    """Whether every stage fits."""
     impossible: bool
     """Whether not even what is certainly needed fits."""
 
@@ -90,7 +89,6 @@ class Cell:
     model: str
     nodes: int
     rows: int
-    """Rows that ran."""
     spearman: float | None
     """Rank correlation of predicted and measured throughput; none with fewer than three rows."""
     spearman_either: float | None
@@ -107,11 +105,7 @@ class Cell:
 
 
 def read(path: Path) -> tuple[list[Row], int]:
-    """The configurations of a CSV file in the benchmark's columns, and how many rows contradict themselves.
-
-    Raises:
-      UserError: the file or a column is not there, or a value makes no sense; with the line and the column.
-    """
+    """The configurations of a CSV file, and how many rows contradict themselves; `UserError` with line and column."""
     found: dict[Run, Row] = {}
     contradictory = 0
     for where, line in lines(path, ("model", *COUNTS, *MEASURED)):
@@ -151,10 +145,9 @@ def _row(where: str, line: dict[str, str]) -> Row | None:
 
 
 def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file as text, each after its place as errors name it: `FILE, line N, `.
+    """The rows of a CSV file with `columns`, each after its place as errors name it: `FILE, line N, `.
 
-    Raises:
-      UserError: the file or one of `columns` is not there, there are no rows, or one is longer than the header.
+    Raises `UserError` without the file, a column or rows, or for a row longer than the header.
     """
     require(path.is_file(), "runs", str(path), "there is no such file")
     try:
@@ -174,11 +167,7 @@ def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]
 
 
 def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
-    """A whole number of `least` to `most`.
-
-    Raises:
-      UserError: it is none; names `field`.
-    """
+    """A whole number of `least` to `most`; a `UserError` names `field`."""
     few = " or ".join(str(n) for n in range(least, most + 1)) if most < 10 else ""
     right = text.isdecimal() and least <= int(text) <= most
     require(right, field, text, f"must be {few or f'a number, {least} or more'}")
@@ -186,11 +175,7 @@ def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
 
 
 def measured(field: str, text: str) -> float | None:
-    """A positive number; none if `text` is nan or empty.
-
-    Raises:
-      UserError: it is neither; names `field`.
-    """
+    """A positive number, None for nan or nothing; a `UserError` names `field`."""
     try:
         value = float(text or "nan")
     except ValueError:
@@ -255,6 +240,17 @@ def _cell(model: str, nodes: int, group: list[Prediction]) -> Cell:
     )
 
 
+def beside(one: Any) -> dict[str, Any]:
+    """Throughput and GiB of one GPU of a `Prediction`, beside what was measured, null where nothing was."""
+    return {
+        "label": one.row.run.label,
+        "tokens_per_s_gpu": one.tokens_per_s_gpu,
+        "memory_gib": one.memory_gib,
+        "measured_tokens_per_s_gpu": one.row.tokens_per_s_gpu,
+        "measured_memory_gib": one.row.memory_gib,
+    }
+
+
 def median(values: Iterable[float | None]) -> float | None:
     """Median of the values that are there; none if there are none."""
     there = [value for value in values if value is not None]
@@ -271,10 +267,9 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> NanotronProfile:
     """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
 
-    Least squares of the logarithms of step times over those of constants, the rows weighted by
-    1 / sqrt(1 + (error / 10%)^2): the benchmark has faults. A row of a pipeline, or on 64 nodes, is compared with the
-    nearer of the predictions for a step that ran and one that stalled. A weak prior (30% for an error of 10%) holds the
-    constants that the rows say little of.
+    Least squares of the logarithms of step times over those of constants, the rows weighted by 1 / sqrt(1 + (error /
+    10%)^2): the benchmark has faults. Where steps stalled, the nearer prediction counts (`either`). A weak prior (30%
+    for an error of 10%) holds the constants that the rows say little of.
     """
     timed = [
         (row, row.run.step_tokens / row.tokens_per_s_gpu / row.run.num_gpus)

@@ -26,15 +26,10 @@ CONTEXT_BYTES = int(1.5 * 2**30)
 
 
 SHAPES = {name: ModelShape.of(model) for name, model in PLAYBOOK.items()}
-"""The models of the benchmark."""
 
 
 def run_of(row: Mapping[str, str]) -> Run:
-    """The run of one row of `playbook_runs.csv`: TP with sequence parallelism, 1F1B, nothing recomputed.
-
-    Raises:
-      UserError: the model is not one of `SHAPES`.
-    """
+    """The run of a row of `playbook_runs.csv` (TP with sequence parallelism, 1F1B, remat none), or `UserError`."""
     model = row["model"]
     require(model in SHAPES, "model", model, f"choose one of {', '.join(SHAPES)}")
     zero = 1 if int(row["zero"]) else 0
@@ -52,10 +47,7 @@ def run_of(row: Mapping[str, str]) -> Run:
 
 
 def is_calibration(row: Mapping[str, str]) -> bool:
-    """Whether a row is of the half that constants are fitted on; equal configurations are on the same side.
-
-    Of 1B and 8B; the other models are for the test alone.
-    """
+    """Whether a row, of 1B or 8B, is of the half that constants are fitted on; equal ones are on the same side."""
     if row["model"] not in ("1B", "8B"):
         return False
     names = ("model", "nodes", "mbs", "gas", "dp", "pp", "tp", "zero")
@@ -67,16 +59,11 @@ class Stage:
     """The layers and parameters of one pipeline rank."""
 
     blocks: int
-    """Pieces of the model, the final norm and the logits' cast among them."""
+    """Pieces of the model, the final norm and the logits' cast among them; nanotron cannot run with none."""
     layers: int
     embedding: bool
     head: bool
     loss: bool
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is left for this rank: nanotron cannot run then."""
-        return self.blocks == 0
 
 
 def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
@@ -137,10 +124,7 @@ def nanotron_breakdown(
 ) -> Breakdown:
     """Predict the memory that PyTorch reserves on one GPU of a pipeline stage; None: the stage that needs most.
 
-    Compare a recorded figure with stage 0; compare the fullest one with the GPU's memory.
-
-    Raises:
-      UserError: the run is not one of those that the benchmark made.
+    A recorded figure is stage 0's. Raises `UserError` for a run that the benchmark did not make.
     """
     _check(run)
     kinds = stages(run.shape, run.mesh.pp)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from scripts.validation.benchmark import count, lines, measured
+from scripts.validation.benchmark import beside, count, lines, measured
 from ultrascale_jax.cli import output
 from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, require
 from ultrascale_jax.plan.formulas import memory
@@ -26,7 +26,7 @@ from ultrascale_jax.training.model_shape import ModelShape
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 NAMES = ("source", "software", "model")
-SIZES = (*("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),)
+SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 COLUMNS = (
     *NAMES,
     *SIZES,
@@ -40,15 +40,13 @@ class Row:
     """One published run."""
 
     source: str
-    """Where it was published."""
     software: str
     model: str
     run: Run
     cluster: Cluster
     tokens_per_s_gpu: float
-    """Measured."""
     memory_gib: float | None
-    """Measured, if published."""
+    """Measured, as the throughput; none if it was not published."""
     assumed: str
     """Assumptions where the source is silent."""
 
@@ -84,20 +82,12 @@ class Summary:
 
 
 def is_published(path: Path) -> bool:
-    """Whether the file has the column `software`, which the playbook's benchmark has not.
-
-    Raises:
-      UserError: it is no CSV file with rows.
-    """
+    """Whether the file has the column `software`, unlike the benchmark; `UserError` if it is no CSV with rows."""
     return "software" in lines(path, ())[0][1]
 
 
 def read(path: Path) -> list[Row]:
-    """The runs of a CSV file in the columns of docs/planning/published_runs.csv.
-
-    Raises:
-      UserError: the file or a column is not there, or a value makes no sense; with the line and the column.
-    """
+    """The runs of a file like docs/planning/published_runs.csv; a `UserError` names line and column."""
     found = []
     for where, line in lines(path, COLUMNS):
         try:
@@ -112,26 +102,21 @@ def _row(line: dict[str, str]) -> Row:
         require(line[name] != "", name, line[name], "must not be empty")
     run = run_of(line)
     speed = measured("tok_s_gpu", line["tok_s_gpu"])
-    if speed is None:
-        raise UserError(f"tok_s_gpu={line['tok_s_gpu']!r}: must be a positive number")
+    require(speed is not None, "tok_s_gpu", line["tok_s_gpu"], "must be a positive number")
     return Row(
         source=line["source"],
         software=line["software"],
         model=line["model"],
         run=run,
         cluster=find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus),
-        tokens_per_s_gpu=speed,
+        tokens_per_s_gpu=speed or 0.0,
         memory_gib=measured("mem_gib", line["mem_gib"]),
         assumed=line["assumed"],
     )
 
 
 def run_of(line: dict[str, str]) -> Run:
-    """The run of one line of the file.
-
-    Raises:
-      UserError: a value makes no sense, or the mesh has not so many GPUs; names the column.
-    """
+    """The run of one line; `UserError` names the column of a value that makes no sense, or the mesh."""
     sizes: dict[str, Any] = {name: count(name, line[name]) for name in SIZES}
     zero: Any = count("zero", line["zero"], 0, 3)
     precision: Any = line["precision"]
@@ -189,11 +174,6 @@ def median_error(ratios: Iterable[float]) -> float:
     return statistics.median(abs(math.log(ratio)) for ratio in ratios)
 
 
-COMPARED = (
-    "Compared is the estimate for this project's trainer (software ULTRASCALE), not for theirs."
-)
-
-
 def show(published: Iterable[Row], as_json: bool) -> None:
     """Prints the comparison: tables, or one JSON object."""
     predictions = [predict(row) for row in published]
@@ -216,24 +196,22 @@ def show(published: Iterable[Row], as_json: bool) -> None:
         f"median |log| {median_error(ratios):.2f}",
         soft_wrap=True,
     )
-    console.print(COMPARED, soft_wrap=True)
+    text = (
+        "Compared is the estimate for this project's trainer (software ULTRASCALE), not for theirs."
+    )
+    console.print(text, soft_wrap=True)
 
 
 def _figures(one: Prediction) -> dict[str, Any]:
-    """One run; GiB of one GPU; what was not measured is null."""
+    """One run, for `report`."""
     row = one.row
-    return {
+    return beside(one) | {
         "source": row.source,
         "software": row.software,
         "model": row.model,
         "precision": row.run.precision,
         "gpus": row.run.num_gpus,
         "mesh": {axis: size for axis, size in row.run.mesh.sizes.items() if size > 1},
-        "label": row.run.label,
-        "tokens_per_s_gpu": one.tokens_per_s_gpu,
-        "memory_gib": one.memory_gib,
-        "measured_tokens_per_s_gpu": row.tokens_per_s_gpu,
-        "measured_memory_gib": row.memory_gib,
         "ratio": one.ratio,
         "assumed": row.assumed,
     }

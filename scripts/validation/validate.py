@@ -71,19 +71,18 @@ def main(argv: list[str]) -> None:
     found |= {"half": options.half, "left_out": contradictory}
     found["constants"] = {name: getattr(profile, name) for name in benchmark.FITTED}
     if options.json:
-        found["predictions"] = [_prediction(p) for p in predictions]
+        found["predictions"] = [
+            {"model": p.row.model, "nodes": p.row.nodes} | benchmark.beside(p) for p in predictions
+        ]
         print(output.verb_json("validate", found))
         return
     console = Console()
     if options.calibrate:
         console.print(_constants(profile))
     console.print(_cells([Cell(**cell) for cell in found["cells"]]), _goals(found))
-    left = (
-        f"; {contradictory} rows left out whose dp * mbs * gas is not gbs" if contradictory else ""
-    )
-    console.print(
-        f"{found['rows']} configurations ({options.half}), {found['ran']} of them ran{left}"
-    )
+    left = f"{contradictory} rows left out whose dp * mbs * gas is not gbs"
+    ran = f"{found['rows']} configurations ({options.half}), {found['ran']} of them ran"
+    console.print("; ".join([ran, *([left] if contradictory else [])]))
 
 
 def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -105,20 +104,6 @@ def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
         "memory_median_error": benchmark.median(p.memory_error for p in predictions),
         "fits_share": sum(cell.fits_right for cell in found) / certain if certain else None,
         "cells": [dataclasses.asdict(cell) for cell in found],
-    }
-
-
-def _prediction(one: Prediction) -> dict[str, Any]:
-    """One row, for `report`; what was not measured is null."""
-    row = one.row
-    return {
-        "model": row.model,
-        "nodes": row.nodes,
-        "label": row.run.label,
-        "tokens_per_s_gpu": one.tokens_per_s_gpu,
-        "memory_gib": one.memory_gib,
-        "measured_tokens_per_s_gpu": row.tokens_per_s_gpu,
-        "measured_memory_gib": row.memory_gib,
     }
 
 

@@ -143,10 +143,7 @@ def key(row: Row) -> tuple[str, ...]:
 def fill(
     path: Path, runs: Sequence[Row], limit: int, measure: Callable[[Row], Row] = measure
 ) -> list[Row]:
-    """Measure up to `limit` of `runs` that `path` does not have, write each at once, and all formulas anew.
-
-    The rows of `path` are in the order of `runs`, and have their columns.
-    """
+    """Measure up to `limit` of `runs` that `path` lacks; write each at once, in their order, with all formulas."""
     known = {key(row): row for row in read(path) if row[BYTES[0]]}
 
     def write() -> list[Row]:

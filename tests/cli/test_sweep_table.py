@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ultrascale_jax.cli.plan_commands import sweep_table as sweep
-from ultrascale_jax.cli.plan_commands.sweep_table import Outcome, Table
+from ultrascale_jax.cli.plan_commands import sweep
+from ultrascale_jax.cli.plan_commands.sweep import Outcome, Table
 from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs.debug import config as debug
@@ -65,7 +65,7 @@ def test_a_grid_without_axes_is_all_meshes():
 
 def test_a_row_has_the_columns_of_the_benchmark_first():
     outcome = Outcome(status="ok", step_s=2.0, mfu=0.5, peak_bytes=3 * 2**30)
-    row = sweep.row(run(), CLUSTER, outcome, **SAID)
+    row = sweep.row_of(run(), CLUSTER, outcome, **SAID)
     assert tuple(row) == sweep.COLUMNS and list(row)[: len(BENCHMARK)] == BENCHMARK
     # 2 sequences x 4 micro-batches x 4 shards = 32 sequences of 256 tokens in 2 seconds on 8 devices.
     assert (row["dp"], row["pp"], row["tp"], row["gbs"]) == ("4", "1", "2", "32")
@@ -76,7 +76,7 @@ def test_a_row_has_the_columns_of_the_benchmark_first():
 
 
 def test_a_run_that_failed_is_nan_with_its_status():
-    row = sweep.row(run(), CLUSTER, Outcome(status="out of memory"), **SAID)
+    row = sweep.row_of(run(), CLUSTER, Outcome(status="out of memory"), **SAID)
     figures = [row[name] for name in ("mfu_pct", "tok_s_gpu", "tok_s", "mem_gb")]
     assert figures == ["nan"] * 4 and row["status"] == "out of memory"
 
@@ -91,9 +91,9 @@ def test_the_table_is_found_again(tmp_path):
     path = tmp_path / "new" / "runs.csv"
     table = Table(path)
     assert table.find(KEY) is None
-    row = sweep.row(run(), CLUSTER, Outcome(status='failed: a, b\n"c"'), **SAID)
+    row = sweep.row_of(run(), CLUSTER, Outcome(status='failed: a, b\n"c"'), **SAID)
     table.add(row)
-    table.add(sweep.row(run(), CLUSTER, Outcome(status="ok"), **(SAID | {"device": "h100"})))
+    table.add(sweep.row_of(run(), CLUSTER, Outcome(status="ok"), **(SAID | {"device": "h100"})))
     again = Table(path)
     assert again.rows == table.rows and again.find(KEY) == row
     assert again.find(KEY | {"source": "formula"}) is None
@@ -105,7 +105,7 @@ def test_the_table_is_found_again(tmp_path):
 def test_an_empty_file_becomes_a_table(tmp_path):
     path = tmp_path / "runs.csv"
     path.touch()
-    Table(path).add(sweep.row(run(), CLUSTER, Outcome(status="ok"), **SAID))
+    Table(path).add(sweep.row_of(run(), CLUSTER, Outcome(status="ok"), **SAID))
     assert Table(path).find(KEY) is not None
 
 

@@ -77,8 +77,8 @@ def verdict(tmp_path, **changed):
     options = soak.Options(save_every=4)
     ledger = Ledger()
     ledger.seconds["productive"] = record["explained_s"]
-    struck = soak.Struck(wall_s=100.0, strikes=record["strikes"])
-    report, good = soak.verdict(options, struck, ledger, tmp_path / "rows", tmp_path / "quiet")
+    folders = tmp_path / "rows", tmp_path / "quiet"
+    report, good = soak.verdict(options, 100.0, record["strikes"], ledger, *folders)
     part = report.partition("## Verdict\n\n")[2].partition("\n\n")[0]
     lines = [line for line in part.splitlines() if line.startswith(("- Yes: ", "- **NO**: "))]
     return {line.partition(": ")[2]: line.startswith("- Yes") for line in lines}, good

@@ -88,10 +88,8 @@ KERNEL_MODELS = ("llama3_8b", "llama3_70b", "llama3_1b")
 """Whose shapes are timed, first those that matter most."""
 
 KERNEL_CALLS = 4
-"""Calls of a step."""
 
 ROOFLINE_SIZE = 8192
-"""Of the square matrices of the roofline."""
 
 GOALS = (
     (r"attention, sequence \d+: forward.*: (ring|zigzag)_attention", "relative", 1.02, False),
@@ -216,10 +214,7 @@ class Bench:
                     self._in_turns(grouped_gemm_part(name, tiny=tiny))
 
     def _first_that_fits(self, parts: Iterable[Part]) -> list[Part]:
-        """Measure the first part that does not run out of memory; the parts that were tried.
-
-        It is a failure if there is none.
-        """
+        """Measure the first part that memory suffices for, a failure without one; the parts that were tried."""
         tried, row = [], {}
         for part in parts:
             tried.append(part)

@@ -101,7 +101,10 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         state = start(checkpoint.load(folder, abstract_state(cfg, mesh).params))
         checkpoints = stack.enter_context(Checkpoints(cfg))
         if jax.process_index() == 0:
-            _copy_beside(folder, run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for name in _travelling(folder):
+                write_atomic(run_dir / name, inside(folder, name).read_bytes())
+            write_atomic(run_dir / ORIGINAL, inside(folder, "config.json").read_bytes())
             text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
             write_atomic(run_dir / "config.json", text.encode())
         if jax.process_count() > 1:
@@ -115,13 +118,6 @@ def _before_the_copy(cfg: Config, hf_dir: Path) -> Config:
         return cfg
     data = dataclasses.replace(cfg.data, tokenizer=str(inside(hf_dir, TOKENIZER)))
     return dataclasses.replace(cfg, data=data)
-
-
-def _copy_beside(folder: Path, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for name in _travelling(folder):
-        write_atomic(run_dir / name, inside(folder, name).read_bytes())
-    write_atomic(run_dir / ORIGINAL, inside(folder, "config.json").read_bytes())
 
 
 def export_checkpoint(options: Export, mesh: "Mesh") -> None:

@@ -118,11 +118,7 @@ def begun_anew(run_dir: Path) -> int:
 
 
 def places(options: Options, environ: Mapping[str, str], chosen: train.Options) -> Places:
-    """The ranks of this host, from what `environ` and `--dist.*` say of the job.
-
-    Raises:
-        UserError: the environment does not say where this host stands, and several processes are to start on it.
-    """
+    """The ranks of this host, from `environ` and `--dist.*`; `UserError` if several are to start on an unknown host."""
     launch, here = detect(environ, chosen.dist), options.processes or 1
     if launch is None:
         return Places(tuple(range(here)), here, None)

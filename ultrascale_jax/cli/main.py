@@ -49,13 +49,7 @@ def main() -> None:
 
 
 def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
-    """Run one command as a whole process: what ends it becomes an exit code.
-
-    Args:
-      command: one of `COMMANDS`.
-      arguments: words after it; by default those of this process.
-      options: for the command's main function.
-    """
+    """Run the command as a whole process: what ends it becomes an exit code; `options` go to its main function."""
     try:
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         module.main(sys.argv[1:] if arguments is None else arguments, **options)

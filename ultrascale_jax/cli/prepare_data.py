@@ -63,12 +63,7 @@ class Args:
 
 
 def prepare(args: Args) -> shards.Index:
-    """Write the shards and return their index.
-
-    Raises:
-        ValueError: an input file is not what its name says, or `out` has shards of other input or
-            other settings.
-    """
+    """Write the shards and return their index; `ValueError` for bad input, or shards of other input or settings."""
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
@@ -264,26 +259,21 @@ def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(
             f"input={str(path)!r}: Parquet needs pyarrow; pip install pyarrow"
         ) from error
+    size, rows = path.stat().st_size, 0
     try:
-        yield from parquet_rows(path, field)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names, total = file.schema_arrow.names, file.metadata.num_rows
+            fix = f"has no column {field!r} but {names}; give another --text-field"
+            require(field in names, "input", str(path), fix)
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    rows += 1
+                    fix = f"row {rows} has no text in {field!r}; give another --text-field"
+                    require(isinstance(text, str), "input", str(path), fix)
+                    yield text, size * rows // total
     except (OSError, pyarrow.ArrowException) as error:
         words = " ".join(str(error).split())
         raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
-
-
-def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    import pyarrow.parquet
-
-    size, rows = path.stat().st_size, 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        fix = f"has no column {field!r} but {file.schema_arrow.names}; give another --text-field"
-        require(field in file.schema_arrow.names, "input", str(path), fix)
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                rows += 1
-                fix = f"row {rows} has no text in {field!r}; give another --text-field"
-                require(isinstance(text, str), "input", str(path), fix)
-                yield text, size * rows // file.metadata.num_rows
 
 
 def main(argv: Sequence[str]) -> None:

@@ -43,11 +43,7 @@ class Figure(ABC):
         """Draw on `canvas`, a figure of matplotlib."""
 
     def draw(self, png: Path) -> str:
-        """Write a PNG file of 150 dots an inch; return the same picture as an SVG file.
-
-        Raises:
-          UserError: matplotlib is not installed.
-        """
+        """Write a PNG file of 150 dots an inch and return the picture as SVG; `UserError` without matplotlib."""
         version()
         import matplotlib
         from matplotlib.figure import Figure as Canvas
@@ -82,11 +78,7 @@ class Figure(ABC):
 
 
 def version() -> str:
-    """Return that of matplotlib.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """Return matplotlib's version; `UserError` if it is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError:

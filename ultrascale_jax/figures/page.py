@@ -22,7 +22,6 @@ class Page:
     title: str
     subtitle: str
     facts: dict[str, str]
-    """The most important numbers."""
     command: str
     """The command line that makes the page again."""
     inputs: Sequence[str]

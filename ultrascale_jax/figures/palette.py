@@ -68,7 +68,6 @@ STYLE = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
     ),
 }
-"""Settings of matplotlib."""
 
 
 def is_variable(part: str) -> bool:

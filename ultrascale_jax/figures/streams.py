@@ -29,7 +29,6 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it is done."""
         return self.start + self.duration
 
 
@@ -52,7 +51,6 @@ class Streams(Figure):
 
     @property
     def colours(self) -> dict[str, str]:
-        """Every kind of operation and its colour."""
         every = (e.kind for events in self.streams.values() for e in events)
         return kind_colours(list(dict.fromkeys(every)))
 
@@ -130,7 +128,6 @@ class Streams(Figure):
 
 
 MOVES = {"in": "zoom in", "out": "zoom out", "left": "←", "right": "→", "all": "whole step"}
-"""Buttons of a timeline."""
 
 
 def merged(events: Sequence[Event], shortest: float) -> list[Event]:

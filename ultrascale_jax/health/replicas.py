@@ -28,10 +28,7 @@ from ultrascale_jax.train_step.state import TrainState
 
 
 class ReplicasDiffer(UserError):
-    """Copies of an array are not equal. The state is not saved.
-
-    The run can go on from its newest checkpoint, whose copies were equal when it was saved; a supervisor restarts it.
-    """
+    """Copies of an array are not equal. The state is not saved; a run goes on from its newest checkpoint."""
 
     exit_code = CRASHED
 
@@ -80,10 +77,7 @@ class Replicas:
         """Share of the state's bytes that is held more than once."""
 
     def check(self, step: int, state: TrainState) -> None:
-        """Compare all copies after `step`; every process calls it, and waits for the devices.
-
-        Raises `ReplicasDiffer` on all processes, naming the devices that differ and their hosts.
-        """
+        """Compare all copies after `step` on every process; `ReplicasDiffer` names devices and their hosts."""
         table = np.asarray(_fingerprints(state).addressable_data(0))
         values = table.view(np.uint64)[..., 0].T
         first = np.take_along_axis(values, self._pieces, axis=1)

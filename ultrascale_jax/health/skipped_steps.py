@@ -20,7 +20,6 @@ FILE_NAME = "skipped.json"
 
 
 MOST_IN_A_ROW = 10
-"""Skipped steps after which a run stops."""
 
 
 class Diverged(UserError):

@@ -33,11 +33,7 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch | None:
-    """Return the launch that `dist` and `environ` describe, or None for a process on its own.
-
-    Raises:
-        UserError: something is missing or cannot be; the message names the field or the variable.
-    """
+    """Return the launch of `dist` and `environ`, None for a process on its own; `UserError` names what is wrong."""
     given = _given(environ, dist or DistConfig())
     launch = _plain(environ, given)
     if launch is None:
@@ -189,10 +185,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _ompi(environ: Mapping[str, str]) -> Launch | None:
-    """Read a process of `mpirun`. Open MPI 4 has its launcher's address, Open MPI 5 a job name that contains it.
-
-    The rule assumes process 0 on the launcher's host, where `mpirun` puts it by default.
-    """
+    """Read a process of `mpirun`: process 0 is at its launcher's address (Open MPI 4), or in its job name (5)."""
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE", 1)
@@ -225,10 +218,7 @@ def own_gpus(
     """Return the GPUs of the `local_id`-th of `per_node` processes, counted among those it sees; None for all.
 
     A process alone on its node takes all. Several that see the same GPUs share them evenly; where each sees only some
-    of the `on_node` there are, the launcher has shared them out already.
-
-    Raises:
-        UserError: there are more processes than GPUs.
+    of the `on_node` there are, the launcher has shared them out already. `UserError` for more processes than GPUs.
     """
     visible = _visible(environ)
     if per_node == 1 or visible == 1:

@@ -104,11 +104,7 @@ def _checked(compile_program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raise_unordered(name: str, pairs: list[Unordered]) -> None:
-    """Refuse the program `name`, in which `pairs` have no fixed order.
-
-    Raises:
-        UserError: always.
-    """
+    """Raise the `UserError` of the program `name`, in which `pairs` have no fixed order."""
     loop, collective, kinds = pairs[0]
     fix = (
         f"in {name} XLA:CPU may run {collective} before or after {loop} ({', '.join(kinds)}; {len(pairs)} such pairs), "

@@ -122,13 +122,7 @@ def guarded(
 
 
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
-    """Refuse a job whose devices are not the ones that it should have.
-
-    That is `dist.expect_devices`; without it, what the cluster says it gave this process.
-
-    Raises:
-        UserError: there are other devices; the message says which process has how many.
-    """
+    """Raise `UserError` unless the job has `dist.expect_devices` devices, or else those that the cluster gave it."""
     devices = jax.devices()
     if dist.expect_devices is not None:
         counts = Counter(device.process_index for device in devices)
@@ -194,10 +188,7 @@ def _watch_each_other(dist: DistConfig) -> None:
 
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
-    """Add the flags of the CPU or the GPU to `XLA_FLAGS`, and a GPU's memory's share, keeping what the user set.
-
-    The CPU is asked for by `JAX_PLATFORMS`.
-    """
+    """Add the flags of the CPU (by `JAX_PLATFORMS`) or GPU, and a GPU's memory's share; keep what the user set."""
     cpu = _wants_cpu(environ)
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))

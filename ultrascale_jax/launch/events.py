@@ -96,10 +96,7 @@ def say(text: str, file: IO[str] | None = None) -> None:
 
 
 def read_events(path: Path) -> list[dict]:
-    """Return the events of a file, or of a run directory, in its order, without lines that are no events.
-
-    Returns none if the file cannot be read, and reports that on stderr.
-    """
+    """Return the events of a file, or of a run directory, in order; says on stderr if it cannot be read."""
     path = Path(path)
     try:
         path = path / FILE_NAME if path.is_dir() else path

@@ -82,12 +82,10 @@ class Failures:
     def guarded(
         self, record: Callable[..., None] | None = None, *, refusals: bool = True
     ) -> Iterator[None]:
-        """Record any exception that leaves the block, the `SystemExit` of a failure too, and end the job with it.
+        """Record by `record` any exception that leaves the block, a failing `SystemExit` too, and end the job with it.
 
-        Args:
-            record: writes an event, as `Events.record`.
-            refusals: `UserError` too. Without, the block is inside another one of these, and what stands between them
-                may wait for other processes: only a `UserError`, which all raise, may pass through it.
+        Without `refusals` a `UserError` passes: the block is inside another one of these, and what stands between them
+        may wait for other processes, which all raise it.
         """
         self._record = record
         try:

@@ -28,7 +28,6 @@ CLASSES = {
     "hang": "no progress, or waiting to be ended",
     "down": "between the end of one try and the start of the next",
 }
-"""The classes of a second, and their meaning."""
 
 OF_SECTION = {
     "start": "start-up",

@@ -109,10 +109,7 @@ class Disk:
         threading.Thread(target=self._run, name="disk", daemon=True).start()
 
     def ask[T](self, call: Callable[[], T], timeout_s: float | None = None) -> T | None:
-        """Return `call()`, None if the disk fails.
-
-        Or if it does not answer within `timeout_s`, or `ANSWER_S`: then the call is done later.
-        """
+        """Return `call()`; None if the disk fails, or needs more than `timeout_s`: then it is done later."""
         answer: Future[T] = Future()
         self._calls.put((call, answer))
         if self._unanswered is not None and not self._unanswered.done():
@@ -166,10 +163,7 @@ def dump(children: Mapping[Child, Path]) -> dict[Child, Path]:
 
 
 def follow_supervisor(environ: MutableMapping[str, str]) -> None:
-    """End this process when its supervisor dies, however that happens; without one, do nothing.
-
-    The variable is taken out of `environ`: processes that this one starts have another parent.
-    """
+    """End this process when its supervisor dies; takes the variable out of `environ`, which children inherit."""
     supervisor = environ.pop(SUPERVISOR, "")
     if not supervisor.isdecimal() or not sys.platform.startswith("linux"):
         return

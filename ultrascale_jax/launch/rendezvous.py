@@ -76,11 +76,9 @@ def call(
         Where JAX's service should listen: `bind`, the address's own interface, or all where it is none of this host.
 
     Raises:
-        NotJoined: not all came within `dist.timeout_s`.
-        UserError: two processes have the same number, or process 0 does not let this one in, or the port is taken;
-            under a supervisor the first and the last are a `NotJoined`.
-        SystemExit: on the other processes, when process 0 raises one of these; with 0 where this process was told to
-            stop and not all came within `STOP_S`.
+        NotJoined: not all came within `dist.timeout_s`; under a supervisor also for a port or a number that is taken.
+        UserError: process 0 does not let this one in, or the port or the number is taken.
+        SystemExit: on the others, when process 0 raises one of these; 0 after a request to stop and `STOP_S`.
     """
     deadline = _Deadline(dist.timeout_s, stop)
     me = {
@@ -109,7 +107,6 @@ class _Deadline:
     def __init__(self, timeout_s: float, stop: Callable[[], bool]):
         self._end, self._stop = time.monotonic() + timeout_s, stop
         self.stopping = False
-        """Whether this process has a request to stop."""
 
     def left(self) -> float:
         """Return the seconds left, negative once it is over; `STOP_S` at most after a request to stop."""

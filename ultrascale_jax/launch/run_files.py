@@ -31,15 +31,9 @@ class NotRegular(UserError, OSError):
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without waiting; returns its descriptor. It is also an `opener` for `open`.
+    """Open a regular file without waiting and return its descriptor; also an `opener` for `open`.
 
-    Args:
-        path: in a run directory.
-        flags: those of `os.open`.
-
-    Raises:
-        NotRegular: a link, FIFO, device, socket or folder is there.
-        OSError: as `os.open`.
+    Raises `NotRegular` for a link, FIFO, device, socket or folder, or `OSError` as `os.open`.
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
@@ -64,10 +58,7 @@ def read_regular(path: Path | str) -> bytes:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file: a crash leaves the old one or the new one, never a part.
-
-    A link at `path` is replaced and not followed; so is one at `path.tmp`, where the content is written first.
-    """
+    """Write a whole file: a crash leaves the old one or the new one. A link at `path` or `path.tmp` is replaced."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)
     with open(unfinished, "xb", opener=open_regular) as file:

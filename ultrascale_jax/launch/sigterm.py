@@ -15,7 +15,6 @@ class SigtermListener:
 
     def __init__(self):
         self.received = False
-        """Whether SIGTERM came."""
         self._listens = False
 
     def __enter__(self) -> "SigtermListener":

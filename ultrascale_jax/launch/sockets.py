@@ -49,10 +49,7 @@ class Place:
 
 
 def resolve(address: str, left: Callable[[], float]) -> Place:
-    """Resolve the address; try again for a name that is not known yet (a pod that is starting).
-
-    Raises `NotJoined` when of the seconds to wait none is `left()`.
-    """
+    """Resolve the address, again while its name is unknown (a starting pod); `NotJoined` once no time is `left()`."""
     host, _, port = address.rpartition(":")
     while True:
         try:
@@ -154,10 +151,7 @@ def send(connection: socket.socket, message: dict) -> None:
 
 
 def receive(connection: socket.socket, left: Callable[[], float]) -> dict:
-    """Receive one message of at most `LONGEST` bytes.
-
-    Raises `TimeoutError` when of the seconds to wait none is `left()`, `ValueError` if it is something else.
-    """
+    """Receive one object; `TimeoutError` once no time is `left()`, `ValueError` for anything else."""
     connection.settimeout(0.5)
     data = b""
     while not data.endswith(b"\n"):

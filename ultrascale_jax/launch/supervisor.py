@@ -151,10 +151,7 @@ class Supervisor:
                 return code
 
     def _no_restart(self, code: int, restarts: int, no_progress: int, lost_s: float) -> str | None:
-        """Return why there is no restart after an attempt that ended with `code`; None if there is one.
-
-        The last `no_progress` restarts, and the last `lost_s` seconds, have brought no new step.
-        """
+        """Return why an attempt that ended with `code` is the last, `lost_s` after a new step; None: it is not."""
         if self._signals:
             return STOP_REQUESTED
         if code in (REFUSED, STOPPED):

@@ -29,7 +29,6 @@ class Visitor:
 
     connection: socket.socket
     hello: dict
-    """Its identity."""
     since: float = field(default_factory=time.monotonic)
 
     @property

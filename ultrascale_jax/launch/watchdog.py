@@ -78,7 +78,6 @@ class Beat:
 
     pid: int
     step: int
-    """Optimizer steps done."""
     furthest: int
     """The most steps that this run, or an earlier try of it, has done."""
     section: str
@@ -125,9 +124,9 @@ def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
     together = {name: value for sign in signs for name, value in sign.items()}
     if beat is not None:
         together["monotonic"] += together["time"] - beat.time
-    return together | {
-        name: max(sign[name] for sign in signs) for name in ("furthest",) if name in together
-    }
+    if signs:
+        together["furthest"] = max(sign["furthest"] for sign in signs)
+    return together
 
 
 def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
@@ -191,7 +190,8 @@ class Watch:
             self.stacks.unlink()
         if self._rank == 0:
             reason = self.reason if kind is None else kind.__name__
-            self._events.record("end", step=self._step, reason=reason, **self._waited())
+            waited = self._data_wait_s
+            self._events.record("end", step=self._step, reason=reason, data_wait_s=waited)
 
     def begin(self, step: int) -> None:
         """Begin the steps after `step`; the first, in which NCCL connects and memory is allocated, is `warm-up`."""
@@ -241,15 +241,12 @@ class Watch:
         self._changed.set()
         if self._rank == 0:
             again = name == "step" and self._step < self._furthest
-            told = "again" if again else name
-            self._events.record("section", name=told, step=self._step, **self._waited())
+            told, waited = "again" if again else name, self._data_wait_s
+            self._events.record("section", name=told, step=self._step, data_wait_s=waited)
 
     def _learn(self, name: str) -> None:
         took = time.monotonic() - self._mark
         self._longest[name] = max(took, self._longest.get(name, 0.0))
-
-    def _waited(self) -> dict[str, float]:
-        return {"data_wait_s": self._data_wait_s}
 
     def _bound_s(self, section: str) -> float:
         if self._hang_s > 0 and section not in ONCE:

@@ -33,7 +33,6 @@ class Program:
     work: str
     """What it does; the first program of the same work is what the others are compared with."""
     contestant: str
-    """Who does it."""
     amount: int
     """Operations of one call, or least bytes of traffic where `limit` is `copy`."""
     limit: Limit
@@ -52,13 +51,11 @@ class Contestant:
     peak_bytes: Callable[[], int]
     """Largest memory in use so far: of the device, or on a CPU of the process."""
     compile_s: float
-    """Seconds spent compiling the step."""
     loss: float | None = None
     """Loss of the first step, in nats; none where nothing is trained."""
     first_step: tuple[float, float]
     """`moment()` when the first step was done."""
     device: str
-    """Kind of the device."""
     libraries: tuple[str, ...]
     """Distributions whose versions are reported."""
     notes: dict[str, str]

@@ -52,14 +52,10 @@ def figures(
 
     Args:
       cfg: the run, for its tokens a step and FLOPs.
-      facts: what the contestant said when it was ready.
+      facts: what the contestant said when it was ready; they join the row.
       step_s: seconds of each step.
       cpu_s: CPU-seconds of a step, one figure per turn; empty where another device does the work.
-      peak_bytes: most memory in use.
-
-    Returns:
-      `step_s` (median, p10, p90), `tokens_per_s` (of the median step), `tokens_per_cpu_s` (where there is `cpu_s`),
-      `tflops_per_device`, `mfu` (where the device's peak is known), `peak_gb` (1e9 bytes), and `facts`.
+      peak_bytes: most memory in use; `peak_gb` counts in 1e9.
     """
     tokens = cfg.train.global_batch * cfg.data.seq_len
     median = statistics.median(step_s)

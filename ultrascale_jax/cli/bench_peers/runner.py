@@ -77,10 +77,7 @@ class Process:
         self._cache.cleanup()
 
     def ready(self) -> dict:
-        """Wait for the first step: what the contestant says of itself, `first_step_s` and `first_step_cpu_s`.
-
-        Both count from the start of the process.
-        """
+        """Wait for the first step: what the contestant says, and seconds and CPU-seconds from its start to there."""
         answer = self._read()
         at, cpu_s = answer.pop("first_step")
         return answer | {"first_step_s": at - self._started, "first_step_cpu_s": cpu_s}

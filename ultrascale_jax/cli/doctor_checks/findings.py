@@ -20,11 +20,9 @@ class Finding:
     """One line of the report."""
 
     verdict: str
-    """One of `VERDICTS`."""
     name: str
     text: str
     fix: str = ""
-    """What to do about it."""
 
     def line(self) -> str:
         """The finding for people."""

@@ -38,8 +38,8 @@ def versions() -> list[Finding]:
     text += f", Python {platform.python_version()}"
     plugins = [name for name in PLUGINS if found[name]]
     fix = f"pip install jax[cuda12]=={found['jax']} brings all of one version"
-    short = {name: _short(version) for name, version in found.items() if version}
-    if len(set(short.values())) > 1:
+    # The first three numbers: 0.12.0.1 is a second build of 0.12.0.
+    if len({tuple(version.split(".")[:3]) for version in found.values() if version}) > 1:
         return [Finding("FAIL", "versions", f"{text}: they differ", fix)]
     if len(plugins) > 1:
         fix = f"pip uninstall one of {' and '.join(plugins)}"
@@ -141,8 +141,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _short(version: str) -> tuple[str, ...]:
-    """The first three numbers: 0.12.0.1 is a second build of 0.12.0."""
-    return tuple(version.split(".")[:3])

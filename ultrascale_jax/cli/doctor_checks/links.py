@@ -81,14 +81,9 @@ def _find(mesh: Mesh, axis: str, kind: str) -> Finding:
 
 
 def judge(name: str, size: int, moved: float, seconds: float, planned: float | None) -> Finding:
-    """Compare a collective with its plan.
+    """Compare `seconds` of a collective with those `planned`, which nobody knows for some devices.
 
-    Args:
-        name: what it is.
-        size: bytes of its larger side on a device.
-        moved: bytes that a link must carry.
-        seconds: what it took.
-        planned: what it should take; none: nobody knows.
+    Its larger side has `size` bytes on a device; a link must carry `moved` bytes.
     """
     text = f"{size / 2**20:.2f} MiB at {moved / seconds / 1e9:.2f} GB/s"
     if planned is None:

@@ -1,12 +1,13 @@
 """`ultrascale plan compile`: what XLA makes of a step on GPUs that are not there, and how long that takes."""
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,32 +68,16 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
 
 def interruptible[T](work: Callable[[], T]) -> T:
     """Do `work` in another thread, so that Ctrl-C need not wait for XLA; a line on stderr says that it runs."""
-    done: list[T] = []
-    errors: list[Exception] = []
-
-    def target() -> None:
-        try:
-            done.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
     console = Console(stderr=True)
-    try:
-        thread.start()
-        if console.is_terminal:
-            with console.status("compiling"):
-                thread.join()
-        else:
-            thread.join()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(
-            common.INTERRUPTED
-        )  # XLA compiles on, and would crash if Python went away under it
-    for error in errors:
-        raise error
-    return done[0]
+    status = console.status("compiling") if console.is_terminal else contextlib.nullcontext()
+    with ThreadPoolExecutor() as pool:
+        try:
+            with status:
+                return pool.submit(work).result()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+            # XLA compiles on, and would crash if Python went away under it.
+            os._exit(common.INTERRUPTED)
 
 
 def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:

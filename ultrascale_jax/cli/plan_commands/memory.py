@@ -90,11 +90,7 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
 
 
 def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> dict[str, Any]:
-    """Bytes on one GPU by part and by moment, whether they fit, and what to change.
-
-    Raises:
-      UserError: the configuration cannot run.
-    """
+    """Bytes on one GPU by part and by moment, whether they fit, and what to change; `UserError` if it cannot run."""
     run = common.planned(cfg, options)
     usable, held = model.usable_bytes(gpu), model.breakdown(run)
     fits = held.peak_bytes <= usable
@@ -118,10 +114,7 @@ def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> di
 def _hint(
     cfg: Config, options: Options, model: MemoryModel, usable: int, *, fits: bool
 ) -> tuple[str, int]:
-    """Options, gentlest first, with which the run fits; for one that fits, faster ones that do too.
-
-    With the bytes that the run then needs; ("", 0) where there are none.
-    """
+    """Options, gentlest first, with which the run fits, or a faster one does, and its bytes; ("", 0) without any."""
     for changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

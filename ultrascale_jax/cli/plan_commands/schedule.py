@@ -27,7 +27,6 @@ WHEN = {
     "zb_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
     "dualpipe_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: F beside B",
 }
-"""When to take which."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ columns of the playbook's benchmark; what the file has already is not run again.
 is that of this machine's processor and the memory that of the process.
 """
 
+import csv
 import dataclasses
 import json
 import math
@@ -13,30 +14,49 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.table import Table as RichTable
+from rich import table as rich
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process
-from ultrascale_jax.cli.plan_commands import common, sweep_table
-from ultrascale_jax.cli.plan_commands.sweep_table import Outcome
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
-from ultrascale_jax.config import Config, ModelConfig, require
+from ultrascale_jax.config import AXES, Config, ModelConfig, UserError, require
 from ultrascale_jax.configs.shapes import PLAYBOOK
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.search.search_space import configured
+from ultrascale_jax.plan.search.search_space import (
+    Choices,
+    Space,
+    configured,
+    enumerate_runs,
+    pinned,
+)
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import mfu
+from ultrascale_jax.training.model_shape import ModelShape
 
 OURS = "ultrascale_jax.cli.bench_peers.ours"
 WARM_UP = 2
 STEPS = 10
 COUNT = "import jax, json; print(json.dumps([jax.device_count(), jax.devices()[0].device_kind]))"
+
+
+COLUMNS = (
+    *("model", "nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero"),
+    *("mfu_pct", "tok_s_gpu", "tok_s", "mem_gb"),
+    *("mesh", "schedule", "remat", "seq_len", "device", "status", "source", "command"),
+)
+"""Those of the benchmark (`dp` is dp*fsdp*ep, `tp` is sp*tp, memory in GiB, nan where a run failed), then ours."""
+
+KEY = ("command", "schedule", "device", "source")
+"""What tells one row from another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +91,55 @@ class Machine:
     """For JAX, in the processes that run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one run."""
+
+    status: str
+    """`ok`, `out of memory`, or `failed: ` and why."""
+    step_s: float = math.nan
+    mfu: float = math.nan
+    peak_bytes: float = math.nan
+
+
+class Table:
+    """The CSV file of a sweep."""
+
+    def __init__(self, path: Path):
+        """Read `path`, or make it and its directories.
+
+        Raises:
+          UserError: it is the table of something else, or cannot be written.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+", newline="", encoding="utf-8") as file:
+                file.seek(0)
+                reader = csv.DictReader(file)
+                names, self.rows = reader.fieldnames, list(reader)
+        except OSError as error:
+            raise UserError(f"out={str(path)!r}: cannot be written: {error.strerror}") from None
+        except (UnicodeDecodeError, csv.Error):
+            raise UserError(f"out={str(path)!r}: is no CSV; choose another file") from None
+        fix = "has other columns than a sweep; choose another file"
+        require(names is None or tuple(names) == COLUMNS, "out", str(path), fix)
+
+    def find(self, key: Mapping[str, str]) -> dict[str, str] | None:
+        """The row whose `KEY` is that of `key`, if there is one."""
+        same = (row for row in self.rows if all(row[name] == key[name] for name in KEY))
+        return next(same, None)
+
+    def add(self, row: dict[str, str]) -> None:
+        """Write one more row."""
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow(row)
+        self.rows.append(row)
+
+
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "sweep", Options, __doc__)
     recipe = recipe_of(argv)
@@ -79,13 +148,13 @@ def main(argv: list[str]) -> None:
     with command_line.user_errors():
         choices = {} if options.grid is None else parse_choices("grid", options.grid)
         machine = find_machine(options, cluster)
-        space = sweep_table.grid(cfg, machine.cluster, choices, common.shape_of(cfg, options))
+        space = grid(cfg, machine.cluster, choices, common.shape_of(cfg, options))
         wanted = options.predict or bool(choices)
         runs = space.runs if wanted or not space.refusal else []
         reasons = ", ".join(space.illegal) or "the product of the axes"
         fix = f"nothing is legal on {machine.cluster.num_gpus} devices; refused: {reasons}"
         require(bool(runs), "grid", options.grid or "all meshes", fix)
-        table = sweep_table.Table(options.out or Path("out/sweep") / f"{recipe}.csv")
+        table = Table(options.out or Path("out/sweep") / f"{recipe}.csv")
     made, complete = [], False
     with output.progress() as progress:
         task = progress.add_task("", total=len(runs))
@@ -107,7 +176,7 @@ def one(
     run: Run,
     refusal: str,
     machine: Machine,
-    table: sweep_table.Table,
+    table: Table,
     recipe: str,
     options: Options,
 ) -> dict[str, str]:
@@ -118,19 +187,19 @@ def one(
     said = {
         "model": model_name(cfg.model, recipe),
         "device": machine.device,
-        "schedule": sweep_table.schedule(run),
+        "schedule": " ".join(run.pipeline),
         "source": ", ".join(["formula", *assumed(options)]) if options.predict else "measured",
         "command": shlex.join(["ultrascale", "train", *arguments, *fake]),
     }
     if (known := table.find(said)) is not None:
         return known
     if options.predict:
-        outcome = sweep_table.predict(run, machine.cluster)
+        outcome = predict(run, machine.cluster)
     elif refusal:
         outcome = Outcome(status=f"refused: {refusal}")
     else:
         outcome = measure(run, arguments, machine, 60 * options.minutes)
-    row = sweep_table.row(run, machine.cluster, outcome, **said)
+    row = row_of(run, machine.cluster, outcome, **said)
     table.add(row)
     return row
 
@@ -158,10 +227,7 @@ def assumed(options: Options) -> list[str]:
 
 
 def find_machine(options: Options, cluster: Cluster) -> Machine:
-    """The planned cluster, so many fake devices, or what JAX finds here.
-
-    JAX is asked in a process of its own, since it would keep the devices' memory.
-    """
+    """The planned cluster, fake devices, or what JAX finds here, in a process of its own: it keeps the memory."""
     if options.predict:
         return Machine(cluster=cluster, device=cluster.name, environ={})
     if options.devices:
@@ -201,7 +267,7 @@ def measure(run: Run, arguments: list[str], machine: Machine, seconds: float) ->
 def report(
     made: list[dict[str, str]],
     complete: bool,
-    table: sweep_table.Table,
+    table: Table,
     recipe: str,
     machine: Machine,
     options: Options,
@@ -215,13 +281,13 @@ def report(
         print(output.verb_json("sweep", head))
         return
     shown = ("mesh", "mbs", "gas", "zero", "remat", "tok_s_gpu", "mfu_pct", "mem_gb", "status")
-    grid = RichTable(*shown)
-    for column in grid.columns:
+    lines = rich.Table(*shown)
+    for column in lines.columns:
         column.overflow = "fold"
     for row in sorted(made, key=lambda row: -float(row["tok_s_gpu"].replace("nan", "0"))):
-        grid.add_row(*(row[name] for name in shown))
+        lines.add_row(*(row[name] for name in shown))
     console = output.console(150)
-    console.print(grid)
+    console.print(lines)
     state = "all" if complete else "interrupted:"
     console.print(f"{state} {len(made)} rows are in {table.path}", markup=False, soft_wrap=True)
 
@@ -232,3 +298,54 @@ def _number(text: str) -> str | float | int | None:
     except ValueError:
         return text
     return None if math.isnan(value) else int(value) if value.is_integer() else value
+
+
+def grid(
+    cfg: Config,
+    cluster: Cluster,
+    choices: Choices,
+    shape: ModelShape | None = None,
+) -> Space:
+    """Every legal run of `choices`; what they do not name is as in `cfg`, every value of what is `auto` there.
+
+    An axis that they do not name is 1. If they name none, all meshes are tried that split no sequence over cp.
+    """
+    own = pinned(cfg)
+    if "sequences" in choices:
+        own.pop("microbatches", None)
+    free = [] if any(axis in choices for axis in AXES) else ["pp", "dp", "fsdp", "sp", "tp"]
+    return enumerate_runs(cfg, cluster, {**own, **choices}, free, shape)
+
+
+def predict(run: Run, cluster: Cluster) -> Outcome:
+    """What the formulas say of `run`."""
+    step = estimate(run, cluster)
+    if not step.fits:
+        return Outcome(status="out of memory")
+    return Outcome(status="ok", step_s=step.step_s, mfu=step.mfu, peak_bytes=step.peak_bytes)
+
+
+def row_of(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, str]:
+    """One row of the table; `said` gives `model`, `device`, `source` and `command`."""
+    mesh = run.mesh
+    speed = run.step_tokens / outcome.step_s
+    values = {
+        "nodes": cluster.nodes,
+        "mbs": run.sequences,
+        "gas": run.microbatches,
+        "gbs": run.global_batch,
+        "dp": mesh.batch,
+        "pp": mesh.pp,
+        "tp": mesh.tensor,
+        "zero": run.zero,
+        "mfu_pct": f"{100 * outcome.mfu:.1f}",
+        "tok_s_gpu": f"{speed / run.num_gpus:.1f}",
+        "tok_s": f"{speed:.1f}",
+        "mem_gb": f"{outcome.peak_bytes / 2**30:.1f}",
+        "mesh": mesh.text,
+        "schedule": " ".join(run.pipeline),
+        "remat": run.remat,
+        "seq_len": run.seq_len,
+        "status": outcome.status,
+    }
+    return {name: str(said.get(name, values.get(name, ""))) for name in COLUMNS}

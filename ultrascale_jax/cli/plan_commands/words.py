@@ -31,15 +31,10 @@ def words(recipe: str, cfg: Config) -> list[str]:
 
 
 NAMES = {"schedule": SCHEDULES, "stash": STASHES}
-"""Fields whose values are words."""
 
 
 def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
-    """`tp=8,pp=1` or `fsdp=1,2,4 remat=none,full` as choices.
-
-    Raises:
-      UserError: a field is unknown, given twice, or has a value that it cannot take; the message begins with `name`.
-    """
+    """`tp=8,pp=1` or `fsdp=1,2,4 remat=none,full` as choices; a `UserError` begins with `name`."""
     found: dict[str, tuple[Any, ...]] = {}
     key = ""
     for word in re.split(r"[,\s]+", text.strip()):
