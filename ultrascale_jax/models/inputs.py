@@ -42,7 +42,7 @@ class LayerInputs:
     dtype: jax.typing.DTypeLike = dataclasses.field(default=jnp.float32, metadata=STATIC)
     """Type of compute."""
     window: int | None = dataclasses.field(default=None, metadata=STATIC)
-    """How many positions back attention reaches; `Transformer` sets it for each layer; those of a pipeline are alike."""
+    """How many positions back attention reaches; `Transformer` sets it for each layer, alike in a pipeline."""
     context: ContextConfig = dataclasses.field(default=NATURAL, metadata=STATIC)
     """How attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`). Unused with a
     cache."""
