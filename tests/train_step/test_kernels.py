@@ -28,7 +28,7 @@ MIXED = dataclasses.replace(MODEL, experts=Experts(num=2, top_k=1, dense_layers=
 
 KERNELS = {
     "attention": {"attention", "attention_dkv", "attention_dq"},
-    "norm": {"rms_norm", "rms_norm_backward"},
+    "norm": {"rms_norm_backward"},
     "loss": {"linear_cross_entropy", "linear_cross_entropy_gradient"},
     "grouped_matmul": {"grouped_matmul", "grouped_matmul_weight_gradient"},
     "fp8_matmul": {"fp8_matmul", "quantize_fp8"},
