@@ -218,6 +218,18 @@ def test_float16_and_bfloat16_become_the_wanted_type(tmp_path):
     assert checkpoint.load(folder, half).embed.dtype == np.dtype("bfloat16")
 
 
+def assert_refused(family, tmp_path, change, said):
+    """The fixture with zeros of other shapes as these tensors, or without them, is refused in these words."""
+    folder, tensors = copy(family, tmp_path)
+    for name, shape in change.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = np.zeros(shape, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -232,14 +244,7 @@ def test_float16_and_bfloat16_become_the_wanted_type(tmp_path):
     ],
 )
 def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path, change, said):
-    folder, tensors = copy("llama3", tmp_path)
-    for name, shape in change.items():
-        tensors.pop(name, None)
-        if shape is not None:
-            tensors[name] = np.zeros(shape, np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=said):
-        load(folder)
+    assert_refused("llama3", tmp_path, change, said)
 
 
 def test_a_type_that_is_no_float_is_refused_by_name(tmp_path):
@@ -375,14 +380,7 @@ def test_deepseeks_layer_for_the_token_after_the_next_is_ignored(tmp_path):
     ],
 )
 def test_tensors_of_experts_and_latents_that_do_not_fit_are_refused_by_name(tmp_path, change, said):
-    folder, tensors = copy("deepseek_v3", tmp_path)
-    for name, shape in change.items():
-        tensors.pop(name, None)
-        if shape is not None:
-            tensors[name] = np.zeros(shape, np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=said):
-        load(folder)
+    assert_refused("deepseek_v3", tmp_path, change, said)
 
 
 def test_shards_stay_under_their_size_and_the_index_names_every_tensor(tmp_path):

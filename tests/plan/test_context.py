@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from ultrascale_jax.config import ContextConfig, MeshConfig
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas.activations import (
@@ -19,15 +20,7 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
 from ultrascale_jax.training.model_shape import ModelShape
 
-LLAMA3_8B = ModelShape(
-    vocab_size=128256,
-    d_model=4096,
-    d_ff=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
+LLAMA3_8B = ModelShape.of(shapes.LLAMA3_8B)
 
 
 def split(cp: int = 8, seq_len: int = 131072, **fields) -> Run:

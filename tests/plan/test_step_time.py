@@ -3,6 +3,7 @@
 import pytest
 
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -12,15 +13,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.model_shape import ModelShape
 
-LLAMA3_8B = ModelShape(
-    vocab_size=128256,
-    d_model=4096,
-    d_ff=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
+LLAMA3_8B = ModelShape.of(shapes.LLAMA3_8B)
 LLAMA2_7B = ModelShape.of(LLAMA3_8B, vocab_size=32000, d_ff=11008, num_kv_heads=32)
 MIXTRAL = ModelShape.of(LLAMA3_8B, vocab_size=32000, experts=Experts(num=8, top_k=2))
 QWEN3 = ModelShape.of(QWEN3_30B_A3B)

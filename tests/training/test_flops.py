@@ -114,15 +114,7 @@ def test_the_mean_number_of_keys_is_the_mean_of_the_mask():
 
 
 def test_llama3_8b_at_8192_tokens_needs_its_published_count():
-    llama = ModelConfig(
-        vocab_size=128256,
-        d_model=4096,
-        d_ff=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-    )
+    llama = shapes.LLAMA3_8B
     assert (
         matmul_params(llama) == 7_504_658_432
     )  # 8.03e9 parameters less the embedding table and the norms

@@ -10,15 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.config import ModelConfig, RopeScaling, require
+from ultrascale_jax.config import LatentAttention, ModelConfig, RopeScaling, require
 from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.huggingface.experts import (
-    count_keys,
-    expert_dict,
-    latent_dict,
-    read_experts,
-    read_latent,
-)
+from ultrascale_jax.huggingface.experts import count_keys, expert_keys, read_experts
 from ultrascale_jax.huggingface.families import FAMILIES, Family, flag, integer, number
 from ultrascale_jax.huggingface.files import inside
 
@@ -82,7 +76,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     num_heads, num_layers = integer(raw, "num_attention_heads"), integer(raw, "num_hidden_layers")
     d_model, latent = integer(raw, "hidden_size"), None
     if family.latent:
-        latent, head_dim = read_latent(raw)
+        latent, head_dim = _latent(raw)
     else:
         head_dim = integer(raw, "head_dim", family.head_dim, null=d_model // num_heads)
     rope_theta, rope_scaling = _rope(raw, family)
@@ -107,6 +101,23 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         experts=read_experts(raw, num_layers),
         latent=latent,
     )
+
+
+def _latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
+    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
+    rope_dim = integer(raw, "qk_rope_head_dim", 64)
+    width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
+    require(width is None or width == rope_dim, "head_dim", width, fix)
+    fix = "supported is true, rotary pairs that are neighbours"
+    require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
+    direct = raw.get("q_lora_rank", 1536) is None
+    latent = LatentAttention(
+        q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
+        kv_rank=integer(raw, "kv_lora_rank", 512),
+        rope_dim=rope_dim,
+        v_dim=integer(raw, "v_head_dim", 128),
+    )
+    return latent, integer(raw, "qk_nope_head_dim", 128) + rope_dim
 
 
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
@@ -250,7 +261,27 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         raw["use_sliding_window"] = window is not None
     if family.window == "upper":
         raw["max_window_layers"] = cfg.first_window_layer if window is not None else cfg.num_layers
-    return raw | expert_dict(cfg, model_type) | latent_dict(cfg)
+    return raw | expert_keys(cfg, model_type) | _latent_keys(cfg)
+
+
+def _latent_keys(cfg: ModelConfig) -> dict[str, Any]:
+    """Return the keys of DeepSeek's attention, and the router's keys that its own code and others read."""
+    latent = cfg.latent
+    if latent is None:
+        return {}
+    return {
+        "head_dim": latent.rope_dim,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
 
 
 def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Convert experts and latent attention from and to the keys of Mixtral, Qwen3-MoE and DeepSeek-V3."""
+"""Convert experts from and to the keys of Mixtral, Qwen3-MoE and DeepSeek-V3."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
+from ultrascale_jax.config import Experts, ModelConfig, require
 from ultrascale_jax.huggingface.families import FAMILIES, flag, integer, number
 
 ALIAS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
@@ -59,24 +59,7 @@ def _dense_layers(raw: Mapping[str, Any]) -> int:
     return len(layers)
 
 
-def read_latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
-    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
-    rope_dim = integer(raw, "qk_rope_head_dim", 64)
-    width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
-    require(width is None or width == rope_dim, "head_dim", width, fix)
-    fix = "supported is true, rotary pairs that are neighbours"
-    require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
-    direct = raw.get("q_lora_rank", 1536) is None
-    latent = LatentAttention(
-        q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
-        kv_rank=integer(raw, "kv_lora_rank", 512),
-        rope_dim=rope_dim,
-        v_dim=integer(raw, "v_head_dim", 128),
-    )
-    return latent, integer(raw, "qk_nope_head_dim", 128) + rope_dim
-
-
-def expert_dict(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
+def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the keys of the experts. Raises `UserError` if the family cannot express them."""
     family, experts = FAMILIES[model_type], cfg.experts
     if family.experts is None:
@@ -98,23 +81,3 @@ def expert_dict(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
     shared, fix = experts.shared, f"{model_type} has at least 1"
     require(shared > 0 or not family.experts.shared, "model.experts.shared", shared, fix)
     return found
-
-
-def latent_dict(cfg: ModelConfig) -> dict[str, Any]:
-    """Return the keys of DeepSeek's attention, and the router's keys that its own code and others read."""
-    latent = cfg.latent
-    if latent is None:
-        return {}
-    return {
-        "head_dim": latent.rope_dim,
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.v_dim,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }

@@ -26,7 +26,7 @@ class Family:
     head_dim: int | None = None
     rope_theta: float = 10000.0
     latent: bool = False
-    """Multi-head latent attention, with the keys of `huggingface/experts.py`."""
+    """Multi-head latent attention, with DeepSeek's keys (`huggingface/config.py`)."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
     expert_keys: Mapping[str, str] = field(default_factory=dict)
