@@ -96,14 +96,10 @@ class Strike:
     """The checkpoint that it damaged."""
 
 
-DESCRIPTION = """Train under the supervisor while a random fault strikes every so many seconds; then compare with an \
-undisturbed run, bit for bit, and let the ledger explain every second."""
-
-
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "python -m scripts.soak"
-        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         command_line.load_recipe(options.recipe)
         ours = not options.run_dir.exists() or (options.run_dir / "disturbed").exists()
         fix = "is not the directory of a soak; give one that may be removed"

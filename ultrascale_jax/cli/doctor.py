@@ -12,9 +12,6 @@ from pathlib import Path
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.doctor_checks import flags
 
-DESCRIPTION = """Check versions, environment, devices, hosts, links, clocks and the run directory, and train three \
-steps of a tiny model on the mesh. RECIPE and options are those of the run."""
-
 NOT_TRIED = "not tried, because of the FAIL above"
 
 LINKS_S, PREFLIGHT_S = 60.0, 60.0
@@ -26,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         prog="ultrascale doctor",
         options=command_line.JobOptions,
-        description=DESCRIPTION,
+        description=__doc__ or "",
     )
     if (wrong := flags.problem(os.environ)) is not None:
         print(f"FAIL  XLA_FLAGS: {wrong}", flush=True)

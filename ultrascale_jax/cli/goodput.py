@@ -1,4 +1,8 @@
-"""Account for every second of a run: `ultrascale goodput RUN_DIR`."""
+"""Account for every second of a run: `ultrascale goodput RUN_DIR`.
+
+Over all its restarts each is in one class: productive steps, steps done again, start-up, compilation, waits for
+checkpoints and batches, evaluation, hangs, and the time between tries.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +24,10 @@ class Options:
     """Its run directory."""
 
 
-DESCRIPTION = """Every second of a run, over all its restarts, in one class: productive steps, steps done again, \
-start-up, compilation, waits for checkpoints and batches, evaluation, hangs, and the time between tries."""
-
-
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale goodput"
-        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         fix = f"holds no {events.FILE_NAME}; give the run directory of a training run"
         known = (options.run_dir / events.FILE_NAME).is_file()
         require(known, "run_dir", str(options.run_dir), fix)

@@ -1,4 +1,8 @@
-"""The checkpoints of a run, and whether they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`."""
+"""The checkpoints of a run, and whether they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`.
+
+Lists step, size, age, versions and mesh of the run that saved it, and its state. Without --verify only names and sizes
+of files are compared with the manifest. Exit code 1: one is damaged or cannot be read, or there is none.
+"""
 
 import time
 from collections.abc import Sequence
@@ -30,11 +34,6 @@ class Options:
     """Read every byte: by the manifest, or where there is none by the arrays' fingerprints, which takes a device."""
     arrays: command_line.Flag = False
     """List the arrays with type, shape and fingerprint."""
-
-
-DESCRIPTION = """List the checkpoints of a run: step, size, age, versions and mesh of the run that saved it, and its \
-state. Without --verify only names and sizes of files are compared with the manifest. Exit code 1: one is damaged or \
-cannot be read, or there is none."""
 
 
 def state(place: Path, *, verify: bool) -> str:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     damaged = False
     with command_line.user_errors():
         prog = "ultrascale inspect-checkpoint"
-        options = command_line.read(Options, argv, prog=prog, description=DESCRIPTION)
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         saved_config(options.run_dir)  # refuses what is no run directory
         folder = folder_of(options.run_dir, CHECKPOINTS, make=False)
         there = steps(folder)

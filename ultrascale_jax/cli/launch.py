@@ -1,8 +1,9 @@
 """Train under a supervisor: `ultrascale launch [--processes N] ... -- RECIPE [--section.field VALUE ...]`.
 
-It starts `ultrascale train`, and starts it again when it dies. With `--processes` there are so many on this host;
-without, there is one, and what SLURM, Kubernetes, Open MPI or the user's environment say of its place among others is
-passed on. Both together: so many on each of several hosts, whose launcher started one supervisor a host.
+It starts `ultrascale train`, and starts it again when it fails, until it is done, stopped by SIGTERM, or restarts bring
+no new step for half an hour. With `--processes` there are so many on this host; without, there is one, and what SLURM,
+Kubernetes, Open MPI or the user's environment say of its place among others is passed on. Both together: so many on
+each of several hosts, whose launcher started one supervisor a host.
 """
 
 import math
@@ -46,10 +47,6 @@ class Options:
         require(self.hang_s is None or self.hang_s > 0, "hang_s", self.hang_s, fix)
 
 
-DESCRIPTION = """Train under a supervisor: `ultrascale train` with what stands after --. It is started again when it \
-fails, until it is done, stopped by SIGTERM, or restarts bring no new step for half an hour."""
-
-
 @dataclass(frozen=True)
 class Places:
     """The ranks of this host's processes in the job."""
@@ -75,7 +72,7 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
     prog = "ultrascale launch"
     with command_line.user_errors():
         try:
-            options = command_line.read(Options, own, prog=prog, description=DESCRIPTION)
+            options = command_line.read(Options, own, prog=prog, description=__doc__ or "")
         except UserError as error:
             hint = (
                 ""
