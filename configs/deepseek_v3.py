@@ -1,10 +1,13 @@
 """DeepSeek-V3 671B on 2,048 GPUs of 80 GB, laid out as in its report (arXiv 2412.19437, sections 3.2 and 4.2).
 
-16 pipeline stages, 64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. Experts are balanced by their biases,
-and each sequence by a small loss. Not of the report: FP8, DualPipe, batches that grow, the token after the next.
+16 pipeline stages, 64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. Recomputation and micro-batches are the
+fastest that fit the GPUs at hand; on H100s all is recomputed, and 120 micro-batches have a sequence each. Experts are
+balanced by their biases, and each sequence by a small loss. Not of the report: FP8, DualPipe, batches that grow, the
+token after the next.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -27,7 +30,7 @@ config = Config(
     ),
     optim=OptimConfig(lr=2.2e-4, schedule="wsd", warmup_steps=2000, decay_steps=68_000),
     train=TrainConfig(
-        steps=235_000, global_batch=15360, microbatches=120, zero=1, remat="full", eval_every=1000
+        steps=235_000, global_batch=15360, microbatches=AUTO, zero=1, remat="auto", eval_every=1000
     ),
     moe=MoEConfig(a2a_groups=8, aux_loss=0.0001, aux_over="sequence", bias_rate=0.001),
     checkpoint=CheckpointConfig(every=500),

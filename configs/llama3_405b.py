@@ -1,10 +1,11 @@
 """Llama 3.1 405B, meant for 512 to 8,192 GPUs of 80 GB: tensor and sequence parallel inside a node, sharded across.
 
 16 M tokens a step; learning rate, warm-up and final rate are those of arXiv 2407.21783, section 3.4.
-512 GPUs (fsdp 64 x sp 8) want `--train.microbatches 32`.
+Recomputation and micro-batches are the fastest that fit the GPUs at hand.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -20,7 +21,9 @@ config = Config(
     mesh=MeshConfig(fsdp=-1, sp=8),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
     optim=OptimConfig(lr=8e-5, min_lr_ratio=0.01, warmup_steps=8000),
-    train=TrainConfig(steps=1_200_000, global_batch=2048, remat="full", eval_every=1000),
+    train=TrainConfig(
+        steps=1_200_000, global_batch=2048, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/llama3_405b"),
 )

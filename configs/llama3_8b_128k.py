@@ -1,13 +1,13 @@
 """Llama 3.1 8B at 131,072 tokens, meant for 8 to 64 GPUs of 80 GB: each sequence split over the 8 GPUs of a node.
 
-A batch of 32 sequences (4 M tokens), one at a time in each node: 8 GPUs want the 32 micro-batches below, 16 want
-`--train.microbatches 16`, 32 want 8, 64 want 4. It is the stage that stretches 8,192 tokens to 131,072, from a
-checkpoint of `ultrascale convert-hf import`. Attention crosses documents, as in arXiv 2504.06214: it is then plain
-causal, without a mask, and every sequence shows the model all distances; positions that restart show only those inside
-a document.
+A batch of 32 sequences (4 M tokens), in as few micro-batches as fit: GPUs of 80 GB take one sequence a node at a time.
+It is the stage that stretches 8,192 tokens to 131,072, from a checkpoint of `ultrascale convert-hf import`. Attention
+crosses documents, as in arXiv 2504.06214: it is then plain causal, without a mask, and every sequence shows the model
+all distances; positions that restart show only those inside a document.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -31,7 +31,7 @@ config = Config(
     train=TrainConfig(
         steps=1000,
         global_batch=32,
-        microbatches=32,
+        microbatches=AUTO,
         remat="save:q,k,v,attn_core,attn_out,gate",
         eval_every=100,
     ),

@@ -1,14 +1,15 @@
 """Llama 3 8B at 1,048,576 tokens, meant for 64 to 256 GPUs of 80 GB: each sequence split over 64.
 
-A batch of 4 sequences (4 M tokens), one at a time on each 64 GPUs: 64 want the 4 micro-batches below, 128 want
-`--train.microbatches 2`, 256 want 1. The 8 GPUs of a node exchange heads for sequence, and the nodes pass keys and
-values round a ring of 8. YaRN stretches 8,192 tokens by 128 with the thresholds of arXiv 2504.06214, which made Llama
-3.1 8B read 1M; as there, attention crosses documents (see `llama3_8b_128k`).
+A batch of 4 sequences (4 M tokens), in as few micro-batches as fit: GPUs of 80 GB take one sequence on each 64 at a
+time. The 8 GPUs of a node exchange heads for sequence, and the nodes pass keys and values round a ring of 8. YaRN
+stretches 8,192 tokens by 128 with the thresholds of arXiv 2504.06214, which made Llama 3.1 8B read 1M; as there,
+attention crosses documents (see `llama3_8b_128k`).
 """
 
 import dataclasses
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     ContextConfig,
@@ -37,7 +38,7 @@ config = Config(
     train=TrainConfig(
         steps=250,
         global_batch=4,
-        microbatches=4,
+        microbatches=AUTO,
         remat="save:q,k,v,attn_core,attn_out,gate",
         eval_every=50,
         eval_batches=1,

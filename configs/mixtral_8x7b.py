@@ -1,10 +1,11 @@
 """Mixtral 8x7B, meant for 64 to 1,024 GPUs of 80 GB: the 8 experts of a layer inside each node, sharded across.
 
-4 M tokens a step, on 64 GPUs 65,536 tokens each at a time. The weight of the balancing loss is that of its
-`config.json`.
+4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand. The weight of the
+balancing loss is that of its `config.json`.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -21,7 +22,9 @@ config = Config(
     mesh=MeshConfig(fsdp=-1, ep=8),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
     optim=OptimConfig(lr=2e-4, warmup_steps=2000),
-    train=TrainConfig(steps=100_000, global_batch=1024, remat="full", eval_every=1000),
+    train=TrainConfig(
+        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
     moe=MoEConfig(aux_loss=0.02),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/mixtral_8x7b"),

@@ -1,10 +1,11 @@
 """Qwen3 30B-A3B, meant for 16 to 512 GPUs of 80 GB: the 128 experts of a layer inside each node, sharded across.
 
-16 GPUs (fsdp 2 x ep 8) want `--train.microbatches 8`; 4 M tokens a step. The weight of the balancing loss is that of
-its `config.json`.
+4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand. The weight of the
+balancing loss is that of its `config.json`.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -21,7 +22,9 @@ config = Config(
     mesh=MeshConfig(fsdp=-1, ep=8),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
     optim=OptimConfig(lr=3e-4, warmup_steps=2000),
-    train=TrainConfig(steps=100_000, global_batch=1024, remat="full", eval_every=1000),
+    train=TrainConfig(
+        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
     moe=MoEConfig(aux_loss=0.001),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/qwen3_30b_a3b"),

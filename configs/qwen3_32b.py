@@ -1,9 +1,10 @@
 """Qwen3 32B, meant for 32 to 1,024 GPUs of 80 GB: fully sharded, with a tensor and sequence group of 4.
 
-32 GPUs (fsdp 8 x sp 4) want `--train.microbatches 32`, 256 want 4; 4 M tokens a step.
+4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -19,7 +20,9 @@ config = Config(
     mesh=MeshConfig(fsdp=-1, sp=4),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
     optim=OptimConfig(lr=2e-4, warmup_steps=2000),
-    train=TrainConfig(steps=100_000, global_batch=512, remat="full", eval_every=1000),
+    train=TrainConfig(
+        steps=100_000, global_batch=512, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/qwen3_32b"),
 )

@@ -1,10 +1,11 @@
 """SmolLM2-135M, meant for one node of eight GPUs of 24 GB, which split the batch.
 
-Nine heads have no useful tensor group, so more GPUs mean more data parallelism; one GPU alone wants
-`--train.microbatches 32`.
+Nine heads have no useful tensor group, so more GPUs mean more data parallelism. The number of micro-batches is the
+fastest that fits the GPUs at hand.
 """
 
 from ultrascale_jax.config import (
+    AUTO,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -21,7 +22,7 @@ config = Config(
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=2048),
     optim=OptimConfig(lr=3e-3, schedule="wsd", warmup_steps=500, weight_decay=0.01),
     train=TrainConfig(
-        steps=10_000, global_batch=256, microbatches=4, zero=0, remat="selective", eval_every=500
+        steps=10_000, global_batch=256, microbatches=AUTO, zero=0, remat="selective", eval_every=500
     ),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/smollm2_135m"),

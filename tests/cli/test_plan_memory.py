@@ -9,11 +9,11 @@ import pytest
 
 from ultrascale_jax.cli import plan
 
-FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3"]
-OPEN = ["--train.remat", "auto", "--train.microbatches", "auto"]
+PINNED = ["--train.remat", "full", "--train.microbatches", "1"]
+FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3", *PINNED]
 LONG = [
     *("llama3_70b", "--gpus", "64", "--mesh", "fsdp=64"),
-    *("--seq-len", "65536", "--train.global-batch", "64"),
+    *("--seq-len", "65536", "--train.global-batch", "64", *PINNED),
 ]
 
 
@@ -55,8 +55,8 @@ def test_a_run_that_fits_says_how_much_is_left(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["llama3_8b", "--gpus", "8"], "--train.microbatches 8"),
-        (["llama3_70b", "--gpus", "32", "--train.zero", "1"], "--train.zero 2"),
+        (["llama3_8b", "--gpus", "8", *PINNED], "--train.microbatches 8"),
+        (["llama3_70b", "--gpus", "32", "--train.zero", "1", *PINNED], "--train.zero 2"),
         ([*FITS, "--train.remat", "none", "--train.zero", "2"], "--train.remat"),
         (LONG, "--mesh"),
     ],
@@ -85,12 +85,12 @@ def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
 
 
 def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
-    plan.main(["memory", "llama3_8b", *OPEN, "--json"])
+    plan.main(["memory", "llama3_8b", "--json"])
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"]
     assert captured.err.startswith("--train.remat selective --train.microbatches 64 (1 sequence a")
     assert captured.err.count("\n") == 1
-    plan.main(["memory", "llama3_405b", "--gpus", "8", *OPEN, "--mesh", "auto", "--json"])
+    plan.main(["memory", "llama3_405b", "--gpus", "8", "--mesh", "auto", "--json"])
     captured = capsys.readouterr()
     assert not json.loads(captured.out)["fits"] and "nothing fits 8 x h100" in captured.err
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.recipes import pinned
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.configs import llama3_8b_1m, llama3_8b_128k
 from ultrascale_jax.hlo import matmuls, parse
@@ -137,8 +138,9 @@ def test_keys_travel_while_a_block_is_at_work(compiled):
 )
 def recipe(request, compile_once):
     """The recipe's config on 8 or 64 H100s, a sequence each micro-batch, its step and the simulated time of it."""
-    recipe, num_gpus = {"128k": (llama3_8b_128k, 8), "1m": (llama3_8b_1m, 64)}[request.param]
-    cfg = recipe.config.check(num_gpus)
+    recipes = {"128k": (llama3_8b_128k.config, 8, 32), "1m": (llama3_8b_1m.config, 64, 4)}
+    cfg, num_gpus, microbatches = recipes[request.param]
+    cfg = pinned(cfg, cfg.train.remat, microbatches).check(num_gpus)
     step = compile_once(cfg, num_gpus)
     return step, simulate_step(step, find_cluster(None, "h100", num_gpus))
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.recipes import left_open, pinned
+from tests.recipes import MEANT_FOR, left_open, pinned
+from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import (
     AUTO,
     REMAT_POLICIES,
@@ -28,6 +29,18 @@ from ultrascale_jax.plan.workload import GIB, Run
 def h100s(num_gpus, usable_gib=None):
     usable = None if usable_gib is None else int(usable_gib * GIB)
     return cluster_of("NVIDIA H100 80GB HBM3", num_gpus, usable)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus"), [(name, n) for name, (_, counts) in MEANT_FOR.items() for n in counts]
+)
+def test_the_plain_command_of_a_recipe_fits_the_gpus_that_it_is_meant_for(name, num_gpus):
+    memory_gib = MEANT_FOR[name][0]
+    cluster = h100s(num_gpus, memory_gib and 0.92 * memory_gib)
+    cfg, _ = choose_auto(load_recipe(name), cluster)
+    run = Run.of(cfg, num_gpus)
+    assert not cfg.train.auto
+    assert breakdown(run).peak_bytes <= SAFE * cluster.gpu.usable_bytes
 
 
 def test_it_is_the_fastest_by_formula_of_all_that_fit():

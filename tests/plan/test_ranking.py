@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import REMAT_POLICIES
 from ultrascale_jax.configs.debug import config as debug
@@ -47,7 +48,7 @@ def predicted():
 
 def ran(size=GIB, step_s=5.0, **parts):
     return StepPrediction(
-        run=Run.of(llama3_8b, 8),  # any: the search knows which one it asked for
+        run=Run.of(pinned(llama3_8b), 8),  # any: the search knows which one it asked for
         gpu=find_gpu("h100"),
         source="compiled",
         step_s=step_s,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes import pinned
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.configs import llama3_8b
 from ultrascale_jax.figures.charts import Bars, Heat
@@ -33,7 +34,7 @@ NEGATIVE = json.dumps(
 
 @pytest.fixture(scope="module")
 def scenario() -> Scenario:
-    cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(fsdp=8, sp=8))
+    cfg = dataclasses.replace(pinned(llama3_8b.config), mesh=MeshConfig(fsdp=8, sp=8))
     return Scenario(
         name="llama3_8b",
         cfg=cfg,

@@ -295,7 +295,7 @@ def test_a_branch_may_be_taken_in_a_share_of_the_iterations(share):
 
 def test_the_library_times_a_pipeline_as_the_command_does(monkeypatch, capsys):
     """Both know in how many ticks a rank has the head."""
-    words = "llama3_8b --mesh pp=2 --train.microbatches 32 --train.global-batch 32".split()
+    words = "llama3_8b --mesh pp=2 --train.remat full --train.microbatches 32 --train.global-batch 32".split()
     cfg, _ = command_line.parse(words, prog="test")
     switched = BRANCHES + LOOP + indented([SWITCH]) + "\n}\n"
     step = compile.CompiledStep(
@@ -485,7 +485,8 @@ def test_the_trace_has_a_row_for_each_stream_and_every_event():
 
 
 def test_speed_is_that_of_the_run():
-    cfg, _ = command_line.parse(["llama3_8b", "--mesh", "fsdp=8"], prog="test")
+    words = "llama3_8b --mesh fsdp=8 --train.remat full --train.microbatches 1".split()
+    cfg, _ = command_line.parse(words, prog="test")
     planned = Run.of(cfg, 8)
     timeline = run(program(PRODUCT))
     step = compile.CompiledStep(

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.recipes import pinned
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -18,6 +19,8 @@ from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.workload import Group, Run, group
 from ultrascale_jax.training.model_shape import ModelShape
 
+LLAMA3_8B, LLAMA3_70B = pinned(llama3_8b.config), pinned(llama3_70b.config)
+LLAMA32_1B = pinned(llama32_1b.config, "selective", 8)
 MIXTRAL = ModelShape.of(shapes.MIXTRAL_8X7B)
 
 
@@ -58,19 +61,18 @@ def test_a_plain_feed_forward_layer_has_two_matrices():
 
 
 def test_a_run_is_what_the_recipe_does_on_so_many_gpus():
-    run = Run.of(llama3_8b.config, 64)
+    run = Run.of(LLAMA3_8B, 64)
     assert (run.num_gpus, run.shards, run.sequences, run.global_batch) == (64, 64, 8, 512)
     assert run.tokens == 8 * 8192
     assert run.step_tokens == 512 * 8192
     sizes = {"fsdp": 8, "sp": 8}
-    cfg = dataclasses.replace(llama3_70b.config, mesh=MeshConfig(**sizes))
+    cfg = dataclasses.replace(LLAMA3_70B, mesh=MeshConfig(**sizes))
     assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).microbatches == cfg.train.global_batch
 
 
 def piped(**pp) -> Config:
-    train = dataclasses.replace(llama32_1b.config.train, microbatches=8)
     mesh = MeshConfig(pp=4, fsdp=2)
-    return dataclasses.replace(llama32_1b.config, mesh=mesh, train=train, pp=PipelineConfig(**pp))
+    return dataclasses.replace(LLAMA32_1B, mesh=mesh, pp=PipelineConfig(**pp))
 
 
 def test_a_run_has_its_pipeline_from_the_configuration():
@@ -84,7 +86,7 @@ def test_a_run_has_its_pipeline_from_the_configuration():
 
 def split(cp: int, **fields) -> Run:
     """Llama 3 8B with a sequence of 65,536 over cp."""
-    cfg = dataclasses.replace(llama3_8b.config, mesh=MeshConfig(cp=cp), cp=ContextConfig(**fields))
+    cfg = dataclasses.replace(LLAMA3_8B, mesh=MeshConfig(cp=cp), cp=ContextConfig(**fields))
     data = dataclasses.replace(cfg.data, seq_len=65536)
     return Run.of(dataclasses.replace(cfg, data=data), cp)
 
@@ -114,14 +116,14 @@ def test_attention_computes_the_keys_of_whole_blocks(fields, keys):
 
 
 def test_a_run_knows_how_tokens_reach_their_experts():
-    cfg = dataclasses.replace(llama3_8b.config, model=shapes.MIXTRAL_8X7B, mesh=MeshConfig(ep=8))
+    cfg = dataclasses.replace(LLAMA3_8B, model=shapes.MIXTRAL_8X7B, mesh=MeshConfig(ep=8))
 
     def label(**moe) -> str:
         return Run.of(dataclasses.replace(cfg, moe=MoEConfig(**moe)), 8).label.split(" zero")[0]
 
     assert label() == "ep8" and label(dispatch="capacity") == "ep8 capacity"
     assert label(a2a_groups=2, overlap=True) == "ep8 nodes2 overlap"
-    assert Run.of(llama3_8b.config, 8).dispatch == []
+    assert Run.of(LLAMA3_8B, 8).dispatch == []
     with pytest.raises(UserError, match=r"mesh\.ep=16: must divide"):
         Run.of(dataclasses.replace(cfg, mesh=MeshConfig(ep=16)), 16)
 
@@ -182,7 +184,7 @@ def test_a_pipeline_that_cannot_run_is_refused(change, message):
 )
 def test_what_cannot_be_planned_is_refused(changes, field):
     with pytest.raises(UserError, match=field):
-        Run.of(llama3_8b.config, 8, **changes)
+        Run.of(LLAMA3_8B, 8, **changes)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import yaml
 from ultrascale_jax.cli import command_line, launch, train
 from ultrascale_jax.launch.cluster import detect
 from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
+from ultrascale_jax.plan.auto import choose_auto
+from ultrascale_jax.plan.hardware import find_cluster
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "scripts/slurm.sh"
@@ -25,7 +27,8 @@ def started(
     options = command_line.read(launch.Options, words[:place], prog="launch")
     cfg, chosen = command_line.parse(words[place + 1 :], prog="train", options=train.Options)
     where = launch.places(options, environ, chosen)
-    assert cfg.check(where.processes)
+    cluster = find_cluster(None, "h100", where.processes)
+    assert choose_auto(cfg, cluster)[0].check(where.processes)
     return where, launch.environments(options, environ, where)
 
 

@@ -17,7 +17,25 @@ from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.step import make_train_step
 
 NUM_DEVICES = 4096
-RECIPES = {name: load_recipe(name) for name in recipes()}
+FIXED = {
+    "llama32_1b": {"remat": "selective", "microbatches": 8},
+    "llama3_8b_128k": {"microbatches": 32},
+    "llama3_8b_1m": {"microbatches": 4},
+    "smollm2_135m": {"microbatches": 4},
+    "deepseek_v3": {"remat": "full", "microbatches": 120},
+}
+"""Values of what these recipes leave open; the others recompute all, in one micro-batch."""
+
+
+def fixed(name: str) -> Config:
+    """The recipe with nothing open."""
+    cfg = load_recipe(name)
+    values = {"remat": "full", "microbatches": 1} | FIXED.get(name, {})
+    train = dataclasses.replace(cfg.train, **{field: values[field] for field in cfg.train.auto})
+    return dataclasses.replace(cfg, train=train)
+
+
+RECIPES = {name: fixed(name) for name in recipes()}
 
 
 def on_4096(cfg: Config) -> Config:

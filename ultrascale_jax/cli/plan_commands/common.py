@@ -103,18 +103,20 @@ def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
     return ModelShape.of(cfg.model, gated=not options.plain_mlp)
 
 
-def chosen(cfg: Config, options: Options, cluster: Cluster) -> Config:
-    """`cfg` with what is open chosen for `cluster`, which a line on stderr says; call it inside `user_errors`.
+def chosen(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
+    """`cfg` with what is open chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
 
     Where nothing fits, it is what needs the least memory.
     """
     shape = shape_of(cfg, options) if isinstance(options, Assumptions) else None
-    cfg, why = choose_auto(
-        cfg, cluster, choose_mesh=options.mesh == "auto", must_fit=False, shape=shape
-    )
+    choose_mesh = options.mesh == "auto"
+    return choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=False, shape=shape)
+
+
+def tell(why: str) -> None:
+    """Show on stderr what was chosen and why, if anything was; stdout may be JSON."""
     if why:
-        print(why, file=sys.stderr)
-    return cfg
+        print(why, file=sys.stderr, flush=True)
 
 
 def planned(cfg: Config, options: Assumptions) -> Run:

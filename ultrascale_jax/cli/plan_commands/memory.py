@@ -75,8 +75,9 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
         if "nanotron" not in models:
             fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
         require(options.software in models, "software", options.software, fix)
-        cfg = common.chosen(cfg, options, cluster)
+        cfg, why = common.chosen(cfg, options, cluster)
         summary = summarize(cfg, options, cluster.gpu, models[options.software])
+        common.tell(why)
     if options.json:
         print(output.verb_json("memory", summary))
         return
