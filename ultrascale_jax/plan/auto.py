@@ -94,7 +94,7 @@ def choose_auto(
 
 
 def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
-    """What stays as it is."""
+    """Return what stays as it is."""
     choices = pinned(cfg)
     if choose_mesh:
         return choices
@@ -104,7 +104,7 @@ def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, t
 
 
 def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
-    """The fastest of those that fit with `SAFE`; otherwise what needs the least memory. And why it is taken."""
+    """Return the fastest of those that fit with `SAFE`; otherwise what needs the least memory. And why it is taken."""
     on = f"{search.cluster.num_gpus} x {search.cluster.gpu.name}"
     usable, tried = search.usable_bytes, f"{search.counts['candidates']:,} tried"
     safe = [step for step in fits if step.peak_bytes <= _safe_share(step.run) * usable]

@@ -58,7 +58,7 @@ class Gpu:
     """Where the links are from."""
 
     def peak_flops(self, precision: str = "bf16") -> float:
-        """Dense peak in FLOP/s.
+        """Return the dense peak in FLOP/s.
 
         Raises `UserError` if the GPU has no tensor cores for `precision`.
         """
@@ -73,7 +73,7 @@ class Gpu:
 
 
 def _describe(target: str) -> dict:
-    """The fields of `Gpu` that a `GpuTargetConfig` holds."""
+    """Return the fields of `Gpu` that a `GpuTargetConfig` holds."""
 
     def number(name: str, text: str = target) -> float:
         found = re.search(rf"\b{name}: ([\d.]+)", text)
@@ -152,7 +152,7 @@ The network is InfiniBand or as quick, but where `efa` says that AWS' Elastic Fa
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, or the one that `FILE` or `NAME:FILE` describes.
+    """Find the GPU of that name, or the one that `FILE` or `NAME:FILE` describes.
 
     A file is a `GpuTargetConfig` of a real host: a program that runs there with `XLA_FLAGS=--xla_dump_to=DIR` writes it
     as `DIR/*gpu_target_config.pbtxt`. The chip is read from the file; peaks and links are those of the named GPU, or
@@ -177,7 +177,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
-    """`num_gpus` GPUs in the named machine, in `NODESxGPUS,INTRA,INTER` (GB/s of one GPU and direction), or as usual.
+    """Find `num_gpus` GPUs in a named machine, in `NODESxGPUS,INTRA,INTER` (GB/s of a GPU and direction), or as usual.
 
     Without a `gpu` they are the machine's, or H100s.
 

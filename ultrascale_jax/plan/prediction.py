@@ -51,7 +51,7 @@ class StepPrediction:
         return dataclasses.replace(self, step_s=factor * self.step_s, parts=parts)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers as JSON has them; bytes and seconds on one GPU."""
+        """Return the numbers as JSON has them; bytes and seconds on one GPU."""
         return {
             "label": self.run.label,
             "gpus": self.run.num_gpus,

@@ -79,7 +79,7 @@ class Run:
 
     @classmethod
     def of(cls, cfg: Config, num_gpus: int, shape: ModelShape | None = None, **changes) -> "Run":
-        """The run that `cfg` describes on `num_gpus` GPUs, checked as the trainer checks it.
+        """Describe the run of `cfg` on `num_gpus` GPUs, checked as the trainer checks it.
 
         Raises:
           UserError: the mesh does not divide the model, the batch or the GPUs, or the schedule is not for them.
@@ -156,7 +156,7 @@ class Run:
         return self.step_tokens * flops_per_token(self.shape, self.seq_len)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
-        """Model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""
+        """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""
         found = mfu(self.step_flops / self.num_gpus / step_s, gpu.kind, self.precision)
         assert found is not None  # every GPU of the table has a peak
         return found
@@ -167,12 +167,12 @@ class Run:
         return self.context.ranks(self.mesh.cp)
 
     def steps(self, window: int | None) -> int:
-        """Blocks of others' keys that a place of the ring attends to."""
+        """Count the blocks of others' keys that a place of the ring attends to."""
         places = self.ring[0]
         return len(distances_in_reach(places, self.context.chunks, self.seq_len // places, window))
 
     def keys(self, window: int | None) -> float:
-        """Keys that attention computes for a query on average: where blocks are whole also such as it does not see."""
+        """Count the keys that attention computes for a query on average: whole blocks, seen or not."""
         places, chunks = self.ring[0], self.context.chunks
         if places == 1:
             return mean_keys(self.seq_len, window)
@@ -242,14 +242,14 @@ fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and 
 
 
 def _moment_bytes(optim: OptimConfig) -> int:
-    """Bytes of both moments of a parameter."""
+    """Count the bytes of both moments of a parameter."""
     if optim.moment_dtype == "float32":
         return 8
     return 4 if optim.stochastic_rounding else 6
 
 
 def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:
-    """The group that one GPU belongs to along `axes`; ranks are laid out with `tp` fastest and `pp` slowest."""
+    """Return the group of one GPU along `axes`; ranks are laid out with `tp` fastest and `pp` slowest."""
     ranks = per_node = stride = 1
     for axis in reversed(AXES):
         size = mesh.sizes[axis]

@@ -98,7 +98,7 @@ class CompiledStep:
 def target_devices(
     num_devices: int, gpu: str = "h100", gpus_per_host: int | None = None
 ) -> list[jax.Device]:
-    """`num_devices` GPUs that exist for the compiler only, `gpus_per_host` (default: as usual) to a host.
+    """Return `num_devices` GPUs that exist for the compiler only, `gpus_per_host` (default: as usual) to a host.
 
     Raises:
       UserError: the GPU is unknown, XLA cannot read its description, the last host would not be full, or XLA's CUDA
@@ -207,7 +207,7 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of one global batch."""
+    """Return shapes and shardings of one global batch."""
     names = (
         "tokens",
         "targets",

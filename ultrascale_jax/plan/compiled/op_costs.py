@@ -85,7 +85,7 @@ class Operations:
 
 
 def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operation:
-    """Matrix products, and what is fused with them (a residual, say) as far as it moves more than they do."""
+    """Time the matrix products, and what is fused with them (a residual, say) as far as it moves more than they do."""
     scratch = sum(array.bytes for array in i.arrays[1:] if array.dtype in ("s8", "u8"))
     own = sum(2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots)
     fused = costs.memory_seconds(gpu, max(0, device - scratch - own))
@@ -102,7 +102,7 @@ def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operati
 
 
 def arithmetic_seconds(instruction: Instruction) -> float:
-    """XLA's estimate of a fusion's arithmetic; 0 if the text has none.
+    """Return XLA's estimate of a fusion's arithmetic; 0 if the text has none.
 
     The record without a name counts the arithmetic of a Triton fusion (`kCustom`) for every tile as if it were the
     whole array, so there only XLA's model of tiles is asked.
@@ -115,7 +115,7 @@ def arithmetic_seconds(instruction: Instruction) -> float:
 
 
 def attention_flops(instruction: Instruction, head_dim: int) -> float:
-    """Operations of a call of cuDNN's attention: two products over the scores that the mask leaves, backward five."""
+    """Count the FLOPs of cuDNN's attention: two products over the scores that the mask leaves, backward five."""
     text = instruction.attributes
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": *\[([\d", ]+)\]', text)
     assert scores  # every such call has them

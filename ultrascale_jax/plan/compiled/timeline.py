@@ -117,7 +117,7 @@ def simulate(
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, which https://ui.perfetto.dev opens; a row for each stream."""
+    """Return the timeline in Chrome's trace format, which https://ui.perfetto.dev opens; a row for each stream."""
     events: list[dict[str, Any]] = []
     for row, (stream, shown) in enumerate(timeline.streams.items()):
         place = {"pid": 0, "tid": row}
@@ -180,7 +180,7 @@ class _Replay:
                     self.compute(i, operation)
 
     def compute(self, instruction: Instruction, operation: Operation) -> None:
-        """The compute stream works; slower while NCCL has its part of the GPU."""
+        """Run the compute stream; slower while NCCL has its part of the GPU."""
         seconds = operation.seconds
         if operation.kind != "other":
             communicating = max(self.free[IN_NODE], self.free[BETWEEN_NODES]) - self.now
@@ -191,7 +191,7 @@ class _Replay:
         self.now += seconds
 
     def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:
-        """A collective joins the queue of its link; the compute stream waits if it is synchronous."""
+        """Queue a collective on its link; the compute stream waits if it is synchronous."""
         collective, link, seconds = self.collectives[computation, instruction.name]
         end = self.issue(link, instruction, seconds, (collective.kind, "*".join(collective.axes)))
         if collective.asynchronous:
@@ -210,7 +210,7 @@ class _Replay:
         return end
 
     def wait(self, link: str, end: float) -> None:
-        """The compute stream stands still until `end`; what the link does meanwhile is what it waits for."""
+        """Let the compute stream stand still until `end`; what the link does meanwhile is what it waits for."""
         for begun, done, key in self.queues[link]:
             self.seconds["wait", *key] += max(0.0, min(done, end) - max(begun, self.now))
         self.now = max(self.now, end)
@@ -278,7 +278,7 @@ class _Replay:
         }
 
     def tried(self, computation: str) -> float:
-        """When `computation` would end if it ran now."""
+        """Return when `computation` would end if it ran now."""
         trial = copy.copy(self)
         trial.free, trial.queues = dict(self.free), dict(self.queues)
         trial.seconds = defaultdict(float, self.seconds)
@@ -308,7 +308,7 @@ class _Replay:
 
 
 def _on_link(collective: collectives.Collective, cluster: Cluster) -> tuple[str, float]:
-    """Over which link a collective runs, and for how long: in the group that is spread over most nodes."""
+    """Choose the link of a collective, and time it there: in the group that is spread over most nodes."""
     spread = (_members(devices, cluster.gpus_per_node) for devices in collective.groups)
     members = max(spread, key=lambda group: group.nodes)
     size = max(collective.operand_bytes, collective.result_bytes)

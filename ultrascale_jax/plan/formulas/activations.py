@@ -40,7 +40,7 @@ class Layer:
 
 
 def layer_of(run: Run) -> Layer:
-    """The layer of `run`; without experts."""
+    """Return the layer of `run`; without experts."""
     shape, mesh, tokens = run.shape, run.mesh, run.tokens
     heads, head_dim = shape.num_heads / mesh.tensor, shape.head_dim
     # As kernels/attention.py decides.
@@ -65,7 +65,7 @@ def layer_of(run: Run) -> Layer:
 
 
 def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes that a mean layer keeps from its forward to its backward pass, by kind.
+    """Count the bytes that a mean layer keeps from its forward to its backward pass, by kind.
 
     Where a pipeline's layers are of both kinds, each has room for what either keeps.
     """
@@ -79,7 +79,7 @@ def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def document_mask(run: Run, layer: Layer) -> float:
-    """Bytes of the masks that cuDNN's attention reads where documents end inside a sequence.
+    """Count the bytes of the masks that cuDNN's attention reads where documents end inside a sequence.
 
     On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
     """
@@ -90,7 +90,7 @@ def document_mask(run: Run, layer: Layer) -> float:
 
 
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes that one dense layer keeps from its forward to its backward pass, by kind.
+    """Count the bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
     full: its input. dots: products with parameters, and cuDNN's residuals. selective: the named tensors of
     `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate
@@ -129,7 +129,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes that a layer of experts keeps instead of the feed-forward layer, by kind.
+    """Count the bytes that a layer of experts keeps instead of the feed-forward layer, by kind.
 
     selective: the rows that a GPU got, and of them gate and up. none: also the rows by expert, and gate and up through
     silu, product and weights, once in float32; the router's float32 input, but its input gathered over sp not.
@@ -153,7 +153,7 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def working_set(run: Run, layer: Layer) -> float:
-    """Bytes of activations that the backward pass of one layer has in hand at its largest moment.
+    """Count the bytes of activations that the backward pass of one layer has in hand at its largest moment.
 
     In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up; or in attention the
     scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
@@ -172,7 +172,7 @@ def working_set(run: Run, layer: Layer) -> float:
 
 
 def experts_working_set(run: Run, layer: Layer) -> float:
-    """Bytes of activations that the backward pass of the routed experts has in hand.
+    """Count the bytes of activations that the backward pass of the routed experts has in hand.
 
     The rows as they came at each exchange, and by expert, with their gradients; and gate, up, their product's gradient,
     the product and their gradients where the first round repeats gate and up. In a loop of further rounds, which is
@@ -192,7 +192,7 @@ def experts_working_set(run: Run, layer: Layer) -> float:
 
 
 def experts_forward_bytes(run: Run, layer: Layer) -> float:
-    """Bytes of activations that the forward pass of the routed experts has in hand: gate, up and their product."""
+    """Count the bytes of gate, up and their product, which the forward pass of the routed experts has in hand."""
     if run.shape.experts is None:
         return 0.0
     rows, ffn = experts.expert_values(run)
@@ -200,7 +200,7 @@ def experts_forward_bytes(run: Run, layer: Layer) -> float:
 
 
 def loss_chunks(run: Run) -> tuple[int, float]:
-    """Chunks into which `models/loss.py` cuts a device's sequence, and the bytes of one chunk's float32 logits."""
+    """Count the chunks into which `models/loss.py` cuts a device's sequence, and one chunk's bytes in float32."""
     length = run.seq_len // run.mesh.cp
     parts = run.mesh.tensor * run.mesh.pp
     total = 4 * run.sequences * length * (run.shape.vocab_size // parts)

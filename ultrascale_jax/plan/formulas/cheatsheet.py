@@ -80,7 +80,7 @@ class Row:
 
 
 def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
-    """A row for each axis, in the playbook's order; experts only for a model that has some."""
+    """Return a row for each axis, in the playbook's order; experts only for a model that has some."""
     sheet = _Sheet(run, cluster)
     rows = [*sheet.data(), *sheet.tensor(), sheet.context(), sheet.pipeline()]
     return rows if run.shape.experts is None else [*rows, sheet.expert(run.shape.experts)]
@@ -99,12 +99,12 @@ class _Sheet:
         self.layers = self.shape.num_layers / self.mesh.pp
 
     def size(self, axis: str, suggested: int) -> int:
-        """The axis in the run, or what is suggested if the run has none."""
+        """Return the axis in the run, or what is suggested if the run has none."""
         size = self.mesh.sizes[axis]
         return size if size > 1 else max(2, suggested)
 
     def bandwidth(self, axis: str, size: int, *, neighbour: bool) -> float:
-        """Bytes a second of one GPU along an axis of `size`.
+        """Return the bytes a second of one GPU along an axis of `size`.
 
         A ring over nodes uses a network card for each of its ranks there, a transfer to a neighbour one. A batch axis
         that the run has not would take the place of the one that it has.
@@ -119,7 +119,7 @@ class _Sheet:
         return min(self.cluster.intra_gbs, self.cluster.inter_gbs * cards) * 1e9
 
     def row(self, strategy: str, size: int, sent: float, times: float, work: float) -> Row:
-        """`sent` bytes of the communication that is compared, `times` as many in a step, beside `work` FLOPs."""
+        """Compare `sent` bytes of communication, `times` as many in a step, with `work` FLOPs."""
         axis, batch, memory, compute, communication = TEXTS[strategy]
         stages = "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"
         other_stage = axis == "fsdp" and strategy != stages[self.run.zero]
@@ -139,7 +139,7 @@ class _Sheet:
         )
 
     def data(self) -> list[Row]:
-        """Gradients, and with ZeRO-3 parameters, in bfloat16 beside the passes of a micro-batch."""
+        """Compare gradients, and with ZeRO-3 parameters, in bfloat16 with the passes of a micro-batch."""
         mesh, m, backward = self.mesh, self.run.microbatches, 4 * self.tokens * self.active
         others = mesh.tensor * mesh.cp * mesh.pp * mesh.ep
         rest = max(mesh.dp, mesh.fsdp)
@@ -154,7 +154,7 @@ class _Sheet:
         ]
 
     def tensor(self) -> list[Row]:
-        """Four collectives of the hidden states in the forward pass of a layer, beside its products."""
+        """Compare four collectives of the hidden states in the forward pass of a layer with its products."""
         whole, rows = self.mesh.tensor, []
         node = max(2, self.cluster.gpus_per_node // whole)
         layer = self.shape.attention_params + self.shape.mlp_params
@@ -168,7 +168,7 @@ class _Sheet:
         return rows
 
     def context(self) -> Row:
-        """Keys and values of a neighbour in attention's forward pass; the backward pass moves twice as many bytes."""
+        """Compare a neighbour's keys and values with attention's forward pass; backward moves twice as many bytes."""
         n = self.size("cp", self.cluster.gpus_per_node)
         tokens = self.run.sequences * self.run.seq_len / n
         heads = self.shape.head_dim / self.mesh.tensor
@@ -178,7 +178,7 @@ class _Sheet:
         return self.row("CP", n, (n - 1) * step, times, (n - 1) * scores)
 
     def pipeline(self) -> Row:
-        """A micro-batch's hidden states beside the next stage's forward pass."""
+        """Compare a micro-batch's hidden states with the next stage's forward pass."""
         p = self.size("pp", min(self.cluster.nodes, self.shape.num_layers))
         layers = self.shape.num_layers / p
         layer = (self.shape.attention_params + self.shape.mlp_params) / self.mesh.tensor
@@ -186,7 +186,7 @@ class _Sheet:
         return self.row("PP", p, sent, 2 * self.run.microbatches, 2 * self.tokens * layers * layer)
 
     def expert(self, experts: Experts) -> Row:
-        """Every token's copies to their experts and back, beside those experts."""
+        """Compare every token's copies to their experts and back with those experts."""
         shape = self.shape
         n = self.size("ep", min(self.cluster.gpus_per_node, experts.num))
         copies = self.tokens * experts.top_k

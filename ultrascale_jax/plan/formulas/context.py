@@ -21,7 +21,7 @@ EXCHANGED_BYTES = 8
 
 
 def query_key_values(run: Run) -> tuple[float, float]:
-    """Numbers of values in a rank's queries and in its keys, as the ring has them: ranks may share too few kv heads."""
+    """Count the values of a rank's queries and of its keys in the ring: ranks may share too few kv heads."""
     shape, tensor, together = run.shape, run.mesh.tensor, run.ring[1]
     kv_heads = max(shape.num_kv_heads // tensor, 1)
     kv_heads *= max(1, together // kv_heads)
@@ -30,7 +30,7 @@ def query_key_values(run: Run) -> tuple[float, float]:
 
 
 def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
-    """The ranks of one place of the ring, which are neighbours, and the ring."""
+    """Return the ranks of one place of the ring, which are neighbours, and the ring."""
     (places, together), mesh = run.ring, run.mesh
     near = dataclasses.replace(mesh, cp=together, ep=mesh.ep * places)
     ring = dataclasses.replace(mesh, cp=places, tp=mesh.tp * together)
@@ -38,12 +38,12 @@ def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
 
 
 def block_share(run: Run) -> float:
-    """Scores of one step over those of a whole piece: two half blocks, or in natural order one whole."""
+    """Return scores of one step over those of a whole piece: two half blocks, or in natural order one whole."""
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
 def repeated_forward_bytes(run: Run, width: int) -> float:
-    """Bytes that the forward pass of a ring, where it is repeated, leaves to the backward pass of the same layer.
+    """Count the bytes that a ring's repeated forward pass leaves to the backward pass of the same layer.
 
     XLA finds that both pick the same chunks of the queries, and send the same keys first.
     """
@@ -56,7 +56,7 @@ def repeated_forward_bytes(run: Run, width: int) -> float:
 
 
 def backward_bytes(run: Run, width: int) -> float:
-    """Bytes that a step of the backward pass has in hand on a ring, beside the layer's own queries and result.
+    """Count the bytes that a step of a ring's backward pass has in hand beside the layer's queries and result.
 
     Chunks of queries, results and gradients, and float32 sums of the queries' gradients; keys, and float32 sums of
     theirs: here, on their way, and as they arrive, or of all places.
@@ -69,7 +69,7 @@ def backward_bytes(run: Run, width: int) -> float:
 
 
 def merge_seconds(run: Run, gpu: Gpu) -> float:
-    """Seconds of one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
+    """Time one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
     if run.mesh.cp == 1:
         return 0.0
     steps, query = run.steps(run.shape.sliding_window), query_key_values(run)[0]
@@ -81,7 +81,7 @@ def merge_seconds(run: Run, gpu: Gpu) -> float:
 def exposed_seconds(
     run: Run, cluster: Cluster, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that a layer waits for cp, forward and backward, where all its blocks together take that long.
+    """Time how long a layer waits for cp, forward and backward, if all its blocks together take that long.
 
     A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
     neither exchanges of heads.

@@ -67,12 +67,12 @@ GB200 reaches its host faster than this."""
 
 @functools.cache
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Dense peak in FLOP/s."""
+    """Return the dense peak in FLOP/s."""
     return gpu.peak_flops(dtype)
 
 
 def gemm_seconds(gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16") -> float:
-    """[m, k] x [k, n] within a step."""
+    """Time the product [m, k] x [k, n] within a step."""
     arithmetic = 2 * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
     moved = memory_seconds(gpu, 2 * (m * n + n * k + m * k))
     return (arithmetic + moved) / BUSY_SHARE + LAUNCH_S
@@ -81,7 +81,7 @@ def gemm_seconds(gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16") ->
 def attention_seconds(
     gpu: Gpu, flops: float, *, backward: bool = False, head_dim: int = 128
 ) -> float:
-    """Fused attention of so many FLOPs (the masked half not counted)."""
+    """Time fused attention of so many FLOPs (the masked half not counted)."""
     share = ATTENTION_SHARE["backward" if backward else "forward"]
     if head_dim < 128:
         share *= NARROW_HEAD_SHARE
@@ -89,17 +89,17 @@ def attention_seconds(
 
 
 def memory_seconds(gpu: Gpu, size: float) -> float:
-    """Reading and writing `size` bytes of device memory."""
+    """Time reading and writing `size` bytes of device memory."""
     return size / (MEMORY_SHARE * 1e9 * gpu.hbm_gbs)
 
 
 def host_seconds(gpu: Gpu, size: float) -> float:
-    """Copying `size` bytes to the host's memory, or from it."""
+    """Time copying `size` bytes to the host's memory, or from it."""
     return size / (HOST_GBS[gpu.capability[0]] * 1e9)
 
 
 def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -> float:
-    """One collective (`collectives.KINDS`) whose larger side is `size` bytes on each GPU of `group`.
+    """Time one collective (`collectives.KINDS`) whose larger side is `size` bytes on each GPU of `group`.
 
     Within a node bytes over links; over nodes a ring with the bandwidth of all network cards that the group has in a
     node. The latency grows with the ranks.
@@ -123,7 +123,7 @@ def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -
 
 
 def ring_bytes(kind: str, size: float, ranks: int) -> float:
-    """Bytes that each GPU of a ring sends for a collective whose larger side is `size` bytes (playbook, appendix A0).
+    """Count the bytes that each GPU of a ring sends for a collective with a larger side of `size` bytes (appendix A0).
 
     An all-reduce is a reduce-scatter and an all-gather, each (N - 1) / N of the size; an all-to-all keeps 1/N at home.
     """
@@ -131,7 +131,7 @@ def ring_bytes(kind: str, size: float, ranks: int) -> float:
 
 
 def _latency(cluster: Cluster, kind: str, size: float, group: Group) -> float:
-    """Seconds of a collective beside its start and its bytes."""
+    """Time what a collective takes beside its start and its bytes."""
     ranks, nodes = group.ranks, group.nodes
     if kind in ("collective-permute", "collective-broadcast"):
         far = HOP_S["all-gather"] if cluster.efa else NETWORK_HOP_S

@@ -15,17 +15,17 @@ from ultrascale_jax.plan.workload import Group, Run, group
 
 
 def num_chunks(run: Run) -> int:
-    """Parts of a GPU's tokens that travel one after the other."""
+    """Return parts of a GPU's tokens that travel one after the other."""
     return 2 if run.moe.overlap and run.mesh.ep > 1 else 1
 
 
 def tokens(run: Run) -> int:
-    """Tokens that a GPU sends at a time: those of its part of the residual stream, or half of them."""
+    """Count the tokens that a GPU sends at a time: those of its part of the residual stream, or half of them."""
     return run.tokens // run.mesh.sp // num_chunks(run)
 
 
 def a2a_stages(run: Run) -> list[A2AStage]:
-    """The exchanges on the way of those tokens to their experts; back they go likewise."""
+    """Return the exchanges on the way of those tokens to their experts; back they go likewise."""
     experts = run.shape.experts
     return (
         [] if experts is None else capacity.a2a_stages(run.moe, experts, run.mesh.ep, tokens(run))
@@ -33,39 +33,39 @@ def a2a_stages(run: Run) -> list[A2AStage]:
 
 
 def received_rows(run: Run) -> int:
-    """Rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
+    """Count the rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
     gathered = run.mesh.ep if run.moe.dispatch == "allgather" else 1
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
     return (found[-1] if found else tokens(run) * gathered) * run.mesh.sp
 
 
 def balanced_rows(run: Run) -> float:
-    """Rows of one expert of those tokens if all experts have the same."""
+    """Count the rows of one expert of those tokens if all experts have the same."""
     experts = run.shape.experts
     assert experts is not None
     return tokens(run) * run.mesh.sp * experts.top_k * run.mesh.ep / experts.num
 
 
 def expert_capacity(run: Run) -> int:
-    """Rows for which one expert has room: `moe.capacity_factor` times the balanced ones."""
+    """Count the rows for which one expert has room: `moe.capacity_factor` times the balanced ones."""
     return capacity.capacity(received_rows(run), balanced_rows(run), run.moe.capacity_factor)
 
 
 def gemm_rows(run: Run) -> int:
-    """Rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
+    """Count the rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
     ragged = run.kernels.grouped_matmul == "mosaic"
     return math.ceil(balanced_rows(run)) if ragged else expert_capacity(run)
 
 
 def a2a_rows(run: Run) -> int:
-    """Rows that a GPU gets of all its tokens, in all exchanges together."""
+    """Count the rows that a GPU gets of all its tokens, in all exchanges together."""
     gathered = run.mesh.ep > 1 and run.moe.dispatch == "allgather"
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
     return num_chunks(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
 
 
 def round_loops(run: Run) -> int:
-    """Loops for further rounds, one inside the other: none where a buffer has room for everything."""
+    """Count the loops for further rounds, one inside the other: none where a buffer has room for everything."""
     if run.moe.dispatch == "capacity" or run.shape.experts is None:
         return 0
     held, count = tokens(run), 0
@@ -76,7 +76,7 @@ def round_loops(run: Run) -> int:
 
 
 def expert_values(run: Run) -> tuple[float, float]:
-    """Values of the rows of a GPU's experts, padding included: as the residual stream has them, and as gate."""
+    """Count the values of a GPU's experts' rows, padding included: as the residual stream has them, and as gate."""
     shape = run.shape
     if shape.experts is None:
         return 0.0, 0.0
@@ -85,7 +85,7 @@ def expert_values(run: Run) -> tuple[float, float]:
 
 
 def traffic_bytes(run: Run) -> float:
-    """Bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
+    """Count the bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
 
     Read off XLA's programs for 11 runs of Mixtral, Qwen3 and DeepSeek-V3, and fitted to within 8%: so many passes over
     the rows as they come and by expert, over gate, and over the matrices, which are cast and cut out of their stack,
@@ -104,7 +104,7 @@ def traffic_bytes(run: Run) -> float:
 
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
-    """The exchanges, and the ranks of each: one of each part of ep, then those of a part."""
+    """Return the exchanges, and the ranks of each: one of each part of ep, then those of a part."""
     mesh, nodes, experts = run.mesh, run.moe.a2a_groups, run.shape.experts
     if experts is None:
         return []
@@ -117,7 +117,7 @@ def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
 
 
 def dispatch_seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of one way of a GPU's tokens, in bfloat16, to the experts or back, and over the sequence group."""
+    """Time one way of a GPU's tokens, in bfloat16, to the experts or back, and over the sequence group."""
 
     def seconds(kind: str, count: int, ranks: Group) -> float:
         return costs.collective_seconds(cluster, kind, 2 * run.shape.d_model * count, ranks)

@@ -57,7 +57,7 @@ class LayerTime:
         )
 
     def products(self) -> dict[str, list[Product]]:
-        """The matrix products of a mean layer's forward pass, by part."""
+        """Return the matrix products of a mean layer's forward pass, by part."""
         shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
         found: dict[str, list[Product]] = {
             "qkv": self.queries(),
@@ -75,7 +75,7 @@ class LayerTime:
         return found
 
     def queries(self) -> list[Product]:
-        """The products that make queries, keys and values; latents are made of a GPU's part of the residual stream."""
+        """Return the products that make queries, keys and values; latents are made of a GPU's part of the stream."""
         shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
         if latent is None:
             kv_heads = max(shape.num_kv_heads, n)
@@ -93,7 +93,7 @@ class LayerTime:
         return found
 
     def dense(self) -> list[tuple[float, float, float]]:
-        """Feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""
+        """Return feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""
         shape, tokens, moe = self.shape, self.run.tokens, self.shape.expert_share
         return [
             (tokens, shape.d_ff, 1 - moe),
@@ -101,7 +101,7 @@ class LayerTime:
         ]
 
     def routed(self) -> list[tuple[float, float, float]]:
-        """The same of one GPU's routed experts."""
+        """Return the same of one GPU's routed experts."""
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return []
@@ -109,7 +109,7 @@ class LayerTime:
         return [(experts_of.gemm_rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
     def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
-        """The products of a forward pass, or the two for each of the backward pass."""
+        """Return the products of a forward pass, or the two for each of the backward pass."""
         seconds, dtype = 0.0, self.run.precision
         dtype = "bf16" if dtype == "fp8" and not fp8 else dtype
         for m, n, k, count in shapes:
@@ -131,14 +131,14 @@ class LayerTime:
         )
 
     def keys(self) -> float:
-        """Keys that attention computes for a query of a mean layer."""
+        """Count the keys that attention computes for a query of a mean layer."""
         shape, window = self.shape, self.shape.sliding_window
         windowed = 0 if window is None else max(1 - shape.first_window_layer / shape.num_layers, 0)
         keys = (1 - windowed) * self.run.keys(None) if windowed < 1 else 0.0
         return keys + (windowed * self.run.keys(window) if windowed else 0.0)
 
     def traffic(self) -> float:
-        """Norms, residual sums, rotary embeddings, activation functions, sorting rows; forward and backward.
+        """Time norms, residual sums, rotary embeddings, activation functions, sorting rows; forward and backward.
 
         In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
         a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.

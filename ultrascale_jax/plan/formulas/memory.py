@@ -65,7 +65,7 @@ def breakdown(run: Run) -> Breakdown:
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
-    """Bytes between steps: float32 master parameters, AdamW's moments, the batch of int32."""
+    """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32."""
     number = sharded_params(run, weights) + weights.vectors
     arrays = 4 if run.document_mask else 3
     return {
@@ -76,7 +76,7 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
 
 
 def sums(run: Run, weights: Weights) -> dict[str, float]:
-    """Bytes that live through all micro-batches: parameters in the type of compute, float32 sums of gradients.
+    """Count the bytes that live through all micro-batches: parameters in compute dtype, float32 sums of gradients.
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
     layer, and without recomputation keeps the cast shards, unless it gathers ahead. Only zero 2 and 3 shard the sums.
@@ -99,13 +99,13 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
 
 def activations(run: Run, layer: Layer) -> dict[str, float]:
-    """Bytes kept from forward to backward pass, over all layers."""
+    """Count the bytes kept from forward to backward pass, over all layers."""
     parts = {name: run.shape.num_layers * size for name, size in saved_bytes(run, layer).items()}
     return {f"activations: {name}": size for name, size in parts.items()}
 
 
 def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Bytes that the backward pass of a layer adds.
+    """Count the bytes that the backward pass of a layer adds.
 
     Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
     Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
@@ -132,7 +132,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Bytes that the loss adds: the head and its float32 gradient, a chunk of logits in float32 and of their gradient.
+    """Count the bytes of the loss: the head and its float32 gradient, a chunk of float32 logits and their gradient.
 
     The hidden states are there gathered, cut into chunks, and as gradients; with a single chunk gathered alone, as what
     its logits make comes when they have gone. The layer with which the backward pass begins is gathered ahead.
@@ -151,12 +151,12 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _layer_params(run: Run, weights: Weights) -> float:
-    """Parameters of one layer on one GPU, whole over the axes of ZeRO."""
+    """Count the parameters of one layer on one GPU, whole over the axes of ZeRO."""
     return weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
 
 
 def _scatter(weights: Weights) -> dict[str, float]:
-    """Bytes that zero 2's scatter adds after a micro-batch: its gradients, and the one that leaves, transposed."""
+    """Count the bytes of zero 2's scatter after a micro-batch: its gradients, and the one that leaves, transposed."""
     return {
         "gradients": 2 * weights.blocks + 4 * weights.table,
         "communication buffers": 2
@@ -165,7 +165,7 @@ def _scatter(weights: Weights) -> dict[str, float]:
 
 
 def timeline(run: Run) -> list[tuple[str, int]]:
-    """Bytes at the moments of one step and of the next.
+    """Count the bytes at the moments of one step and of the next.
 
     The state has its moments from the start and the step is one program, so the second step is as high as the first.
     """

@@ -36,7 +36,7 @@ class Weights:
 
 
 def weights_of(run: Run) -> Weights:
-    """The parameters that one GPU works on.
+    """Return the parameters that one GPU works on.
 
     Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router and what makes the latents of
     latent attention. Every rank of a pipeline has as many layers as the fullest, as many of each kind as the fullest of
@@ -69,7 +69,7 @@ def weights_of(run: Run) -> Weights:
 
 
 def expert_matrices(run: Run) -> int:
-    """Copies of one matrix of the routed experts in their backward pass.
+    """Count the copies of one matrix of the routed experts in their backward pass.
 
     All matrices gathered or cut out, where several experts are gathered at once the same in another order, and the
     gradients of each loop for further rounds; those of a loop in another begin with zeros.
@@ -83,7 +83,7 @@ def expert_matrices(run: Run) -> int:
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
-    """Matrix parameters that one GPU keeps where ZeRO shards them: over (fsdp, cp, ep), experts over (fsdp, cp)."""
+    """Count the matrix parameters that one GPU keeps of what ZeRO shards: over (fsdp, cp, ep), experts (fsdp, cp)."""
     dense = weights.dense + weights.tables * tables
     if run.zero == 0:
         return dense + weights.experts

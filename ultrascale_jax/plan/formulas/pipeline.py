@@ -41,7 +41,7 @@ class Counts:
 
 
 def counts(run: Run) -> Counts:
-    """The counts of the pipeline of `run`.
+    """Return the counts of the pipeline of `run`.
 
     Raises:
       UserError: the schedule does not exist for these numbers.
@@ -50,13 +50,13 @@ def counts(run: Run) -> Counts:
 
 
 def feed_forward_positions(run: Run) -> tuple[int, int]:
-    """Dense feed-forward layers, and layers of experts, for which each rank of the pipeline of `run` has room."""
+    """Count the dense layers, and the layers of experts, for which each rank of a pipeline has room."""
     layers = run.shape.num_layers
     return _positions(_key(run), layers, layers - run.shape.moe_layers)
 
 
 def divergent_bubble(run: Run, f: float, b: float, w: float) -> float:
-    """Idle over ideal time where each rank runs its own operations and waits for its neighbours in every tick.
+    """Return idle over ideal time where each rank runs its own operations and waits for its neighbours each tick.
 
     `f`, `b`, `w`: forward pass, input gradient, weight gradient of one micro-batch on one rank, in any unit.
     """
@@ -65,7 +65,7 @@ def divergent_bubble(run: Run, f: float, b: float, w: float) -> float:
 
 
 def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
-    """Idle over ideal time as the executor runs a table; costs as in `Schedule.bubble`.
+    """Return idle over ideal time as the executor runs a table; costs as in `Schedule.bubble`.
 
     That is `Schedule.bubble` in lock step, and more where so many ticks differ that all run what any of them does.
     """
@@ -76,7 +76,7 @@ def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
-    """For `timeline.simulate`: in which share of the time a conditional of the compiled step takes its slowest branch.
+    """Return the shares of time in which a conditional of the step takes its slowest branch, for the timeline.
 
     Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
     has as many, or else the nearest. Of layers of both kinds it is the share of those with experts.
@@ -181,7 +181,7 @@ def _counted(key: Key, stash: str) -> Counts:
 
 @functools.cache
 def _divergent_bubble(key: Key, f: float, b: float, w: float) -> float:
-    """Of more than 8 micro-batches a rank continued from 6 and 8, which is within 1% of the work."""
+    """Continue the bubble of more than 8 micro-batches a rank from 6 and 8, which is within 1% of the work."""
 
     def step(m: int) -> float:
         return m * (1 + _table(key._replace(microbatches=m)).bubble(f, b, w, "divergent"))

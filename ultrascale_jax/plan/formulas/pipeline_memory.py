@@ -20,7 +20,7 @@ from ultrascale_jax.plan.workload import Run
 
 
 def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
+    """Count parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
     whole = weights.blocks + weights.tables
     cast = run.precision != "fp32" or 0 < run.zero < 3
     return {
@@ -32,7 +32,7 @@ def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
-    """The ring buffers, and the values of this tick."""
+    """Count the ring buffers, and the values of this tick."""
     slots, stashes = pipeline.counts(run).slots, run.stash == "residuals"
     chunks = slots["residuals"] + 1 if stashes else 0
     parts = _saved(run, layer, chunks)
@@ -45,13 +45,13 @@ def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def _saved(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
-    """Bytes that `chunks` stages keep, by kind."""
+    """Count the bytes that `chunks` stages keep, by kind."""
     layers = chunks * run.chunk_layers
     return {f"activations: {name}": layers * size for name, size in saved_bytes(run, layer).items()}
 
 
 def w_queue_bytes(run: Run, layer: Layer) -> float:
-    """Bytes with which the weight gradients of one layer wait: what its matrix products read, and their cotangents.
+    """Count the bytes of one layer's waiting weight gradients: what its products read, and their cotangents.
 
     The product of gate and up is made again, except where it is kept. What the norms give waits as it is kept: with
     `none` gathered, with `dots` as the norms' float32 inputs.
@@ -70,7 +70,7 @@ def overlaps_passes(run: Run) -> bool:
 
 
 def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
-    """Bytes at the moments that may need most.
+    """Count the bytes at the moments that may need most.
 
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """
@@ -87,7 +87,7 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 
 
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """The backward pass of one layer, and beside it the forward pass of another where a tick has both.
+    """Count the backward pass of one layer, and beside it the forward pass of another where a tick has both.
 
     Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read
     and written; what the next layer's backward pass reads is read ahead. A stage of which the input alone is stashed
@@ -108,7 +108,7 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """The loss: a chunk of logits in float32 and of their gradient, the head and its gradient, and the embedding."""
+    """Count the loss: a chunk of logits in float32 and their gradient, the head and its gradient, the embedding."""
     a, (chunks, logits) = layer.width, loss_chunks(run)
     gathers = 2 if run.zero == 3 and run.shards > 1 else 0
     return {

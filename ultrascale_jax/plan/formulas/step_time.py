@@ -56,7 +56,7 @@ class Step:
         )
 
     def parts(self) -> dict[str, float]:
-        """The whole step by what takes it; stages are equal, embedding, head and loss split over all."""
+        """Split the whole step by what takes it; stages are equal, embedding, head and loss split over all."""
         m, share = self.run.microbatches, 1 / self.mesh.pp
         layers, layer, head, loss = self.run.rank_layers, self.layer(), self.head(), self.loss()
         parts = {name: m * layers * seconds for name, seconds in layer.items()}
@@ -71,7 +71,7 @@ class Step:
         return parts | {"step overhead": self.profile.step_s}
 
     def copies(self) -> float:
-        """Copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
+        """Time the copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
 
         What a layer kept is read ahead, its part of the stacks of parameters and of the sums of gradients is cut out,
         and the W queue is written and read.
@@ -89,7 +89,7 @@ class Step:
         return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
 
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
-        """Seconds that the executor's table adds to a rank's own work; a rank's share of head and loss takes `head_s`.
+        """Time what the executor's table adds to a rank's own work; its share of head and loss takes `head_s`.
 
         In lock step a tick takes what it runs on any rank. A tick sends activations forward and gradients back; the
         first stage's input and its gradient, the last one's result and its gradient are summed over all ranks, for all
@@ -135,7 +135,7 @@ class Step:
         return parts
 
     def head(self) -> dict[str, float]:
-        """Output projection of one micro-batch, and gathering its table and the embedding's."""
+        """Time the output projection of one micro-batch, and gathering its table and the embedding's."""
         shape, n = self.shape, self.tensor.ranks
         shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, shape.d_model, 1)]
         forward = self.layer_time.gemms(shapes, backward=False, fp8=False)
@@ -149,19 +149,19 @@ class Step:
         }
 
     def loss(self) -> float:
-        """Cross-entropy of one micro-batch beside its matrix products."""
+        """Time the cross-entropy of one micro-batch beside its matrix products."""
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return costs.memory_seconds(self.gpu, logits * self.profile.logit_bytes)
 
     def accumulation(self, params: list[tuple[float, Group]]) -> float:
-        """Adding the bfloat16 gradients of one micro-batch to those in float32, of a shard in ZeRO-2 and 3."""
+        """Time adding one micro-batch's bfloat16 gradients to those in float32, of a shard in ZeRO-2 and 3."""
         if self.run.microbatches == 1:
             return 0.0
         counts = (n / (ranks.ranks if self.run.zero > 1 else 1) for n, ranks in params)
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
     def recomputed(self) -> float:
-        """Seconds of the forward pass that the backward pass repeats: all that is not kept but a layer's last product.
+        """Time what the backward pass repeats of the forward pass: all that is not kept but a layer's last product.
 
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
         """
@@ -187,7 +187,7 @@ class Step:
         return seconds + gathered / self.profile.tensor_passes * self.tensor_group()
 
     def offload(self, layer: float) -> float:
-        """Copying activations to the host and back, beyond the time of the layer."""
+        """Time copying activations to the host and back, beyond the time of the layer."""
         if "offload" not in self.run.remat:
             return 0.0
         shape, n = self.shape, self.tensor.ranks
@@ -201,7 +201,7 @@ class Step:
         return max(0.0, costs.host_seconds(self.gpu, copied) - self.profile.hide * layer)
 
     def tensor_group(self) -> float:
-        """Gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
+        """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
         passes = self.profile.tensor_passes
         if self.mesh.sp > 1:
@@ -209,7 +209,7 @@ class Step:
         return passes / 2 * self.collective("all-reduce", size, self.tensor)
 
     def exchanged(self) -> tuple[float, float]:
-        """Seconds that attention waits for cp, forward and backward."""
+        """Time how long attention waits for cp, forward and backward."""
         if self.mesh.cp == 1:
             return 0.0, 0.0
         passes = self.passes
@@ -218,7 +218,7 @@ class Step:
         )
 
     def experts(self) -> float:
-        """Tokens to their experts and back, forward and backward, and there again if what came is not kept."""
+        """Time tokens to their experts and back, forward and backward, and there again if what came is not kept."""
         if self.shape.experts is None:
             return 0.0
         remat = self.run.remat
@@ -229,7 +229,7 @@ class Step:
         return waited * ways * experts.dispatch_seconds(self.run, self.cluster)
 
     def layer_params(self) -> list[tuple[float, Group]]:
-        """Parameters of a mean layer on one GPU, whole over the axes of ZeRO, and the GPUs that share them."""
+        """Count the parameters of a mean layer on one GPU, whole over ZeRO's axes, and the GPUs that share them."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
         router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
         whole = shape.attention_matrices[2] + router
@@ -243,13 +243,13 @@ class Step:
     def parameters(
         self, params: list[tuple[float, Group]], forward: float, backward: float
     ) -> float:
-        """Parameters gathered twice (ZeRO-3) and gradients scattered (ZeRO-2 and 3), beyond that much arithmetic."""
+        """Time gathering parameters twice (ZeRO-3) and scattering gradients (ZeRO-2 and 3), beyond that much work."""
         hide = self.profile.hide
         gather, scatter = self.moved(params)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
     def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
-        """Gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
+        """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
         zero, pieces, gather, scatter = self.run.zero, self.profile.gathers, 0.0, 0.0
         for count, ranks in params if zero >= 2 else ():
             scatter += self.collective("reduce-scatter", 2 * count, ranks)
@@ -258,7 +258,7 @@ class Step:
         return gather, scatter
 
     def matrices_of_experts(self) -> float:
-        """The same for routed experts, which a layer gathers for itself: only its attention and dense products hide it.
+        """Time the same for routed experts; a layer gathers them itself: its attention and dense products hide it.
 
         Backward these come after the experts, unless they are repeated before.
         """
@@ -271,13 +271,13 @@ class Step:
         return sum(max(0.0, seconds) for seconds in waits)
 
     def hand_over(self) -> float:
-        """Activations of one micro-batch to the next stage."""
+        """Time the activations of one micro-batch on the way to the next stage."""
         size = 2 * self.run.tokens * self.shape.d_model / self.mesh.sp
         pp = self.group("pp")
         return self.collective("collective-permute", size, pp)
 
     def once_a_step(self, layers: float, hidden: float = 0.0) -> dict[str, float]:
-        """Gradients of `layers` summed, behind `hidden` seconds, parameters gathered, and the optimizer."""
+        """Time summing gradients of `layers` behind `hidden` seconds, gathering parameters, and the optimizer."""
         run, shape, mesh = self.run, self.shape, self.mesh
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
@@ -301,11 +301,11 @@ class Step:
         }
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:
-        """Gradients of a step over `ranks`, all together."""
+        """Time the sum of a step's gradients over `ranks`, all together."""
         return self.collective(kind, size, ranks)
 
     def gathered(self, size: float, ranks: Group) -> float:
-        """Updated parameters of `ranks`, all together."""
+        """Time the all-gather of updated parameters over `ranks`, all together."""
         return self.collective("all-gather", size, ranks)
 
     def group(self, *axes: str) -> Group:

@@ -37,12 +37,12 @@ class Source:
 
 
 def usable(gib: float, where: str = "") -> dict[str, Any]:
-    """The line of what a run may take of a GPU's memory."""
+    """Return the line of what a run may take of a GPU's memory."""
     return {"limit": gib, "limit_name": f"usable{where}: {gib:.0f} GiB"}
 
 
 def _each(make: Callable[[dict[str, Any], str], list[Figure]]) -> "Reader":
-    """The figures of one file after the other; where there are several, numbered from 1."""
+    """Return the figures of one file after the other; where there are several, numbered from 1."""
 
     def read(sources: Sequence[Source]) -> list[Figure]:
         tails = [f"_{n}" for n in range(1, len(sources) + 1)] if len(sources) > 1 else [""]
@@ -182,7 +182,7 @@ def _search(content: dict[str, Any], tail: str) -> list[Figure]:
 
 
 def _ranking(rows: Sequence[dict[str, Any]]) -> Table:
-    """The candidates in the order of the search, with the reason why each lost."""
+    """Return the candidates in the order of the search, with the reason why each lost."""
     columns = ("peak_gib", "step_s", "tokens_per_s_gpu", "mfu", "source", "verdict")
     body = [(row["label"], *(row[c] for c in columns)) for row in rows]
     head = ("configuration", "GiB", "step (s)", "tokens/s/GPU", "MFU", "from", "verdict")
@@ -195,7 +195,7 @@ def _runs(sources: Sequence[Source]) -> list[Figure]:
 
 
 def wrap(text: str, width: int = 16) -> str:
-    """`text` broken into lines for a place under an axis."""
+    """Break `text` into lines for a place under an axis."""
     return "\n".join(textwrap.wrap(text, width, break_long_words=False))
 
 
@@ -212,7 +212,7 @@ READERS: dict[str, Reader] = {
 
 
 def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
-    """The JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
+    """Read the JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
 
     Raises:
       UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
@@ -243,7 +243,7 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
 
 
 def figures(sources: Sequence[Source], readers: Mapping[str, Reader] = READERS) -> list[Figure]:
-    """All figures of `sources`, files of one verb together.
+    """Draw all figures of `sources`, files of one verb together.
 
     Raises:
       UserError: a file lacks a field; names both.

@@ -55,7 +55,7 @@ class Scenario:
         return files.usable(gpu.usable_bytes / GIB, f" on {gpu.name}")
 
     def varied(self, mesh: dict[str, int], sequences: int = 1, **train: Any) -> Run | None:
-        """The run with another mesh, `sequences` a micro-batch and other fields of `train`; none if it is illegal.
+        """Change the mesh, the sequences of a micro-batch and other fields of `train`; None if the run is illegal.
 
         The global batch stays, or grows to one micro-batch for each stage on each batch shard.
         """
@@ -74,12 +74,12 @@ class Scenario:
                 return None
 
     def estimated(self, run: Run) -> StepPrediction:
-        """A step of `run` on as many GPUs as it has."""
+        """Estimate a step of `run` on as many GPUs as it has."""
         return estimate(run, dataclasses.replace(self.cluster, num_gpus=run.num_gpus))
 
 
 def powers(most: int) -> list[int]:
-    """1, 2, 4 ... up to `most`."""
+    """Return 1, 2, 4 ... up to `most`."""
     return [2**n for n in range(most.bit_length())]
 
 
@@ -89,7 +89,7 @@ def figures(
     max_nodes: int,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Figure]:
-    """All figures of `scenario`, one after the other; the heat map of `models` comes last and reports to `tell`."""
+    """Draw the figures of `scenario` one after the other; the heat map of `models` comes last and reports to `tell`."""
     yield memory(scenario)
     yield by_sequence(scenario)
     yield by_zero(scenario)
@@ -102,7 +102,7 @@ def figures(
 
 
 def memory(scenario: Scenario) -> Figure:
-    """The configuration itself."""
+    """Draw the configuration itself."""
     run = scenario.run
     content = {
         "label": run.label,
@@ -116,14 +116,14 @@ def memory(scenario: Scenario) -> Figure:
 
 
 def stack(run: Run, label: str) -> Bar:
-    """The memory of `run` in GiB."""
+    """Return the memory of `run` in GiB."""
     return Bar(
         label=label, parts={n: size / GIB for n, size in breakdown(run).parts.items() if size}
     )
 
 
 def by_sequence(scenario: Scenario) -> Figure:
-    """Memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
+    """Draw memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
     run, own = scenario.run, scenario.run.seq_len
     policies = dict.fromkeys((*REMAT_POLICIES, run.remat))
     lengths = [own // 4, own // 2, own, own * 2, own * 4]
@@ -150,7 +150,7 @@ def by_sequence(scenario: Scenario) -> Figure:
 
 
 def by_zero(scenario: Scenario) -> Figure:
-    """Memory by ZeRO stage and number of GPUs that share the state."""
+    """Draw memory by ZeRO stage and number of GPUs that share the state."""
     run = scenario.run
     rest = run.num_gpus // run.shards // run.mesh.dp
     sizes = [n for n in powers(max(run.num_gpus, 8)) if rest * n <= max(run.num_gpus, 8)]
@@ -172,7 +172,7 @@ def by_zero(scenario: Scenario) -> Figure:
 
 
 def by_split(scenario: Scenario) -> Figure:
-    """Memory by the axis that splits the model or the sequence."""
+    """Draw memory by the axis that splits the model or the sequence."""
     sizes = powers(min(2 * scenario.cluster.gpus_per_node, 32))
     panels: dict[str, list[Bar]] = {}
     for axis, title in SPLITS.items():
@@ -197,7 +197,7 @@ def _length(tokens: int) -> str:
 
 
 def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
-    """The mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
+    """Return the mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
     batch = scenario.run.global_batch
     found: list[StepPrediction] = []
     for sequences in powers(64):
@@ -233,7 +233,7 @@ def step_parts(scenario: Scenario) -> Figure:
 
 
 def scaling(scenario: Scenario) -> Figure:
-    """Tokens/s/GPU of every axis alone, as its size grows."""
+    """Draw tokens/s/GPU of every axis alone, as its size grows."""
     gpus = max(scenario.cluster.num_gpus, 8)
     panels: dict[str, dict[str, list[Point]]] = {}
     for title, axes in (("batch split", ("dp", "fsdp")), ("model or sequence split", SPLITS)):
@@ -264,7 +264,7 @@ def _alone(scenario: Scenario, axis: str, size: int) -> Point | None:
 def best(
     models: Sequence[Scenario], max_nodes: int, tell: Callable[[str], None] = lambda text: None
 ) -> Figure:
-    """The fastest configuration that fits of each model on 1, 2, 4 ... nodes, by search over the formulas."""
+    """Draw the fastest configuration that fits of each model on 1, 2, 4 ... nodes, by search over the formulas."""
     nodes, cells = powers(max_nodes), {}
     cluster = models[0].cluster
     node = powers(cluster.gpus_per_node)[-1]
@@ -291,7 +291,7 @@ def best(
 
 
 def _search(scenario: Scenario, cluster: Cluster) -> Candidate | None:
-    """The fastest that the trainer can run, or else the fastest."""
+    """Return the fastest that the trainer can run, or else the fastest."""
     search = Search(scenario.cfg, cluster, shape=scenario.shape)
     search.predict()
     return search.winner or next((c for c in search.ranking if c.best.fits), None)
@@ -310,7 +310,7 @@ def _cell(candidate: Candidate) -> Cell:
 
 
 def cheat_sheet(scenario: Scenario) -> Ratios:
-    """The playbook's cheat-sheet for this model on this cluster."""
+    """Draw the playbook's cheat-sheet for this model on this cluster."""
     run, cluster = scenario.run, scenario.cluster
     rows = cheatsheet.cheat_sheet(run, cluster)
     names = [f"{row.strategy} ({row.axis} {row.size}){', in use' * row.used}" for row in rows]

@@ -22,7 +22,7 @@ FAMILIES = {
 
 
 def read(path: str, text: str) -> list[dict[str, Any]]:
-    """The rows of the CSV file `path` that holds `text`.
+    """Read the rows of the CSV file `path` that holds `text`.
 
     Raises:
       UserError: a column is missing, or a value is no number.
@@ -37,7 +37,7 @@ def read(path: str, text: str) -> list[dict[str, Any]]:
 
 
 def of_json(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of what `sweep --json` printed into the file `path`.
+    """Return the rows of what `sweep --json` printed into the file `path`.
 
     Raises:
       UserError: a column is missing, or a value is no number.
@@ -75,7 +75,7 @@ def _row(where: str, line: dict[str, str]) -> dict[str, Any]:
 
 
 def figures(rows: Sequence[dict[str, Any]], paths: str) -> list[Figure]:
-    """Figures of the runs in the files `paths`."""
+    """Draw figures of the runs in the files `paths`."""
     done = [row for row in rows if math.isfinite(row["tok_s_gpu"])]
     require(done != [], "file", paths, "no row has a throughput in tok_s_gpu")
     lost = len(rows) - len(done)
@@ -86,7 +86,7 @@ def figures(rows: Sequence[dict[str, Any]], paths: str) -> list[Figure]:
 
 
 def _fastest[K](rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], K]) -> dict[K, Any]:
-    """Of the rows with the same key, the fastest; in the order of the keys."""
+    """Return the fastest of the rows with the same key; in the order of the keys."""
     best: dict[Any, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["tok_s_gpu"]):
         best[key(row)] = row
@@ -114,7 +114,7 @@ def _best(rows: Sequence[dict[str, Any]], models: Sequence[str], note: str) -> F
 
 
 def settings(row: dict[str, Any], separator: str = "\n") -> str:
-    """A run in three short lines: mesh, batch, ZeRO and memory."""
+    """Return a run in three short lines: mesh, batch, ZeRO and memory."""
     axes = [f"{axis}{row[axis]}" for axis in ("dp", "tp", "pp") if row[axis] > 1]
     mesh = row["mesh"].replace("=", "").replace(",", " ") or " ".join(axes) or "1 GPU"
     batch = f"mbs{row['mbs']} gas{row['gas']} z{row['zero']} {row['remat']}".rstrip()

@@ -48,7 +48,7 @@ class Pipeline(Figure):
         return Table(head=head, rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
-        """A row for each rank; in every operation its micro-batch, later chunks lighter; what is grey is idle."""
+        """Paint a row for each rank; in every operation its micro-batch, later chunks lighter; what is grey is idle."""
         ranks, chunks = self.schedule.ranks, self.schedule.virtual
         narrowest = min(op.end - op.start for op in self.operations)
         inches = min(28.0, max(7.0, 1.2 + 0.21 * self.width / narrowest))
@@ -80,7 +80,7 @@ def drawing(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     runtime: Runtime = "lockstep",
 ) -> Pipeline:
-    """The table as the playbook draws pipelines; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
+    """Draw a table as the playbook draws pipelines; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
     timed = _in_lock_step(schedule, *costs) if runtime == "lockstep" else schedule.timeline(*costs)
     virtual = f", {schedule.virtual} stages a rank" if schedule.virtual > 1 else ""
     split = {"B": "input gradient"} if schedule.split else {}
@@ -101,7 +101,7 @@ def drawing(
 
 
 def _in_lock_step(schedule: Schedule, f: float, b: float, w: float) -> list[Op]:
-    """The operations of each tick one kind after the other, each as long as on any rank."""
+    """Return the operations of each tick one kind after the other, each as long as on any rank."""
     cost = {"F": f, "B": b if schedule.split else b + w, "W": w}
     found, now = [], 0.0
     for tick, row in enumerate(schedule.ticks):
@@ -114,7 +114,7 @@ def _in_lock_step(schedule: Schedule, f: float, b: float, w: float) -> list[Op]:
 
 
 def bubbles() -> Lines:
-    """Idle over busy time of a pipeline by schedule (playbook, chapter Pipeline Parallelism)."""
+    """Draw idle over busy time of a pipeline by schedule (playbook, chapter Pipeline Parallelism)."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for stages, (schedule, name, virtual, runtime) in itertools.product((4, 8, 16), DRAWN):
         points = [

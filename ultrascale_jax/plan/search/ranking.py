@@ -125,7 +125,7 @@ class Search:
         return any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
 
     def _parts(self) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
-        """Sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
+        """Return sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
         experts, node = self.cfg.model.experts, self.cluster.gpus_per_node
         if experts is None:
             return {}, {}
@@ -133,7 +133,7 @@ class Search:
         return {"ep": [size for size in sizes if size <= node]}, {"ep": sizes}
 
     def _pieces(self) -> dict[str, Sequence[int]]:
-        """Sizes of cp that are tried beside everything else."""
+        """Return sizes of cp that are tried beside everything else."""
         tokens = self.cfg.data.seq_len
         sizes = divisors(self.cluster.num_gpus) if tokens >= LONG else ()
         return {"cp": [size for size in sizes if tokens >= size * PIECE]} if sizes else {}
@@ -209,12 +209,12 @@ class Search:
         return self.cluster.gpu.usable_bytes
 
     def correction(self, run: Run) -> float:
-        """Compiled over formula in the time of a step: median of the runs of its kind that are compiled, or of all."""
+        """Return compiled over formula in a step's time: the median of the compiled runs of its kind, or of all."""
         every = [ratio for ratios in self._ratios.values() for ratio in ratios]
         return statistics.median(self._ratios.get(kind(run), every) or [1.0])
 
     def step_s(self, candidate: Candidate) -> float:
-        """Seconds of a step: of the compiled program, or by formula and corrected."""
+        """Time a step: of the compiled program, or by formula and corrected."""
         if candidate.compiled:
             return candidate.compiled.step_s
         return candidate.formula.step_s * self.correction(candidate.run)
@@ -243,7 +243,7 @@ class Search:
         return min(self._misses, key=lambda miss: miss[0], default=None)
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
-        """By section, candidates and their verdicts: `top` meshes, the winner with one change, near misses."""
+        """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
         ranking, best = self.ranking, self.winner
         near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
         missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.step_s)
@@ -258,7 +258,7 @@ class Search:
         }
 
     def _changed(self, best: Candidate) -> list[Candidate]:
-        """Other micro-batches, ZeRO stages, recompute policies or schedules on the mesh of `best`."""
+        """Yield other micro-batches, ZeRO stages, recompute policies or schedules on the mesh of `best`."""
         alternatives = [
             run
             for run in self._space.runs
@@ -304,12 +304,12 @@ class Search:
 
 
 def kind(run: Run) -> Kind:
-    """Tensor group, ZeRO stage, cp, ep: on these it depends what communication is hidden, where formulas err most."""
+    """Return tensor group, ZeRO stage, cp, ep: what communication they hide is where formulas err most."""
     return run.mesh.tensor, run.zero, run.mesh.cp > 1, run.mesh.ep > 1
 
 
 def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
-    """The compiled, and the first of each mesh."""
+    """Return the compiled, and the first of each mesh."""
     seen: set[MeshConfig] = set()
     kept = []
     for c in ranking:

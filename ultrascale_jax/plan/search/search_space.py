@@ -59,13 +59,13 @@ type Choices = Mapping[str, Sequence[Any]]
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All numbers that divide `number`, from 1 up."""
+    """Return all numbers that divide `number`, from 1 up."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Iterator[MeshConfig]:
-    """Every mesh of `num_gpus` GPUs whose axes have a size among the choices; an axis that is not in `axes` is 1."""
+    """Yield every mesh of `num_gpus` GPUs whose axes have a size among the choices; others are 1."""
 
     def sizes(axes: Sequence[str], rest: int) -> Iterator[dict[str, int]]:
         if not axes:
@@ -93,7 +93,7 @@ class Space:
 
 
 def drawback(run: Run) -> str:
-    """Why `run` is not recommended although the trainer runs it; empty if it may be."""
+    """Say why `run` is not recommended although the trainer runs it; empty if it may be."""
     if run.mesh.pp > 1 and run.schedule in UNEVEN and not run.per_rank_control_flow:
         return f"{run.schedule} is slow in lock step, and pp.per_rank_control_flow is experimental"
     return ""
@@ -106,7 +106,7 @@ def enumerate_runs(
     axes: Sequence[str] = AXES,
     shape: ModelShape | None = None,
 ) -> Space:
-    """Every legal way to train the global batch of `cfg` on `cluster`.
+    """Yield every legal way to train the global batch of `cfg` on `cluster`.
 
     Args:
       cfg: its mesh, ZeRO stage, micro-batches and recomputation do not matter.
@@ -148,7 +148,7 @@ def with_changes(
     moe: MoEConfig | None = None,
     **train: Any,
 ) -> Config:
-    """`cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
+    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
     train_cfg = dataclasses.replace(cfg.train, **train)
     return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=train_cfg)
 
@@ -192,7 +192,7 @@ def _candidate_config(
     schedule: dict[str, Any],
     moe: MoEConfig,
 ) -> Config:
-    """The configuration of one candidate, without recomputation.
+    """Return the configuration of one candidate, without recomputation.
 
     Raises:
       UserError: there are fewer micro-batches than stages, or no such schedule.
@@ -204,7 +204,7 @@ def _candidate_config(
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
-    """ZeRO stages and numbers of micro-batches, without two names for one run where neither is pinned."""
+    """Return ZeRO stages and numbers of micro-batches, without two names for one run where neither is pinned."""
     zeros = sorted(choices.get("zero", (0, 1, 2, 3)))
     if mesh.fsdp * mesh.cp * mesh.ep == 1:
         zeros = zeros[:1]
@@ -218,7 +218,7 @@ def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int
 def _exchanges(
     cfg: Config, cluster: Cluster, mesh: MeshConfig, choices: Choices
 ) -> list[MoEConfig]:
-    """Ways to the experts: the recipe's, in as many parts of ep as it has nodes."""
+    """Return ways to the experts: the recipe's, in as many parts of ep as it has nodes."""
     if cfg.model.experts is None or cfg.moe.dispatch == "allgather":
         return [cfg.moe]
     nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
@@ -227,7 +227,7 @@ def _exchanges(
 
 
 def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, Any]]:
-    """Schedules that are tried, and their stages of a rank; without a pipeline what the recipe says."""
+    """Return schedules that are tried, and their stages of a rank; without a pipeline what the recipe says."""
     if mesh.pp == 1:
         return [{}]
     own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
@@ -239,7 +239,7 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
 
 
 def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
-    """`run` with every stash and recompute policy, from what repeats the least."""
+    """Yield `run` with every stash and recompute policy, from what repeats the least."""
     own = () if cfg.train.remat in (*REMAT_POLICIES, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*REMAT_POLICIES, *own))):
