@@ -169,9 +169,11 @@ def test_a_tensor_group_across_nodes_is_much_slower():
 
 
 def test_recomputing_more_takes_longer():
-    policies = ("none", "selective", "dots", "save:q,k,v", "full")
+    policies = ("none", "selective", "save:q,k,v", "full")
     found = [speed(run(fsdp=8, remat=remat)).step_s for remat in policies]
     assert found == sorted(found) and len(set(found)) == len(found)
+    # Both make again what lies between products and attention, and nothing else.
+    assert speed(run(fsdp=8, remat="dots")).step_s == found[1]
     # The playbook: full recomputation costs 30 to 40% of the compute, a third of it without the last product.
     assert 1.15 < found[-1] / found[0] < 1.4
 
