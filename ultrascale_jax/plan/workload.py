@@ -74,6 +74,8 @@ class Run:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
+        fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
+        require(self.remat != "auto", "remat", self.remat, fix)
         for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
