@@ -4,7 +4,7 @@
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
 in `pipeline_memory.py`. Plain feed-forward layers, which the trainer does not have, follow from theory. fp8 has been
-compared with XLA for one run: 23.1 GiB, and XLA's 23.8 (docs/precision.md).
+compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 """
 
 from dataclasses import dataclass
