@@ -175,9 +175,9 @@ def trace_layer(cfg, in_region):
             return block.gather_params(inputs)(x_BRD, inputs)[0]
 
         def both(block, x_BRD, g_BRD):
-            return jax.vjp(remat(cfg.train)(layer), block, x_BRD)[1](g_BRD)
+            return jax.vjp(remat(cfg)(layer), block, x_BRD)[1](g_BRD)
 
-        _, pull_back = jax.vjp(remat(cfg.train)(layer), block, x_BRD)
+        _, pull_back = jax.vjp(remat(cfg)(layer), block, x_BRD)
         kept = [jax.typeof(r) for r in jax.tree.leaves(pull_back)]
         shapes = [k.shape if manual() else k.sharding.shard_shape(k.shape) for k in kept]
         found["kept"] = collections.Counter(shape for shape in shapes if shape not in ((), (1,)))

@@ -182,9 +182,7 @@ def _stages(cfg: Config, join, params: Transformer, position_weight: jax.Array) 
     def context(batch):
         return layer_inputs(cfg, batch, fp8), position_weight
 
-    stages = Stages(
-        layer=remat(cfg.train)(layer), embed=embed, head=head, context=context, numbered=True
-    )
+    stages = Stages(layer=remat(cfg)(layer), embed=embed, head=head, context=context, numbered=True)
     if cfg.train.zero != 2:
         return stages
     blocks = _scatters(jax.tree.map(lambda p: p[0], params.blocks))

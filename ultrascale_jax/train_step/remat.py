@@ -5,7 +5,7 @@ full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
 dots        the results of matmuls with parameters, of routed experts only the sum that returns to a token; and those of
-            flash attention, which does not run again
+            attention, which does not run again: cuDNN's residuals, or what a ring's blocks are joined to
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
@@ -13,22 +13,25 @@ from collections.abc import Callable
 
 import jax
 
-from ultrascale_jax.config import REMAT_NAMES, TrainConfig
+from ultrascale_jax.config import REMAT_NAMES, Config
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
 
-def remat(cfg: TrainConfig) -> Callable[[Callable], Callable]:
+def remat(cfg: Config) -> Callable[[Callable], Callable]:
     """Return the wrapper of one layer's function that `train.remat` asks for."""
     policies = jax.checkpoint_policies
-    saved, offloaded = cfg.remat_names()
-    if cfg.remat == "none":
+    name, (saved, offloaded) = cfg.train.remat, cfg.train.remat_names()
+    if name == "none":
         policy = _keep_all_but_gathered
-    elif cfg.remat == "selective":
+    elif name == "selective":
         policy = _keep_named
-    elif cfg.remat == "full":
+    elif name == "full":
         policy = policies.nothing_saveable
-    elif cfg.remat == "dots":
-        policy = _keep_products
+    elif name == "dots":
+        ring, _ = cfg.cp.ranks(cfg.mesh.cp)
+        policy = (
+            _keep_products if ring == 1 else policies.save_only_these_names(PRODUCT, "attn_core")
+        )
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),

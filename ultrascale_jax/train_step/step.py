@@ -222,7 +222,7 @@ def objective(
     both summed over tokens times `weight`, and the routers' statistics, partial sums."""
     dtype = COMPUTE[cfg.train.precision]
     inputs = layer_inputs(cfg, batch, fp8)
-    out = used(batch["tokens"], inputs, remat=remat(cfg.train), prefetch=prefetches(cfg))
+    out = used(batch["tokens"], inputs, remat=remat(cfg), prefetch=prefetches(cfg))
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
     return total + weight * out.balance, (nats, out.statistics_LZ)

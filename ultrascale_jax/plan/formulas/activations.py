@@ -92,7 +92,7 @@ def document_mask(run: Run, layer: Layer) -> float:
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Count the bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
-    full: its input. dots: products with parameters, and cuDNN's residuals. selective: the named tensors of
+    full: its input. dots: products with parameters, and attention's residuals. selective: the named tensors of
     `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate
     and up through silu and product, and each norm's float32 insides (3 arrays); the norms' results then are kept
     gathered over sp. `mlp_out` is never kept: the next layer's input is.
@@ -110,7 +110,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual
     elif run.remat == "dots":
-        parts["attention"] = a * (query + 2 * key + residual) + (flash if run.mesh.cp == 1 else 0)
+        parts["attention"] = a * (query + 2 * key + residual) + flash
         parts["mlp"] = mlp
     elif run.remat == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0

@@ -127,8 +127,7 @@ class Step:
             self.tensor_axes: self.tensor_group(),
             "exposed cp": sum(self.exchanged()),
             "exposed ep": self.experts(),
-            "exposed fsdp": self.parameters(self.layer_params()[:1], forward_s, backward_s)
-            + self.matrices_of_experts(),
+            "exposed fsdp": self.layer_parameters(forward_s, backward_s),
             "exposed offload": self.offload(forward_s + backward_s),
         }
         parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
@@ -173,10 +172,6 @@ class Step:
         groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
         kept = {name for names in groups for name in names}
         seconds += passes.traffic / 3
-        if remat == "dots" and self.run.ring[0] > 1:
-            kept.discard(
-                "attn_core"
-            )  # a ring's blocks are no attention of cuDNN's that a policy could name
         if "attn_core" not in kept:
             seconds += passes.attention + self.exchanged()[0]
         for product, names in RESULTS.items():
@@ -247,6 +242,13 @@ class Step:
         hide = self.profile.hide
         gather, scatter = self.moved(params)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
+
+    def layer_parameters(self, forward: float, backward: float) -> float:
+        """The parameters of a layer; routed experts hide behind all of it where the layer before gathers them."""
+        params = self.layer_params()
+        if self.run.prefetches:
+            return self.parameters(params, forward, backward)
+        return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
     def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
