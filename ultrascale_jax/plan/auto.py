@@ -20,9 +20,9 @@ from ultrascale_jax.training.model_shape import ModelShape
 SAFE = 0.91
 """Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.
 
-Of the programs of docs/planning/*.csv and docs/planning.md none without a pipeline of experts needs more than 1.07
-times the formula's bytes, and the workspaces of cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, another
-2.4% of an H100's 72.8.
+Of the programs of docs/planning/*.csv and docs/planning.md above 8 GiB, none without a pipeline of experts needs more
+than 1.11 times the formula's bytes and few more than 1.04, and the workspaces of cuDNN and cuBLAS, which XLA does not
+count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
 """
 
 SAFE_PIPED_EXPERTS = 0.75
