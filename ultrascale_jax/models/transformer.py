@@ -1,8 +1,8 @@
 """The decoder: embedding, a scan over stacked blocks, final norm, head.
 
 Modules are plain pytrees. A block is made once under `jax.vmap` over its init keys, so each of its parameters has a
-leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 each
-iteration first gathers its layer's parameters (`Block.gather_params`), so that XLA moves one layer at a time.
+leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 each iteration gathers one
+layer's parameters (`Block.gather_params`): in training those of the next layer, otherwise its own.
 """
 
 import dataclasses
@@ -148,7 +148,6 @@ class Transformer(nnx.Module):
         found = []
         for run in self._runs(inputs.fp8):
             alike = dataclasses.replace(inputs, window=run.window, fp8=run.fp8)
-
             kind, start, count = run.feed_forward, run.layers.start, len(run.layers)
             first_of_kind = start - self.layers_with(kind).start
             block = self.blocks.layers(kind, count, start, first_of_kind)
