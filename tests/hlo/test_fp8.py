@@ -58,7 +58,7 @@ def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compile
     mesh, run = {"fsdp": 8}, {"remat": "none", "zero": 3}
     _, plain = compiled(8, mesh, precision="bf16", **run)
     cfg, step = compiled(8, mesh, precision="fp8", **run)
-    assert products(step) == {"fp8": 3 * MATRICES, "bf16": HEAD}
+    assert products(step) == {"fp8": LAYERS * 3 * MATRICES, "bf16": HEAD}
     model, tokens = cfg.model, cfg.data.seq_len * cfg.train.global_batch // 8
     # Kept as bytes: the inputs of attention, of its output, of gate and up, and of down.
     widths = 2 * model.d_model + model.num_heads * model.head_dim + model.d_ff
@@ -72,7 +72,7 @@ def test_activations_are_kept_in_bytes_and_gathered_weights_are_not_kept(compile
 @pytest.mark.wide
 def test_gradients_of_weights_may_stay_bfloat16(compiled):
     _, step = compiled(8, {"fsdp": 8}, precision="fp8_rowwise", fp8={"wgrad": "bf16"}, remat="none")
-    assert products(step) == {"fp8": 2 * MATRICES, "bf16": MATRICES + HEAD}
+    assert products(step) == {"fp8": LAYERS * 2 * MATRICES, "bf16": LAYERS * MATRICES + HEAD}
 
 
 # Implied by models/test_fp8.py, and by kernels/test_fp8_matmul.py on the same shapes.
@@ -84,7 +84,7 @@ def test_scales_for_blocks_are_our_kernels(compiled):
     calls = re.findall(
         r"(\w+)\[[\d,]+\]\S* custom-call\([^\n]*mosaic_gpu[^\n]*fp8_matmul", step.text
     )
-    assert len(calls) == 3 * MATRICES
+    assert len(calls) == LAYERS * 3 * MATRICES
 
 
 # Loops around the layers of the other tests.
@@ -107,9 +107,9 @@ def test_experts_are_batched_fp8_products(compiled):
     _, step = compiled(8, {"ep": 8}, experts=experts, precision="fp8", remat="none")
     batched = [line for line in gemms(step) if "moe" in line and "$f8" in line]
     # In a layer forward and two gradients; in the loops of further rounds forward, and again but for the last.
-    assert len(batched) == (3 + 6) + 3 + (2 + 6)
+    assert len(batched) == LAYERS * ((3 + 6) + 3 + (2 + 6))
     others = [line for line in gemms(step) if "moe" in line and "$f8" not in line]
-    router = 3
+    router = LAYERS * 3
     assert len(others) == router and all("= (f32[" in line for line in others)
     attention = [line for line in gemms(step) if "attention" in line]
-    assert len(attention) == 3 * 4 and all("$f8" in line for line in attention)
+    assert len(attention) == LAYERS * 3 * 4 and all("$f8" in line for line in attention)
