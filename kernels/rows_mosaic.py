@@ -17,7 +17,7 @@ LANES = 128
 
 
 def share(total: int, together: int, programs: int) -> tuple[Callable, jax.Array]:
-    """Which of `total` items this warpgroup's n-th is, and how many it has."""
+    """Return the function from n to the item, of `total`, that is this warpgroup's n-th, and how many it has."""
     first = lax.axis_index("program") * together + lax.axis_index("wg")
     stride = programs * together
     return lambda n: first + n * stride, lax.div(total - first + stride - 1, stride)

@@ -43,7 +43,7 @@ def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
 
 
 def some_module[M](make: Callable[[], M], *, std: float, norm: float = 1.0) -> M:
-    """What `make` makes on the mesh that is set: the scales of norms are `norm`, the rest is seeded, of this std."""
+    """Make a module on the mesh that is set: the scales of norms are `norm`, the rest is seeded, of this std."""
     rng, mesh = np.random.default_rng(0), jax.sharding.get_mesh()
 
     def numbers(path, like):

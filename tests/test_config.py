@@ -1,4 +1,4 @@
-"""What the configuration refuses, and that its fields and recipes are what they claim."""
+"""The configuration refuses what cannot work, and its fields and recipes are what they claim."""
 
 import dataclasses
 import inspect

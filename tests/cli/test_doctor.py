@@ -1,4 +1,4 @@
-"""What the doctor sees, in this process where it can, and as it is run."""
+"""The doctor reports what is wrong, in this process where it can, and as it is run."""
 
 import math
 import os

@@ -95,7 +95,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(words, message, 
 
 
 def commands(tmp_path, monkeypatch, *, moved):
-    """What is run first, and after a restart, when a run is to begin anew where another one was."""
+    """List the command of the first start, and of a restart, when a run is to begin anew where another one was."""
     made = []
     Events(tmp_path, 0).record("anew")
 

@@ -1,4 +1,4 @@
-"""What is saved again and again by a process that is killed: a state that its step alone decides."""
+"""Save a state that its step alone decides, again and again, until the process is killed."""
 
 import dataclasses
 import time  # noqa: F401  (used by the process that forks)

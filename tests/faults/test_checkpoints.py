@@ -67,7 +67,7 @@ def killed():
 
 
 def check_newest(folder, keep):
-    """What a killed process left loads bit for bit, and nothing half done stays."""
+    """Check that a killed process's checkpoint loads bit for bit, and that nothing half done stays."""
     from tests.faults import saver
 
     cfg = saver.config(folder, keep)

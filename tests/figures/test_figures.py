@@ -50,7 +50,7 @@ def test_short_operations_of_a_kind_are_drawn_as_one():
 
 
 class Loads(html.parser.HTMLParser):
-    """What a page would fetch, its ids, and whether its elements are closed in order."""
+    """Collect what a page would fetch, its ids, and whether its elements are closed in order."""
 
     VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
 

@@ -39,7 +39,7 @@ def layer_loops(step: CompiledStep, cfg: Config) -> tuple[list[Collective], list
 
 
 def pick(found: list[Collective], kind: str, *axes: str) -> list[Collective]:
-    """Those of one kind over exactly these axes that carry more than scalars."""
+    """Select collectives of one kind over exactly these axes that carry more than scalars."""
     return [c for c in found if c.kind == kind and c.axes == axes and c.operand_bytes > SCALARS]
 
 

@@ -42,7 +42,7 @@ def attention_flops(step) -> float:
 
 
 def needed_flops(cfg) -> float:
-    """What the mean rank must do: forward twice (remat=full) and backward, over half of the score matrix."""
+    """Count the operations of the mean rank: forward twice (remat=full) and backward, over half of the score matrix."""
     model, T = cfg.model, cfg.data.seq_len
     products = 2 + 2 + 5
     scores = cfg.train.global_batch * model.num_heads * T * T / 2

@@ -83,7 +83,7 @@ def test_nothing_is_as_large_as_tokens_times_experts_times_a_width(run, name):
 
 @NAMES
 def test_products_run_over_the_rows_of_the_buffers(run, name):
-    """Which are as many as balanced routing fills, `bound` times, but for what rounding to 8 adds."""
+    """The buffers have as many rows as balanced routing fills, `bound` times, but for what rounding to 8 adds."""
     cfg, step = run(name)
     halves, here = 1 + cfg.moe.overlap, EXPERTS.num // cfg.mesh.ep
     (hop,) = a2a_stages(cfg.moe, EXPERTS, cfg.mesh.ep, tokens(cfg) // halves)

@@ -30,7 +30,7 @@ def sends(step):
 
 
 def steady_sends(table, step):
-    """Those of the loop whose ticks run forward and backward."""
+    """Select the sends of the loop whose ticks run forward and backward."""
     both = sum({"F", "B"} <= {k for cell in row for k in cell} for row in table.ticks)
     return [c for c in sends(step) if c.loops == (both,)]
 

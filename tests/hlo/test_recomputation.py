@@ -1,4 +1,4 @@
-"""What `train.remat` keeps is what it says: in the memory of the compiled step and in the work of its loops."""
+"""`train.remat` keeps what it says: in the memory of the compiled step and in the work of its loops."""
 
 from collections.abc import Callable
 

@@ -32,7 +32,7 @@ WORDS = st.one_of(
 
 
 def outcome(words):
-    """What a script's parser makes of `words`: nothing, or an exit code and the lines of its error."""
+    """Parse `words` as a script does, and return nothing, or the exit code and the lines of the error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -39,7 +39,7 @@ def sound(tmp_path_factory):
 
 
 def read(folder):
-    """What a run does with a folder: open it, and read the first batches."""
+    """Open a folder and read the first batches, as a run does."""
     data = DataConfig(source=f"tokens:{folder}", seq_len=16, eval_fraction=0.1)
     loader = Loader(data, vocab_size=VOCAB, global_batch=4, seed=0)
     for step in range(3):

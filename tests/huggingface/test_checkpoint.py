@@ -32,7 +32,7 @@ wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 
 @functools.cache
 def abstract(model, mesh):
-    """What `load` fills on the first devices: the abstract parameters of `model` on this mesh."""
+    """Return the abstract parameters of `model` on this mesh, which `load` fills on the first devices."""
     sizes = MeshConfig.parse(mesh)
     num_devices = int(np.prod(list(sizes.sizes.values())))
     cfg = Config(model=model, mesh=sizes).check(num_devices)

@@ -28,7 +28,7 @@ def arrays(key_heads: int) -> list[np.ndarray]:
 
 
 class Computed(NamedTuple):
-    """What is compared; pairs are `(result, gradients of q, k and v)`."""
+    """Results to compare; pairs are `(result, gradients of q, k and v)`."""
 
     cases: list
     """A pair for each of `CASES`."""

@@ -62,7 +62,7 @@ def same(got: fp8.Quantized, values, scales) -> None:
 
 @functools.cache
 def references(dtype, power_of_2, given):
-    """What is quantised, and by scaling: the result, both orientations, and back to float32; all from one program."""
+    """Return the input and, by scaling, the result in both orientations and back in float32, from one program."""
 
     def both(x, scaling):
         straight = fp8.quantize_fp8(x, scaling, dtype=dtype, power_of_2=power_of_2)

@@ -1,4 +1,4 @@
-"""What a failing process says of itself. tests/faults and test_distributed.py prove that all end together."""
+"""A failing process names the cause. tests/faults and test_distributed.py prove that all end together."""
 
 import subprocess
 import sys

@@ -31,7 +31,7 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 def meet(*players: dict, address: str | None = None) -> tuple[list, list[str]]:
-    """What `call` returned to, or raised in, every player; and what process 0 told."""
+    """Run `call` in every player, and return its results or errors, and what process 0 told."""
     address = address or f"127.0.0.1:{free_port()}"
     results: list = [None] * len(players)
     told: list[str] = []
@@ -136,7 +136,7 @@ HELLO = b'{"rank": 1, "processes": 2, "host": "h", "pid": 1, "version": "jax 1"}
 
 
 def _hello(port: int, text: bytes = HELLO) -> socket.socket:
-    """What a process 1 sends, or `text`, once process 0 listens."""
+    """Send what a process 1 sends, or `text`, once process 0 listens."""
     while True:
         with contextlib.suppress(ConnectionRefusedError):
             connection = socket.create_connection(("127.0.0.1", port), timeout=30)

@@ -174,7 +174,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_of_many_that_start_together_one_gets_it(tmp_path, monkeypatch, stale):
-    """Those that find a stale lock all look twice, and see it, before the first of them writes."""
+    """Processes that find a stale lock all look twice, and see it, before the first of them writes."""
     real, looks = lock_module._read, threading.local()
 
     def read(path):

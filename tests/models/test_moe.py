@@ -34,7 +34,7 @@ ROUTERS = {
 
 
 class Routed(NamedTuple):
-    """What a router makes of `logits` [67, X]. The last three rows have equal numbers; a bias changes most choices."""
+    """Results of a router on `logits` [67, X]. The last three rows have equal numbers; a bias changes most choices."""
 
     logits: np.ndarray
     bias: np.ndarray | None

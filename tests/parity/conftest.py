@@ -1,4 +1,4 @@
-"""What the tables of this folder share: a run on its mesh must equal the same run on one device."""
+"""Fixtures of this folder's tables: a run on its mesh must equal the same run on one device."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a recipe leaves open is chosen so that it fits, is the fastest by formula, and is said in one line."""
+"""`choose_auto` takes the fastest by formula that fits, and says so in one line."""
 
 import dataclasses
 import re

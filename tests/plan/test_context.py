@@ -1,4 +1,4 @@
-"""What a split sequence costs: by hand, beside the program's own plan, and what must hold between strategies."""
+"""The formulas count the cost of a split sequence: by hand, beside the program's own plan, and between strategies."""
 
 import dataclasses
 

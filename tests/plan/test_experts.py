@@ -1,4 +1,4 @@
-"""What tokens on their way to experts cost, against the program's own buffers and sums by hand."""
+"""The formulas count the cost of tokens on their way to experts, against the program's own buffers and sums by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the planner counts of a pipeline is what the executor's table holds."""
+"""The planner counts of a pipeline what the executor's table holds."""
 
 import pytest
 

@@ -40,7 +40,7 @@ def cluster(num_gpus=8):
 
 
 def legal_by_brute_force(cfg, num_gpus):
-    """What can be trained, as (mesh, zero, micro-batches), by asking the trainer about everything."""
+    """Ask the trainer about every (mesh, zero, micro-batches), and return those that can be trained."""
     for sizes in itertools.product(SIZES, repeat=len(SPLIT)):
         mesh = MeshConfig(**({"fsdp": 1} | dict(zip(SPLIT, sizes, strict=True))))
         if math.prod(sizes) != num_gpus:

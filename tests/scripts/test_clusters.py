@@ -101,7 +101,7 @@ def test_slurms_own_options_fit_what_the_script_starts():
 
 
 def test_a_jobset_tells_its_pods_all_that_they_must_know():
-    """What the manifest says in several places agrees, and `ultrascale launch` makes the whole job of it."""
+    """The manifest says the same in all its places, and `ultrascale launch` makes the whole job of it."""
     manifest = yaml.safe_load(JOBSET.read_text())
     spec = manifest["spec"]
     [job] = spec["replicatedJobs"]

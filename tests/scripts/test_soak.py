@@ -1,4 +1,4 @@
-"""What the soak's verdict makes of the faults that struck and of what the run says of them."""
+"""The soak judges a run by the faults that struck and of what the run says of them."""
 
 import json
 

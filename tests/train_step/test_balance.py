@@ -1,4 +1,4 @@
-"""What routers did: told as metrics, and used to move biases so that loads even out."""
+"""A step tells what its routers did as metrics, and moves biases so that loads even out."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What commands print: JSON of a verb, tables, progress bars."""
+"""Print results of commands: JSON of a verb, tables, progress bars."""
 
 import json
 import sys

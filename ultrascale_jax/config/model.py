@@ -64,13 +64,13 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         own = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
         return self.attention_factor or own
 
     @property
     def score_factor(self) -> float:
-        """What latent attention multiplies its scores by."""
+        """Factor of latent attention's scores."""
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
     def base(self, theta: float, head_dim: int) -> float:

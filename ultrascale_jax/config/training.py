@@ -1,4 +1,4 @@
-"""What a step computes: optimizer, batch and precision."""
+"""Options of the training step: optimizer, batch and precision."""
 
 from dataclasses import dataclass
 from typing import Literal

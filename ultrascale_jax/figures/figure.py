@@ -1,4 +1,4 @@
-"""What every figure has: a name, its numbers as a table, and a drawing, which gives the PNG and the page's SVG."""
+"""The base of all figures: a name, its numbers as a table, and a drawing, which gives the PNG and the page's SVG."""
 
 import io
 import math

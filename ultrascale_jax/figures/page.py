@@ -17,7 +17,7 @@ STYLE, SCRIPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What stands around the figures."""
+    """Text around the figures."""
 
     title: str
     subtitle: str

@@ -1,4 +1,4 @@
-"""What a compiled program communicates: its collectives, and what hides them.
+"""Find the collectives of a compiled program, and what hides them.
 
 Every collective knows how often it runs, over which mesh axes, how many bytes it takes and gives, and what the device
 computes between its start and its done:

@@ -33,7 +33,7 @@ def touched(module: Module, computation: str, instruction: Instruction) -> tuple
 
 
 def _share_read(body: list[Instruction], name: str) -> float:
-    """Which part of its array `name` the instructions of `body` read, at most 1."""
+    """Return the share of its array `name` that the instructions of `body` read, at most 1."""
     by_name = {i.name: i for i in body}
     share = 0.0
     for user in (i for i in body if name in i.operands):

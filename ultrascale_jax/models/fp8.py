@@ -63,7 +63,7 @@ class Recipe:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """What a step needs to know for products in fp8."""
+    """The recipe and scales of a step's products in fp8."""
 
     recipe: Recipe = dataclasses.field(metadata={"static": True})
     amaxes: dict[str, jax.Array]

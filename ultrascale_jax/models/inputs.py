@@ -1,4 +1,4 @@
-"""What a layer reads besides the residual stream and its parameters: one record, handed from the model to attention."""
+"""Inputs of a layer besides the residual stream and its parameters: one record, handed from the model to attention."""
 
 import dataclasses
 from typing import Any
@@ -67,7 +67,7 @@ class LayerInputs:
 
     @property
     def stacked(self) -> tuple:
-        """What differs between layers, with a leading dim of layers: keys and values, and amaxes."""
+        """Inputs that differ between layers, with a leading dim of layers: keys and values, and amaxes."""
         return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes
 
     def of_layer(self, own: tuple) -> "LayerInputs":

@@ -56,7 +56,7 @@ def route(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """What a layer's router adds to the objective, and what it did."""
+    """A router's addition to the objective, and its statistics."""
 
     balance_BR: jax.Array
     """What each token adds to the objective for the balance of experts; float32."""

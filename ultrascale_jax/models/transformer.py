@@ -65,7 +65,7 @@ class LayerRun(NamedTuple):
 
 
 class ModelOutputs(NamedTuple):
-    """What the layers make of tokens."""
+    """Results of the layers."""
 
     x_BRD: jax.Array
     """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`."""

@@ -50,7 +50,7 @@ MOST_COPIES = 8
 
 
 def works(spec: dict) -> list[Work]:
-    """Those of `spec["kernel"]` on its shape."""
+    """Return the works of `spec["kernel"]` on its shape."""
     return WORKS[spec["kernel"]](*spec["shape"])
 
 
@@ -124,7 +124,7 @@ def _each(run: Callable) -> Callable:
 
 
 def prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
-    """What `contestant` gets of the work's `arguments`."""
+    """Convert the work's `arguments` to those that `contestant` gets."""
     if work.prepare is None:
         return arguments
     return jax.jit(work.prepare(contestant))(*arguments)
@@ -143,7 +143,7 @@ def _figures(work: Work, program: Program, run: Any, result: Any, expected: Any)
 
 
 def _reference(work: Work, arguments: tuple):
-    """What XLA makes in float32 of the arguments that are compared."""
+    """Compute in float32, by XLA, from the arguments that are compared."""
 
     def widened(x):
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x

@@ -1,4 +1,4 @@
-"""What the kernels' benchmark computes: our kernels, XLA's own version and cuDNN on the shapes of known models.
+"""Works of the kernels' benchmark: our kernels, XLA's own version and cuDNN on the shapes of known models.
 
 Rates are of the least traffic, or of the products that the mathematics needs. The kernel `roofline` is none of ours: it
 is how fast this GPU copies and multiplies in this very run.
@@ -36,7 +36,7 @@ Scaling = Literal["block", "tile"]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is computed, and what that takes."""
+    """A computation to time, and its operations and bytes."""
 
     name: str
     contestants: tuple[str, ...]

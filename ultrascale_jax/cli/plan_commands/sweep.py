@@ -82,7 +82,7 @@ class Options(common.Assumptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the runs run on."""
+    """The devices of the runs."""
 
     cluster: Cluster
     device: str
@@ -93,7 +93,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one run."""
+    """The result of one run."""
 
     status: str
     """`ok`, `out of memory`, or `failed: ` and why."""
@@ -318,7 +318,7 @@ def grid(
 
 
 def predict(run: Run, cluster: Cluster) -> Outcome:
-    """What the formulas say of `run`."""
+    """Predict `run` by the formulas."""
     step = estimate(run, cluster)
     if not step.fits:
         return Outcome(status="out of memory")

@@ -1,4 +1,4 @@
-"""What a caller gives to a pipeline: the functions of its stages, and the arguments of one run."""
+"""Arguments of a pipeline: the functions of its stages, and the arguments of one run."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -21,6 +21,7 @@ from ultrascale_jax.plan.formulas.activations import (
 from ultrascale_jax.plan.formulas.parameters import (
     Weights,
     expert_matrices,
+    layer_params,
     sharded_params,
     weights_of,
 )
@@ -117,7 +118,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
     if run.prefetches:
-        used += (layer.input_width + layer.width) * _layer_params(run, weights)
+        used += (layer.input_width + layer.width) * layer_params(run, weights)
     blocks = (
         4 * sharded_params(run, weights, tables=False)
         if run.zero == 3
@@ -140,7 +141,7 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     chunks, logits = loss_chunks(run)
     gradient, states = 4 * weights.table, 4 if chunks > 1 else 1
     prefetched = run.prefetches and run.microbatches == 1
-    ahead = layer.input_width * _layer_params(run, weights) * prefetched
+    ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     return {
         "gradients": gradient if chunks > 1 else max(0, gradient - logits),
@@ -148,11 +149,6 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
         "communication buffers": ahead,
         "workspace": layer.width * (head + states * layer.whole),
     }
-
-
-def _layer_params(run: Run, weights: Weights) -> float:
-    """Count the parameters of one layer on one GPU, whole over the axes of ZeRO."""
-    return weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
 
 
 def _scatter(weights: Weights) -> dict[str, float]:

@@ -68,6 +68,11 @@ def weights_of(run: Run) -> Weights:
     )
 
 
+def layer_params(run: Run, weights: Weights) -> float:
+    """Count the parameters of one layer on one GPU, whole over the axes of ZeRO."""
+    return weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
+
+
 def expert_matrices(run: Run) -> int:
     """Count the copies of one matrix of the routed experts in their backward pass.
 

@@ -15,7 +15,12 @@ from ultrascale_jax.plan.formulas.activations import (
     saved_bytes,
     working_set,
 )
-from ultrascale_jax.plan.formulas.parameters import Weights, expert_matrices, sharded_params
+from ultrascale_jax.plan.formulas.parameters import (
+    Weights,
+    expert_matrices,
+    layer_params,
+    sharded_params,
+)
 from ultrascale_jax.plan.workload import Run
 
 
@@ -94,7 +99,7 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     has its forward pass repeated.
     """
     a, both = layer.width, overlaps_passes(run)
-    params = weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
+    params = layer_params(run, weights)
     ahead = sum(saved_bytes(run, layer).values()) if both and run.stash == "residuals" else 0
     forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run, layer)
     copies = a * expert_matrices(run) * weights.routed
