@@ -104,8 +104,7 @@ def test_without_a_supervisor_the_time_between_tries_is_down(tmp_path):
 
 
 def test_a_run_that_is_under_way_is_known_up_to_its_last_sign(tmp_path):
-    write(tmp_path, *KILLED, time=112.0, step=7, furthest=7)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "time": 113.0}\n')
+    write(tmp_path, *KILLED, time=113.0, step=8, furthest=8)
     told = {"productive": 4.0 + 4.0, "start-up": 5.0, "checkpoint": 1.0}
     assert seconds(tmp_path) == pytest.approx(told)
     assert read_ledger(tmp_path).steps == 8

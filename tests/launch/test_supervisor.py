@@ -41,13 +41,13 @@ def train(first, last, pause=0.02):
 """A program goes on from here, in a `Watch`."""
 
 
-def program(body):
-    inside = "with Watch(Events(run_dir, rank)) as watch:\n    watch.begin(0)\n"
+def program(body, hang_s):
+    inside = f"with Watch(Events(run_dir, rank), hang_s={hang_s}) as watch:\n    watch.begin(0)\n"
     return HEAD + inside + textwrap.indent(textwrap.dedent(body), "    ")
 
 
-def supervise(run_dir, body, ranks=(0, 1), **options):
-    command = [sys.executable, "-c", program(body), str(run_dir)]
+def supervise(run_dir, body, ranks=(0, 1), hang_s=0.0, **options):
+    command = [sys.executable, "-c", program(body, hang_s), str(run_dir)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return Supervisor(
         lambda restarts: command,

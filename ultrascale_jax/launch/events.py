@@ -106,22 +106,11 @@ def read_events(path: Path) -> list[dict]:
     except OSError as error:
         say(f"{path} cannot be read: {error}", sys.stderr)
         return []
-    rows = map(_parsed, lines)
+    rows = map(parse_object, lines)
     return [row for row in rows if is_number(row.get("time")) and isinstance(row.get("kind"), str)]
 
 
-def read_last(path: Path) -> dict:
-    """Return the last whole row of a file of JSON rows, as `metrics.jsonl`, read from its end; empty if none."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    return next(filter(None, map(_parsed, reversed(lines))), {})
-
-
-def _parsed(line: str | bytes) -> dict:
+def parse_object(line: str | bytes) -> dict:
     """Return the object in a line of JSON; empty if it holds none."""
     try:
         row = json.loads(line)

@@ -72,7 +72,7 @@ class FaultPlan:
         return cls((), 0, Path())
 
     def due(self, kind: str, step: int) -> bool:
-        """Whether a fault of `kind` is due on this process at `step`; it is then taken off the plan for good."""
+        """Return whether a fault of `kind` is due on this process at `step`; it is then taken off the plan for good."""
         for fault in self._faults:
             if (fault.kind, fault.step) == (kind, step) and not self._is_done(fault):
                 return True
@@ -104,7 +104,7 @@ class FaultPlan:
             time.sleep(STALL_S)
 
     def _is_done(self, fault: Fault) -> bool:
-        """Whether `fault` happened on this rank before; if not, it is on record now."""
+        """Return whether `fault` happened on this rank before; if not, it is on record now."""
         word = f"{fault} on {self._rank}"
         done = read_regular(self._record).decode().splitlines() if self._record.exists() else []
         if word not in done:

@@ -2,8 +2,8 @@
 
 The ledger comes from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and its supervisor when
 it starts and when it is gone. The time between two of these events is of one class, so the classes sum to the whole by
-construction. A process that is killed writes nothing: its last sign of life (its heartbeat file, or the last row of
-`metrics.jsonl`) ends what it did. The process itself counts its waits for batches, which are subtracted from its steps.
+construction. A process that is killed writes nothing: its last heartbeat ends what it did. The process itself counts
+its waits for batches, which are subtracted from its steps.
 
 Time is of the machine's monotonic clock, so setting a clock changes nothing. Between two boots, or two machines, only
 the wall clocks can tell; if the second is behind the first, that gap is zero.

@@ -15,7 +15,7 @@ class ProcessStat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return self.state not in "ZX"
 
 

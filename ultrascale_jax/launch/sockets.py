@@ -1,11 +1,9 @@
-"""Addresses, mutual TLS and messages of the sockets that processes meet at before JAX joins them."""
+"""Addresses and mutual TLS of the sockets that processes meet at before JAX joins them."""
 
 import contextlib
 import errno
 import ipaddress
-import json
 import os
-import select
 import socket
 import ssl
 import time
@@ -13,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import DistConfig, UserError
-from ultrascale_jax.launch.events import UNREADABLE, is_supervised
+from ultrascale_jax.launch.events import is_supervised
 from ultrascale_jax.launch.exit_codes import CRASHED
 
 PORT_PATIENCE_S = 20.0
 """Seconds that a port may be in use: the process of the attempt before may be about to end."""
-
-LONGEST = 4096
-"""Bytes of a message."""
 
 
 class NotJoined(UserError):
@@ -136,36 +131,3 @@ def make_tls(dist: DistConfig, *, server: bool) -> ssl.SSLContext | None:
                 f"dist.{name}={path!r}: cannot be used: {error.strerror or error}"
             ) from None
     return context
-
-
-def is_gone(connection: socket.socket) -> bool:
-    """Return whether the peer has closed: it sends nothing while it waits, so readable data is the end."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def send(connection: socket.socket, message: dict) -> None:
-    """Send one message, a line of JSON."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def receive(connection: socket.socket, left: Callable[[], float]) -> dict:
-    """Receive one object; `TimeoutError` once no time is `left()`, `ValueError` for anything else."""
-    connection.settimeout(0.5)
-    data = b""
-    while not data.endswith(b"\n"):
-        if left() <= 0:
-            raise TimeoutError("it does not answer")
-        with contextlib.suppress(TimeoutError):
-            part = connection.recv(LONGEST)
-            data += part
-            if not part or len(data) > LONGEST:
-                raise ValueError("the connection ended before the message did")
-    try:
-        message = json.loads(data)
-    except UNREADABLE:
-        raise ValueError("the message is no JSON") from None
-    if not isinstance(message, dict):
-        raise ValueError("the message is no object")
-    return message

@@ -26,7 +26,7 @@ from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.launch.processes import ANSWER_S, DUMP_S, Child, Disk, dump, kill
 from ultrascale_jax.launch.sigterm import listener
-from ultrascale_jax.launch.watchdog import FIRST_S, ONCE, Beat, last_sign, stacks_path
+from ultrascale_jax.launch.watchdog import FIRST_S, Beat, last_sign, stacks_path
 
 TRIES = 3
 """Restarts without a new step after which the run may be given up."""
@@ -63,7 +63,6 @@ class Supervisor:
         *,
         max_restarts: int | None = None,
         give_up_s: float = GIVE_UP_S,
-        hang_s: float | None = None,
         fresh: bool = False,
     ):
         """
@@ -74,11 +73,10 @@ class Supervisor:
             run_dir: where heartbeats, stacks and events are.
             max_restarts: give up after so many; none: as long as there is progress.
             give_up_s: give up when `TRIES` restarts or more, and so many seconds, have brought no new step.
-            hang_s: bound of a step, an evaluation and a save, in seconds; none: the process's own.
             fresh: the run starts anew, whatever the run directory holds.
         """
         self._command, self._environments, self._ranks = command, environments, tuple(ranks)
-        self._run_dir, self._max_restarts, self._hang_s = run_dir, max_restarts, hang_s
+        self._run_dir, self._max_restarts = run_dir, max_restarts
         self._give_up_s = give_up_s
         self._events = Events(run_dir, rank=None)
         self._disk, before = Disk(), read_events(run_dir)
@@ -250,9 +248,7 @@ class Supervisor:
     def _is_stuck(self, child: Child, beat: Beat | None, grace_s: float) -> bool:
         if beat is None:
             return time.monotonic() > child.started + FIRST_S["start"] + grace_s
-        own = self._hang_s is not None and beat.section not in ONCE
-        bound_s = self._hang_s if self._hang_s is not None and own else beat.bound_s
-        return time.monotonic() > beat.monotonic + bound_s + grace_s
+        return time.monotonic() > beat.monotonic + beat.bound_s + grace_s
 
     def _end(self, children: list[Child]) -> None:
         """Write the stacks of processes that are stuck, or do not end with the others, and kill them."""

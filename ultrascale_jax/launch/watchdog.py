@@ -21,18 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.launch.events import (
-    UNREADABLE,
-    Events,
-    boot,
-    is_count,
-    is_number,
-    read_last,
-    say,
-)
+from ultrascale_jax.launch.events import UNREADABLE, Events, boot, is_count, is_number, say
 from ultrascale_jax.launch.exit_codes import HUNG
 from ultrascale_jax.launch.procfs import read_stat
-from ultrascale_jax.launch.run_files import METRICS, folder_of, open_regular, read_regular
+from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
 
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
@@ -107,26 +99,9 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 
 def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
-    """Return the last sign of progress of a process, living or dead; empty if there is none.
-
-    `time` and `step` are of the newest sign, `furthest` is the most steps ever done, `data_wait_s` is of the heartbeat,
-    `monotonic` and `boot` are `time` by the clock that nobody sets. A step is on the heartbeat file when its metrics
-    have been read, and in `metrics.jsonl` a moment later.
-    """
-    beat, row = read_beat(run_dir, rank), read_last(run_dir / METRICS)
-    signs: list[dict[str, Any]] = []
-    if beat is not None:
-        names = ("time", "step", "furthest", "data_wait_s", "monotonic", "boot")
-        signs.append({name: getattr(beat, name) for name in names})
-    if is_number(row.get("time")) and is_count(row.get("step")):
-        signs.append({"time": row["time"], "step": row["step"], "furthest": row["step"]})
-    signs.sort(key=lambda sign: sign["time"])
-    together = {name: value for sign in signs for name, value in sign.items()}
-    if beat is not None:
-        together["monotonic"] += together["time"] - beat.time
-    if signs:
-        together["furthest"] = max(sign["furthest"] for sign in signs)
-    return together
+    """Return the last heartbeat of a process, living or dead, as an event records it; empty if there is none."""
+    beat = read_beat(run_dir, rank)
+    return {} if beat is None else vars(beat)
 
 
 def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
