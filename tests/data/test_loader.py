@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale_jax.config import DataConfig, MeshConfig, UserError
+from ultrascale_jax.data.balance import deal_rows
 from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash, held_out_hashes
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.shards import Corpus, Index, write_shard
@@ -97,6 +98,8 @@ def test_packing_equals_a_naive_walk_over_the_stream(lengths, array_borders, seq
             segment, position = (segment, position + 1) if inside else (segment + 1, 0)
         assert {name: value.tolist() for name, value in masked[i].items()} == expected
         assert all(value.dtype == np.int32 for value in masked[i].values())
+    counted = [masked[i]["segment_ids"].max() for i in range(len(masked))]
+    assert masked.max_documents == max(counted, default=1)
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -228,25 +231,51 @@ def test_synthetic_rows_fill_the_vocabulary_and_the_splits_differ():
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 8}, {"dp": 2, "fsdp": 2, "cp": 2}, {"fsdp": 1, "tp": 8}, {"ep": 4, "sp": 2}]
 )
-def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts, sizes):
+@pytest.mark.parametrize("mask", [True, False])
+def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts, sizes, mask):
     mesh = make_mesh(MeshConfig.of(**sizes).resolve(8))
-    loader = make_loader(f"{texts}@0.5,synthetic@0.5")
+    loader = make_loader(f"{texts}@0.5,synthetic@0.5", document_mask=mask)
     batches = loader.device_batches(mesh, start_step=11)
     for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
         assert step == expected_step
         assert digest == loader.batch_hash(step)
-        for name, value in loader.batch(step).items():
-            np.testing.assert_array_equal(np.asarray(batch[name]), value)
+        natural = loader.batch(step)
+        # No two rows of a step have the same first tokens, so these say which row is where.
+        starts = [row[:8].tolist() for row in natural["tokens"]]
+        rows = [starts.index(row[:8].tolist()) for row in np.asarray(batch["tokens"])]
+        assert sorted(rows) == list(range(ROWS)) and (mask or rows == list(range(ROWS)))
+        for name, value in natural.items():
+            np.testing.assert_array_equal(np.asarray(batch[name]), value[rows])
             assert isinstance(batch[name], jax.Array)
             assert len(batch[name].sharding.device_set) == 8
     batches.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    work=st.lists(st.integers(1, 10**6), min_size=48, max_size=48),
+    shape=st.sampled_from([(8, 1), (4, 3), (2, 6), (48, 1), (1, 4)]),
+)
+def test_dealt_rows_are_every_row_once_and_no_device_has_more_than_a_row_too_much(work, shape):
+    shards, microbatches = shape
+    work = np.array(work)
+    rows = deal_rows(work, shards, microbatches)
+    assert sorted(rows) == list(range(48))
+    # Micro-batch m is every M-th row of a device (`train_step/step.py: split`).
+    dealt = work[rows].reshape(shards, -1, microbatches)
+    per_device = dealt.sum(1)
+    assert (per_device.max(0) - per_device.min(0) <= np.ptp(dealt, axis=(0, 1))).all()
+
+
+def test_rounds_of_rows_are_dealt_forth_and_back():
+    assert deal_rows(np.arange(1, 9), 2, 1).tolist() == [7, 4, 3, 0, 6, 5, 2, 1]
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 8}, {"fsdp": 2, "cp": 2, "sp": 2}])
 def test_an_order_moves_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts, sizes):
     mesh = make_mesh(MeshConfig.of(**sizes))
     order = np.random.default_rng(0).permutation(32)
-    natural, loader = make_loader(texts), make_loader(texts, order=order)
+    natural, loader = (make_loader(texts, order=x, document_mask=False) for x in (None, order))
     assert loader.fingerprint == natural.fingerprint
     for one, other in ((natural, loader), (natural.held_out(), loader.held_out())):
         batches = other.device_batches(mesh, start_step=3)
@@ -408,7 +437,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeo
 from ultrascale_jax.config import DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
-data = DataConfig(source="synthetic", seq_len=16)
+data = DataConfig(source="synthetic", seq_len=16, document_mask=False)
 class Counted:
     def __init__(self, samples):
         self.samples, self.reads = samples, set()
@@ -454,7 +483,7 @@ def test_two_processes_hold_their_parts_of_the_one_global_batch():
     finally:
         for process in processes:
             process.kill()
-    data = DataConfig(source="synthetic", seq_len=16)
+    data = DataConfig(source="synthetic", seq_len=16, document_mask=False)
     loader = Loader(data, vocab_size=99, global_batch=8, seed=4)
     assert outputs[0].count(f"hash {loader.batch_hash(5)}\n") == 3, outputs[0]
     assert outputs[1].count("hash none\n") == 3, outputs[1]

@@ -7,16 +7,20 @@ import pytest
 from ultrascale_jax.data.shards import Index, load_index, open_shards, write_shard
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 0], [13, 0]]
+FINGERPRINT = "db90951d0f18dc44d3ca20f0ea8b9de777d58fa57423f364f35b618b3f83c046"
+"""Of `write_folder`'s shards, in every version: runs that were made of them go on."""
 
 
-def write_folder(folder, dtype="uint16", complete=True):
-    """Two shards of two documents each."""
+def write_folder(folder, dtype="uint16", complete=True, with_answers=False):
+    """Two shards of two documents each; the loss counts odd tokens, or all."""
     shards = []
     for number, part in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
         tokens = [np.array(document, dtype) for document in part]
         lengths = np.array([len(document) for document in part])
         hashes = np.arange(2, dtype=np.uint64) + 2 * number
-        shards.append(write_shard(folder, f"shard_{number:05d}", tokens, lengths, hashes))
+        answers = [document % 2 == 1 for document in tokens] if with_answers else ()
+        name = f"shard_{number:05d}"
+        shards.append(write_shard(folder, name, tokens, lengths, hashes, answers))
     index = Index(
         dtype=dtype, tokenizer="t", vocab_size=14, shards=tuple(shards), complete=complete
     )
@@ -49,6 +53,18 @@ def test_the_fingerprint_follows_the_tokens_and_not_the_place(tmp_path):
         write_folder(tmp_path / name, "uint8" if name == "c" else "uint16")
     a, b, c = (open_shards(tmp_path / name, 14, "t").fingerprint for name in ("a", "b", "c"))
     assert a == b != c
+
+
+def test_shards_from_before_there_were_answers_are_read_and_are_what_a_run_was_made_of(tmp_path):
+    write_folder(tmp_path)
+    edit_index(tmp_path, lambda i: [shard.pop("answers_sha256") for shard in i["shards"]])
+    corpus = open_shards(tmp_path, 14, "t")
+    assert corpus.answers == ()
+    assert corpus.fingerprint == FINGERPRINT
+    write_folder(tmp_path, with_answers=True)
+    corpus = open_shards(tmp_path, 14, "t")
+    assert corpus.counted(6, 11).tolist() == [True, False, True, False, False]
+    assert corpus.fingerprint != FINGERPRINT
 
 
 def flip(path, at):
@@ -101,6 +117,14 @@ DAMAGES = {
         lambda d: edit_index(d, lambda i: i["shards"][0].update(tokens=-6)),
         r"index\.json has counts of shard_00000",
     ),
+    "answers of one": (
+        lambda d: edit_index(d, lambda i: i["shards"][1].update(answers_sha256="0")),
+        r"index\.json has answers of some shards only",
+    ),
+    "no answers": (
+        lambda d: edit_index(d, lambda i: [s.update(answers_sha256="0") for s in i["shards"]]),
+        r"shard_00000\.answers is missing",
+    ),
     "unfinished": (
         lambda d: edit_index(d, lambda i: i.update(complete=False)),
         r"prepare_data has not finished",
@@ -118,8 +142,8 @@ def test_a_damaged_folder_is_refused_by_the_name_of_the_file(tmp_path, damage):
 
 
 def test_every_flipped_bit_is_found(tmp_path):
-    write_folder(tmp_path)
-    for name in ("shard_00000.tokens", "shard_00001.documents"):
+    write_folder(tmp_path, with_answers=True)
+    for name in ("shard_00000.tokens", "shard_00001.documents", "shard_00001.answers"):
         path = tmp_path / name
         whole = path.read_bytes()
         for bit in range(8 * len(whole)):

@@ -81,7 +81,7 @@ def test_weights_are_shares(tmp_path):
         ("text:/nowhere/*.txt", "no file with text matches; give another pattern"),
         (
             "tokens:/nowhere",
-            "index.json is missing; name a folder that ultrascale prepare-data wrote",
+            "index.json is missing; make it: ultrascale prepare-data --input 'FILES' --out /nowhere",
         ),
     ],
 )

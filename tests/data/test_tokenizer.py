@@ -43,6 +43,7 @@ def test_a_trained_bpe_round_trips_any_text(bpe_path, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.token_bytes()[[*ids, tokenizer.eos]].sum() == len(text.encode())
 
 
 def test_a_trained_bpe_compresses_and_training_it_again_gives_the_same_file(bpe_path, tmp_path):
@@ -76,7 +77,9 @@ def test_the_separator_is_the_end_of_text_token_of_the_tokenizer(tmp_path, separ
     names = [*others, separator]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert JsonTokenizer(tmp_path / "tokenizer.json").eos == names.index(separator)
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.eos == names.index(separator)
+    assert tokenizer.token_bytes() is None  # not of bytes
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused_by_name(tmp_path):

@@ -198,57 +198,59 @@ def test_absent_keys_of_deepseek_v3_are_those_of_its_671b():
     assert found == shapes.DEEPSEEK_V3
 
 
+PUBLISHED_DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
 def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_128k():
-    published = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-            "AutoModel": "modeling_deepseek.DeepseekV3Model",
-            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-        },
-        "ep_size": 1,
-        "first_k_dense_replace": 3,
-        "hidden_act": "silu",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    }
     stretch = RopeScaling(
         kind="yarn",
         factor=40.0,
@@ -258,12 +260,11 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
         mscale_all_dim=1.0,
     )
     expected = dataclasses.replace(shapes.DEEPSEEK_V3, rope_scaling=stretch)
-    assert parse_config(published) == expected
-    # 0.1 ln(40) + 1, squared.
-    # What `yarn_apply_mscale` of transformers 5.23 returns.
+    assert parse_config(PUBLISHED_DEEPSEEK_V3) == expected
+    # (0.1 ln(40) + 1) squared, as `yarn_apply_mscale` of transformers 5.23 returns it.
     np.testing.assert_allclose(stretch.score_factor, 1.8738542070926265, rtol=1e-12)
     with pytest.raises(ValueError, match="quantization_config"):
-        parse_config(published | {"quantization_config": {"quant_method": "fp8"}})
+        parse_config(PUBLISHED_DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}})
 
 
 @pytest.mark.parametrize(

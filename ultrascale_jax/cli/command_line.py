@@ -11,21 +11,26 @@ import copy
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import io
 import itertools
+import math
 import os
 import pkgutil
 import re
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ultrascale_jax import configs
+from ultrascale_jax.cli.suggestions import suggestion
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -168,6 +173,8 @@ def on_devices(
     from ultrascale_jax.plan.auto import cluster_of
 
     count = jax.device_count()
+    if options.devices is None:
+        require_devices(cfg.mesh, count)
     if not (cfg.train.auto or options.mesh == "auto"):
         return cfg.check(count)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
@@ -178,6 +185,13 @@ def on_devices(
     on_gpus = jax.local_devices()[0].platform == "gpu"
     say = tell if first else lambda text: None
     return checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+
+
+def require_devices(mesh: MeshConfig, count: int) -> None:
+    """Raise a `UserError` that names `--devices` for a mesh that one device alone cannot hold."""
+    wanted = math.prod(size for size in mesh.sizes.values() if size != -1)
+    fix = f"wants {wanted} devices, but here is 1; --devices {wanted} tries it on as many fake CPU devices"
+    require(count > 1 or wanted == 1, "mesh", mesh.text, fix)
 
 
 def checked(
@@ -257,7 +271,10 @@ def user_errors(patience_s: float = 0.0) -> Iterator[None]:
     except UserError as error:
         if patience_s and _is_follower():
             time.sleep(patience_s)
-        print(f"error: {error}", file=sys.stderr)
+        text = (
+            str(error).encode(errors="backslashreplace").decode()
+        )  # half a character, of a bent file
+        print(f"error: {text}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
 
 
@@ -278,31 +295,42 @@ def recipes() -> list[str]:
 
 
 def load_recipe(name: str) -> Config:
-    """The `config` of `configs/NAME.py`, or of the module `pkg.mod` if the name has a dot."""
+    """The `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
     known = recipes()
+    is_file = name.endswith(".py")
+    require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
     stem = name.replace("-", "_")
-    module_name = name if is_module else f"{configs.__name__}.{stem}"
-    if not is_module and stem not in known:
+    module_name = name if is_module or is_file else f"{configs.__name__}.{stem}"
+    if not (is_module or is_file or stem in known):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        fix = f"{hint}the recipes are {', '.join(known)}; or give a module as pkg.mod"
+        fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"
         require(False, "recipe", name, fix)
     if os.getcwd() not in sys.path:
         sys.path.append(
             os.getcwd()
         )  # As `python -m` does; the console command has its own folder there.
     try:
-        module = importlib.import_module(module_name)
+        module = _run_file(Path(name)) if is_file else importlib.import_module(module_name)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"recipe={name!r}: {_why_not(module_name, error)}") from None
     config = getattr(module, "config", None)
-    fix = f"the module must expose `config`, a Config, but it is {type(config).__name__}"
+    fix = f"must expose `config`, a Config, but that is {type(config).__name__}"
     if not isinstance(config, Config):
         raise UserError(f"recipe={name!r}: {fix}")
     return config
+
+
+def _run_file(path: Path) -> types.ModuleType:
+    """Run the user's own recipe as a module that nothing else can import."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _why_not(module_name: str, error: BaseException) -> str:
@@ -399,14 +427,17 @@ def read[T](
             cause = cause.__context__
         if stop.code == 0:
             raise
-        raise UserError(_unboxed(report.getvalue())) from None
+        complaint, near = _unboxed(report.getvalue())
+        raise UserError(
+            complaint + (suggestion(complaint, default or form, recipes(), prog) or near)
+        ) from None
     # A `Config` has checked its own numbers.
     check_numbers("", made.options if isinstance(made, _Command) else made)
     return made
 
 
-def _unboxed(box: str) -> str:
-    """The first part of tyro's error, and the options it suggests, as one line.
+def _unboxed(box: str) -> tuple[str, str]:
+    """The first part of tyro's error as one line, and the options that it suggests.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """
@@ -417,4 +448,4 @@ def _unboxed(box: str) -> str:
     end = rules[0] if rules else len(lines)
     near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
     hint = f"; did you mean {' or '.join(near)}?" if near and "Unrecognized" in lines[0] else ""
-    return " ".join(line for line in lines[:end] if line) + hint
+    return " ".join(line for line in lines[:end] if line).removesuffix("."), hint

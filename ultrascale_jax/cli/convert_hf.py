@@ -3,9 +3,11 @@
     ultrascale convert-hf import HF_DIR RUN_DIR [RECIPE] [--section.field VALUE ...]
     ultrascale convert-hf export RUN_DIR HF_DIR [--step N] [--dtype float32]
 
-`import` makes RUN_DIR a run of RECIPE that has the checkpoint's model and stands at step 0, and says
-how to go on training it; `ultrascale generate` reads it too. `export` writes the newest checkpoint of a
-run so that `transformers` loads it. Tokenizer files travel along in both directions.
+`import` makes RUN_DIR a run of RECIPE (default: finetune) that has the checkpoint's model and stands at
+step 0, and says how to go on training it; `ultrascale generate` reads it too. The run takes the checkpoint's
+tokenizer.json, if it brings one, and any data made with it. `export` writes the newest checkpoint of a
+run so that `transformers` loads it. The files of the tokenizer, its chat template and the ids of its special
+tokens travel along in both directions.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,22 +25,23 @@ import tyro
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.huggingface.config import parse_config, read_config
+from ultrascale_jax.config.foreign import read_foreign, read_json
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.files import inside
-from ultrascale_jax.launch.run_files import write_atomic
+from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 TOKENIZER = "tokenizer.json"
 TRAVELLING = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files that are copied as they are."""
+
+RECIPE = "finetune"
+"""The recipe of an import that names none: pre-training's learning rates would wreck the model."""
 
 ORIGINAL = "hf_config.json"
 """The imported `config.json` in the run directory, for what `ModelConfig` does not hold."""
@@ -77,12 +80,11 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from jax.experimental import multihost_utils
 
     from ultrascale_jax.checkpoint.manager import Checkpoints, checkpoint_folder
-    from ultrascale_jax.checkpoint.run_metadata import describe
+    from ultrascale_jax.checkpoint.run_metadata import NO_DATA, describe
     from ultrascale_jax.checkpoint.step_dirs import steps
     from ultrascale_jax.huggingface import checkpoint
     from ultrascale_jax.train_step.optim import optimizer
     from ultrascale_jax.train_step.state import TrainState, abstract_state, carried
-    from ultrascale_jax.training.setup import make_loader
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
 
@@ -95,9 +97,8 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        # All that may be refused is read before the first file is written. A resumed run must find the data that it
-        # began with.
-        meta = describe(cfg, 0, make_loader(_before_the_copy(cfg, folder)).fingerprint)
+        # All that may be refused is read before the first file is written.
+        meta = describe(cfg, 0, NO_DATA + _fingerprint(folder))
         state = start(checkpoint.load(folder, abstract_state(cfg, mesh).params))
         checkpoints = stack.enter_context(Checkpoints(cfg))
         if jax.process_index() == 0:
@@ -112,12 +113,12 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         checkpoints.save(state, meta, wait=True)
 
 
-def _before_the_copy(cfg: Config, hf_dir: Path) -> Config:
-    """`cfg` with the tokenizer where it still is."""
-    if cfg.data.tokenizer != str(Path(cfg.log.run_dir) / TOKENIZER):
-        return cfg
-    data = dataclasses.replace(cfg.data, tokenizer=str(inside(hf_dir, TOKENIZER)))
-    return dataclasses.replace(cfg, data=data)
+def _fingerprint(hf_dir: Path) -> str:
+    """Return that of the tokenizer that the checkpoint brings, empty if it brings none."""
+    from ultrascale_jax.data.tokenizer import load_tokenizer
+
+    brought = TOKENIZER in _travelling(hf_dir)
+    return load_tokenizer(str(inside(hf_dir, TOKENIZER))).fingerprint if brought else ""
 
 
 def export_checkpoint(options: Export, mesh: "Mesh") -> None:
@@ -129,9 +130,8 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
 
     run_dir = Path(options.run_dir)
     cfg, params = load_params(run_dir, mesh, options.step)
-    beside = [run_dir / name for name in _travelling(run_dir)]
-    if cfg.data.tokenizer != "bytes" and TOKENIZER not in _travelling(run_dir):
-        beside += [path for path in [Path(cfg.data.tokenizer)] if path.name == TOKENIZER]
+    context = options.max_position_embeddings or known_context(cfg, run_dir)
+    token_ids, beside = tokenizer_files(cfg, run_dir, context)
     with jax.set_mesh(mesh):
         checkpoint.save(
             params,
@@ -139,16 +139,61 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
             options.hf_dir,
             max_shard_bytes=int(options.max_shard_gb * 1e9),
             dtype=options.dtype,
-            max_position_embeddings=options.max_position_embeddings or _context(cfg, run_dir),
+            max_position_embeddings=context,
+            token_ids=token_ids,
             beside=beside,
         )
+
+
+def tokenizer_files(
+    cfg: Config, run_dir: Path, context: int
+) -> tuple[dict[str, object], dict[str, bytes]]:
+    """Return the token ids for `config.json`, and the files to put beside it, by name.
+
+    Both are those of the checkpoint that was imported, unless the run trained with another tokenizer.
+    """
+    from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer
+
+    files = {name: read_regular(run_dir / name) for name in _travelling(run_dir)}
+    ids: dict[str, object] | None = None
+    if (run_dir / ORIGINAL).is_file():
+        original = read_json(run_dir / ORIGINAL)
+        ids = {key: original[key] for key in NO_TOKEN_IDS if key in original}
+    name, content = cfg.data.tokenizer, None
+    if name != "bytes":
+        kept = run_dir / TOKENIZER  # where a run directory that was moved has it
+        path = Path(name) if Path(name).is_file() or TOKENIZER not in files else kept
+        fix = "there is no such file; put it back: the export ships it"
+        require(path.is_file(), "data.tokenizer", name, fix)
+        name, content = str(path), read_foreign(path, name="data.tokenizer", most=MOST_BYTES)
+    if files.get(TOKENIZER, content) != content:
+        ids, files = None, {}
+    own = load_tokenizer(name)
+    if content is not None and TOKENIZER not in files:
+        files = {TOKENIZER: content, **_described(own.decode([own.eos]), own.eos, context)} | files
+    return {**NO_TOKEN_IDS, "eos_token_id": own.eos} if ids is None else ids, files
+
+
+def _described(eos: str, eos_id: int, context: int) -> dict[str, bytes]:
+    """Return the files without which `transformers` takes a `tokenizer.json` for that of the model's family."""
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    contents = {
+        "tokenizer_config.json": tokenizer,
+        "generation_config.json": {"eos_token_id": eos_id},
+    }
+    return {name: f"{json.dumps(value, indent=2)}\n".encode() for name, value in contents.items()}
 
 
 def _travelling(folder: Path) -> list[str]:
     return [name for name in TRAVELLING if (folder / name).is_file()]
 
 
-def _context(cfg: Config, run_dir: Path) -> int:
+def known_context(cfg: Config, run_dir: Path) -> int:
     """The longest context that the imported model, or else the run, is known to handle."""
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
@@ -163,7 +208,7 @@ def _context(cfg: Config, run_dir: Path) -> int:
 def with_model(cfg: Config, hf_dir: str | Path) -> Config:
     """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
     model, data = read_config(hf_dir), cfg.data
-    if data.tokenizer == "bytes" and (Path(hf_dir) / TOKENIZER).is_file():
+    if TOKENIZER in _travelling(Path(hf_dir)):
         data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
     return dataclasses.replace(cfg, model=model, data=data)
 
@@ -200,12 +245,16 @@ def _start_jax(devices: int | None) -> contextlib.AbstractContextManager[None]:
 
 def _import(arguments: Sequence[str]) -> None:
     usage = "ultrascale convert-hf import HF_DIR RUN_DIR"
+    if {"-h", "--help"} & set(arguments):
+        command_line.parse([RECIPE, "--help"], prog=usage, description=__doc__ or "")
     positional = arguments[:2]
     given = len(positional) == 2 and not any(word.startswith("-") for word in positional)
     require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
     hf_dir, run_dir = positional
-    arguments = [*arguments[2:], "--run-dir", run_dir]
+    recipe_name = [] if arguments[2:3] and not arguments[2].startswith("-") else [RECIPE]
+    arguments = [*recipe_name, *arguments[2:], "--run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)
+    _check_tokenizer(recipe, arguments, Path(hf_dir))
     cfg = with_model(recipe, hf_dir)
     with _start_jax(options.devices):
         import jax
@@ -213,12 +262,41 @@ def _import(arguments: Sequence[str]) -> None:
         from ultrascale_jax.sharding.mesh import make_mesh
 
         # No step runs here: on the devices that train, the choice is made again.
-        checked = command_line.on_devices(cfg, options, print, must_fit=False)
+        checked = command_line.on_devices(cfg, options, lambda why: None, must_fit=False)
         import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(
-                f"{run_dir} is a run at step 0; go on with\n  {train_command(recipe, cfg, arguments)}"
+                *_notes(cfg, Path(hf_dir)),
+                f"{run_dir} is a run at step 0; go on, with your own text as data.source={cfg.data.source!r}, by",
+                f"  {train_command(recipe, cfg, arguments)}",
+                sep="\n",
             )
+
+
+def _check_tokenizer(cfg: Config, arguments: Sequence[str], hf_dir: Path) -> None:
+    """Refuse a tokenizer that `arguments` name and that is another than the checkpoint's."""
+    from ultrascale_jax.data.tokenizer import load_tokenizer
+
+    named = any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments)
+    if named and (brought := _fingerprint(hf_dir)):
+        same = load_tokenizer(cfg.data.tokenizer).fingerprint == brought
+        fix = f"is another tokenizer than {hf_dir / TOKENIZER}, with which the model was trained; leave it out"
+        require(same, "data.tokenizer", cfg.data.tokenizer, fix)
+
+
+def _notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
+    """Yield lines about what a user of the checkpoint may not expect."""
+    if cfg.data.tokenizer == "bytes":
+        yield f"note: {hf_dir} brings no {TOKENIZER}; give the model's own by --data.tokenizer FILE"
+    raw = read_json(inside(hf_dir, "config.json"))
+    known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
+    if isinstance(known, int) and known < cfg.data.seq_len:
+        yield f"note: the model knows {known} positions; train it with --data.seq-len {known} or less"
+    if isinstance(pad, int):
+        yield (
+            f"note: pad_token_id={pad}: transformers gives this row of the embedding no gradient (padding_idx); "
+            "here it is trained like any other, where the token is in the text"
+        )
 
 
 def _export(arguments: Sequence[str]) -> None:
@@ -253,5 +331,7 @@ def main(argv: Sequence[str]) -> None:
         elif command == "export":
             _export(argv[1:])
         else:
+            known = command in ("", "-h", "--help")
+            require(known, "command", command, "choose import or export")
             print(__doc__)
-            raise SystemExit(0 if command in ("-h", "--help") else 2)
+            raise SystemExit(0 if command else 2)

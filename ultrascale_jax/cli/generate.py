@@ -101,7 +101,10 @@ def main(argv: Sequence[str]) -> None:
         if options.mesh is None:
             mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         else:
-            mesh = make_mesh(MeshConfig.parse(options.mesh))
+            wanted = MeshConfig.parse(options.mesh)
+            if options.devices is None:
+                command_line.require_devices(wanted, jax.device_count())
+            mesh = make_mesh(wanted)
         cfg, params = load_params(options.run_dir, mesh, options.step)
         with jax.set_mesh(mesh):
             text = sample_text(

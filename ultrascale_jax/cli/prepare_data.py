@@ -3,11 +3,16 @@
     ultrascale prepare-data --input 'books/*.txt' --out tokens/books
     ultrascale prepare-data --input 'c4/*.jsonl' --out tokens/c4 --tokenizer tokenizer.json
     ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
+    ultrascale prepare-data --input 'chat/*.jsonl' --out tokens/chat --tokenizer HF_DIR --chat
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
 so the shards depend on the input and the settings alone. The index is written after every shard;
 the same command after a crash keeps the shards that are whole, checks that the input still has
-their documents, and continues behind them.
+their documents, and continues behind them. Before the first whole shard there is no index.
+
+Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` and, if need be,
+`tools`. Each conversation is one document, written by the tokenizer's own chat template, and the
+loss counts only the assistant's answers, each with the token that ends its turn.
 """
 
 import functools
@@ -19,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
@@ -26,13 +32,13 @@ from rich.progress import Progress
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json
-from ultrascale_jax.data import shards, tokenizer
+from ultrascale_jax.data import chat, shards, tokenizer
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
 
-Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Tokens of a group of documents end to end, their lengths, and their hashes."""
+Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+"""Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
 
 load_tokenizer = functools.cache(tokenizer.load_tokenizer)
 
@@ -46,11 +52,13 @@ class Args:
     out: Path
     """Folder for the shards."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    """`bytes`, or the path of a Hugging Face tokenizer.json or its folder."""
     train_bpe: int = 0
     """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
     text_field: str = "text"
     """Field or column that holds the text of a document in .jsonl and .parquet files."""
+    chat: command_line.Flag = False
+    """The .jsonl files hold conversations, `messages`; on by itself if the first row has them and no text."""
     workers: int = os.cpu_count() or 1
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
@@ -59,7 +67,8 @@ class Args:
     @property
     def settings(self) -> dict:
         """The settings that a restart must share with the run before it, beside the tokenizer."""
-        return {name: getattr(self, name) for name in ("train_bpe", "text_field", "shard_tokens")}
+        names = ("train_bpe", "text_field", "shard_tokens")  # those of text, as they always were
+        return {name: getattr(self, name) for name in (*names, *(["chat"] if self.chat else []))}
 
 
 def prepare(args: Args) -> shards.Index:
@@ -71,10 +80,15 @@ def prepare(args: Args) -> shards.Index:
     own = args.out.resolve()  # a pattern like ** may match what an earlier run wrote
     paths = [path for path in found if path.is_file() and own not in path.resolve().parents]
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
-    args.out.mkdir(parents=True, exist_ok=True)
+    if Path(args.tokenizer).is_dir():
+        args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     with Progress() as progress:
+        if not args.chat and (found := find_conversations(sorted(paths), args.text_field)):
+            progress.console.print(f"{found} has conversations (messages): --chat", soft_wrap=True)
+            args = replace(args, chat=True)
+        template = load_template(args) if args.chat else None
         index = open_index(args, sorted(paths), progress)
-        documents = read_documents(sorted(paths), args.text_field, progress, "tokenize")
+        documents = read_documents(sorted(paths), args.text_field, progress, "tokenize", template)
         for shard in index.shards:
             skip_documents(args, shard, documents)
         if index.complete:
@@ -82,6 +96,24 @@ def prepare(args: Args) -> shards.Index:
             require(next(documents, None) is None, "out", str(args.out), fix)
             return index
         return write_shards(args, index, documents)
+
+
+def find_conversations(paths: list[Path], field: str) -> Path | None:
+    """The first .jsonl file, if its first row has `messages` and no text."""
+    path = next((path for path in paths if path.suffix == ".jsonl"), None)
+    _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
+    fields = row if isinstance(row, dict) else {}
+    chats = isinstance(fields.get("messages"), list) and not isinstance(fields.get(field), str)
+    return path if chats else None
+
+
+def load_template(args: Args) -> chat.ChatTemplate:
+    """The chat template of the tokenizer that is given."""
+    fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
+    own = load_tokenizer(args.tokenizer)
+    if args.train_bpe or not isinstance(own, tokenizer.JsonTokenizer):
+        raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
+    return chat.ChatTemplate(Path(args.tokenizer), own)
 
 
 def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Index:
@@ -94,6 +126,8 @@ def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Inde
         except ValueError as error:
             again = "remove it or choose another --out"
             raise UserError(f"out={str(args.out)!r}: {error}; {again}") from error
+    if found is not None and not found.shards:
+        found = None  # Nothing depends on its settings.
     require(found is None or found.settings == args.settings, "out", str(args.out), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
@@ -106,10 +140,6 @@ def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Inde
         settings=args.settings,
     )
     if found is None:
-        if args.tokenizer != "bytes":
-            content = Path(args.tokenizer).read_bytes()
-            shards.write_atomic(args.out / "tokenizer.json", content)
-        index.save(args.out)
         return index
     require(replace(found, shards=(), complete=False) == index, "out", str(args.out), fix)
     for number, shard in enumerate(found.shards):
@@ -135,28 +165,37 @@ def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) ->
 
 
 def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> shards.Index:
-    """Write the shards after those of `index`, and the index after each."""
-    pieces, hashes = [], []
+    """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
+    pieces, hashes, answers = [], [], []
     size = 0
 
     def finish_shard() -> shards.Index:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.tokenizer != "bytes":
+            path = Path(args.tokenizer)
+            shards.write_atomic(args.out / "tokenizer.json", path.read_bytes())
+            for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE) if args.chat else ()):
+                if other.exists():
+                    shards.write_atomic(args.out / other.name, other.read_bytes())
         lengths = np.array([piece.size for piece in pieces])
         name = f"shard_{len(index.shards):05d}"
-        shard = shards.write_shard(args.out, name, pieces, lengths, np.array(hashes, np.uint64))
+        all_hashes = np.array(hashes, np.uint64)
+        shard = shards.write_shard(args.out, name, pieces, lengths, all_hashes, answers)
         longer = replace(index, shards=(*index.shards, shard))
         longer.save(args.out)
         return longer
 
-    for tokens, lengths, group_hashes in tokenize(args, documents):
-        for piece, text_hash in zip(
-            np.split(tokens, np.cumsum(lengths)[:-1]), group_hashes, strict=True
-        ):
-            if pieces and size + piece.size > args.shard_tokens:
+    for tokens, lengths, group_hashes, counted in tokenize(args, documents):
+        ends = np.cumsum(lengths)
+        for begin, end, text_hash in zip(ends - lengths, ends, group_hashes, strict=True):
+            if pieces and size + end - begin > args.shard_tokens:
                 index = finish_shard()
-                pieces, hashes, size = [], [], 0
-            pieces.append(piece)
+                pieces, hashes, answers, size = [], [], [], 0
+            pieces.append(tokens[begin:end])
             hashes.append(text_hash)
-            size += piece.size
+            if counted is not None:
+                answers.append(counted[begin:end])
+            size += end - begin
     if pieces:
         index = finish_shard()
     require(bool(index.shards), "input", args.input, "holds no text")
@@ -174,7 +213,7 @@ def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
         initializer=use_one_thread,
     ) as pool:
         for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts))
+            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts, args.chat))
             if len(waiting) > 2 * args.workers:  # bounds the text that is held
                 yield waiting.popleft().result()
         while waiting:
@@ -186,10 +225,14 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenize_group(name: str, texts: list[str]) -> Tokenized:
-    """Work of one process: a group of documents with the tokenizer of that name."""
-    tokens, lengths = tokenizer.encode_documents(load_tokenizer(name), texts)
-    return tokens, lengths, np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
+def tokenize_group(name: str, texts: list[str], conversations: bool) -> Tokenized:
+    """Work of one process: a group of documents, or rendered conversations, with the tokenizer of that name."""
+    own = load_tokenizer(name)
+    hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
+    if conversations and isinstance(own, tokenizer.JsonTokenizer):
+        tokens, lengths, answers = chat.encode_conversations(own, texts)
+        return tokens, lengths, hashes, answers
+    return *tokenizer.encode_documents(own, texts), hashes, None
 
 
 def groups(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -206,15 +249,24 @@ def groups(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def read_documents(
-    paths: list[Path], field: str, progress: Progress, description: str
+    paths: list[Path],
+    field: str,
+    progress: Progress,
+    description: str,
+    template: chat.ChatTemplate | None = None,
 ) -> Iterator[str]:
-    """The documents of all files that are not empty, in order; moves a progress bar by bytes."""
+    """The documents of all files that are not empty, in order; moves a progress bar by bytes.
+
+    With a template they are conversations, as `ChatTemplate.render` gives them.
+    """
     readers = {".jsonl": read_json_lines, ".parquet": read_parquet}
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes))
     before = 0
     for size, path in zip(sizes, paths, strict=True):
-        for count, (text, done) in enumerate(readers.get(path.suffix, read_text)(path, field)):
+        read = readers.get(path.suffix, read_text)
+        pairs = read_conversations(path, template) if template else read(path, field)
+        for count, (text, done) in enumerate(pairs):
             if text:
                 yield text
             if count % 256 == 0:
@@ -234,21 +286,43 @@ def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"input={str(path)!r}: {fix}") from error
 
 
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """The text of every line's object, and the bytes read so far."""
+def read_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
+    """The number of every line that is not blank, its JSON, and the bytes read so far."""
     done = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
-            if not line.strip():
-                continue
-            document = parse_json(line, f"input={str(path)!r}: line {number}")
-            text = document.get(field) if isinstance(document, dict) else None
-            if not isinstance(text, str):
-                fix = f"line {number} has no text in {field!r}; give another --text-field"
-                raise UserError(f"input={str(path)!r}: {fix}")
-            # JSON can hold half a surrogate pair, which is no text.
-            yield text.encode(errors="replace").decode(), done
+            if line.strip():
+                yield number, parse_json(line, f"input={str(path)!r}: line {number}"), done
+
+
+def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    """The text of every line's object, and the bytes read so far."""
+    for number, document, done in read_rows(path):
+        text = document.get(field) if isinstance(document, dict) else None
+        if not isinstance(text, str):
+            fields = document.items() if isinstance(document, dict) else ()
+            names = [name for name, value in fields if isinstance(value, str)]
+            has = f"no text in {field!r} but in {names}" if names else f"no text in {field!r}"
+            fix = f"line {number} has {has}; give another --text-field"
+            raise UserError(f"input={str(path)!r}: {fix}")
+        yield whole_characters(text), done
+
+
+def read_conversations(path: Path, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
+    """Every line's conversation as the template renders it, and the bytes read so far."""
+    fix = "is no file of JSON lines, as conversations are; leave it out of the pattern"
+    require(path.suffix == ".jsonl", "input", str(path), fix)
+    for number, row, done in read_rows(path):
+        try:
+            yield whole_characters(template.render(row)), done
+        except UserError as error:
+            raise UserError(f"input={str(path)!r}: line {number} {error}") from None
+
+
+def whole_characters(text: str) -> str:
+    """The text with `?` for half a surrogate pair, which JSON can hold and is no character."""
+    return text.encode(errors="replace").decode()
 
 
 def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:

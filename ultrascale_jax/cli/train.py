@@ -15,6 +15,9 @@ from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.sigterm import SigtermListener
 
+WORTH_READING = 200
+"""Steps before which a model of the size of `demo` writes no words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(command_line.JobOptions):
@@ -25,7 +28,12 @@ class Options(command_line.JobOptions):
         tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
     ] = None
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
-    sample: Annotated[int, tyro.conf.arg(metavar="N")] = 300
+    sample: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="N", help_behavior_hint=f"(default: 300 after {WORTH_READING} steps)"
+        ),
+    ] = None
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
     faults: command_line.Flag = False
     """Let the environment variable US_FAULT make things go wrong on purpose."""
@@ -49,7 +57,7 @@ class Options(command_line.JobOptions):
 
 
 DESCRIPTION = f"""Train a language model. RECIPE is one of {", ".join(command_line.recipes())} \
-(default {command_line.DEFAULT_RECIPE}), or a module pkg.mod that exposes `config`; \
+(default {command_line.DEFAULT_RECIPE}), or a file ./my.py or module pkg.mod that exposes `config`; \
 the options change single fields of it."""
 
 
@@ -65,11 +73,13 @@ def main(argv: Sequence[str]) -> None:
 
     if jax.process_index() == 0:
         say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
-    wanted = options.sample > 0 and not summary["stopped"]
+    number = options.sample
+    if number is None:
+        number = 300 if cfg.train.steps >= WORTH_READING else 0
+    wanted = number > 0 and not summary["stopped"]
     if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
         say("a sample:\n")
-        number = str(options.sample)
-        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", number])
+        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", str(number)])
 
 
 def run(cfg: Config, options: Options) -> dict:

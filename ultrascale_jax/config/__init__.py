@@ -38,7 +38,7 @@ AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
 
 DATA = "data"
-"""What `checkpoint.allow_change` calls the tokens themselves."""
+"""Name of the tokens themselves in `checkpoint.allow_change`."""
 
 GPUS_PER_NODE = 8
 
@@ -49,7 +49,7 @@ Dispatch = Literal["dropless", "capacity", "allgather"]
 AuxOver = Literal["batch", "sequence"]
 
 GPU_MEMORY_SHARE = 0.92
-"""What a run takes of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest.
+"""Share of a GPU's memory that a run takes; CUDA's context, NCCL's buffers and fragmentation have the rest.
 
 NVIDIA runs MaxText with 90% (JAX-Toolbox) or 94% (dgxc-benchmarking); JAX by itself takes 75%.
 """
@@ -146,7 +146,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from and how they are packed."""
+    """Source of the tokens, and how rows are packed."""
 
     source: str = "python-stdlib"
     """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`."""
@@ -169,7 +169,7 @@ SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dual
 """Pipeline schedules that have a name; `parallel/pipeline/schedules.py` makes them."""
 
 GROUPED = ("interleaved", "zb_uniform")
-"""Those that send micro-batches through their stages in groups; the only ones whose `virtual` is free."""
+"""Schedules that send micro-batches through their stages in groups; only their `virtual` is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class PipelineConfig:
 
     @property
     def from_file(self) -> bool:
-        """Whether the schedule is a table of the user's."""
+        """Return whether the schedule is a table of the user's."""
         return self.schedule.endswith(".csv")
 
     @property
@@ -275,11 +275,11 @@ class MoEConfig:
     aux_loss: float = 0.0
     """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
     aux_over: AuxOver = "batch"
-    """What is to be balanced: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
+    """Tokens to balance: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
     bias_rate: float = 0.001
-    """What the bias of an expert rises by in a step in which it had less than the mean, and falls by otherwise."""
+    """Change of an expert's bias in a step: up if the expert had less than the mean, down otherwise."""
 
     def __post_init__(self):
         kinds = {"dispatch": Dispatch, "aux_over": AuxOver}
@@ -324,7 +324,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where a run writes."""
+    """Directory that a run writes to."""
 
     run_dir: str = "out/run"
     """Folder that holds everything a run writes."""

@@ -1,4 +1,4 @@
-"""How a setting is refused: one error that names the field, its value and the fix."""
+"""Refuse a setting by one error, which names the field, its value and the fix."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ class UserError(ValueError):
     """Something the user can mend; commands show its message alone, without a traceback."""
 
     exit_code = 2
-    """What a script that ends for this reason returns."""
+    """Exit code of a script that this error ends."""
 
 
 def require(ok: bool, name: str, value: object, fix: str) -> None:
@@ -36,7 +36,7 @@ def _shown(value: object) -> str:
 
 
 def in_float32(number: float) -> bool:
-    """Whether the size of a number is 0 or one that float32 holds; not so for what is infinite or not a number."""
+    """Return whether the size of a number is 0 or between the two `FLOATS`, as those of infinities and NaN are not."""
     least, most = FLOATS
     return number == 0 or least <= abs(number) <= most
 

@@ -9,7 +9,7 @@ from ultrascale_jax.config.base import require
 Implementation = Literal["auto", "mosaic", "xla"]
 """`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` as each field says."""
 
-AttentionImplementation = Literal["auto", "cudnn", "mosaic", "xla"]
+AttentionImplementation = Literal["auto", "cudnn", "cudnn_packed", "mosaic", "xla"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,8 @@ class KernelsConfig:
     """Implementation of each part that has a kernel; `mosaic` needs a Hopper GPU and fails where it cannot run."""
 
     attention: AttentionImplementation = "auto"
-    """Attention; auto: cuDNN on a GPU, XLA elsewhere. mosaic skips what no document or window needs."""
+    """Attention; auto: cuDNN on a GPU, XLA elsewhere. For documents `cudnn` reads a mask; `cudnn_packed`, which auto
+    takes from Hopper on, and `mosaic` skip the keys that no query needs."""
     norm: Implementation = "auto"
     """Norms over the model dim; auto: XLA."""
     loss: Implementation = "auto"

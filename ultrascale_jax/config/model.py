@@ -28,7 +28,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
-    """Which frequencies are stretched."""
+    """Rule that stretches the frequencies."""
     factor: float = 8.0
     """How many times longer than `original_seq_len` the context is."""
     freq_factors: tuple[float, float] = (1.0, 0.0)
@@ -37,7 +37,7 @@ class RopeScaling:
     original_seq_len: int = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
     attention_factor: float = 0.0
-    """What yarn multiplies cosines and sines by; 0 is its own, 0.1 ln(factor) + 1."""
+    """Factor of cosines and sines in yarn; 0 is its own, 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
     """Of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)."""
 
@@ -98,7 +98,7 @@ class Experts:
     dense_layers: int = 0
     """First layers that have one gated layer of `model.d_ff` instead of experts."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What the router makes of its logits, in float32."""
+    """Function of the router's logits, in float32."""
     normalize: bool = True
     """Divide the weights of a token's experts by their sum."""
     scale: float = 1.0

@@ -29,7 +29,7 @@ class Joined(NamedTuple):
     value: Callable[..., Any]
     """Makes the new value of the old ones."""
     words: str
-    """What the command line takes, as in `--section.field WORDS`."""
+    """The value on the command line, as in `--section.field WORDS`."""
 
 
 def _moments(dtype: str, stochastic: bool) -> str:

@@ -36,7 +36,7 @@ class OptimConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine to the last step, stable then linear decay (wsd), or constant."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up (W): step k has k/W of the peak."""
     decay_steps: int = 0
     """Length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -66,7 +66,7 @@ class OptimConfig:
 
     @property
     def stochastic_rounding(self) -> bool:
-        """Whether moments are rounded at random."""
+        """Return whether moments are rounded at random."""
         return self.moment_dtype == "bfloat16_stochastic"
 
 

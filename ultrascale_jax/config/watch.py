@@ -1,4 +1,4 @@
-"""How a run is joined by its processes, and what watches over it."""
+"""Options to join the processes of a run, and to watch over it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ultrascale_jax.config.base import require, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What is looked at while a run goes on; none of it changes a number of a step that is sound."""
+    """Checks during a run; none of them changes a number of a sound step."""
 
     hang_s: float = 0.0
     """Seconds without progress after which a process ends itself; 0: learned from the run, at least a minute."""
@@ -38,16 +38,16 @@ class WatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistConfig:
-    """How this process joins the others; what is not given is read from the environment."""
+    """Place of this process among the others; fields without a value come from the environment."""
 
     address: str | None = None
     """`host:port` of process 0."""
     num_processes: int | None = None
-    """How many there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which one this is."""
+    """Number of this process, from 0."""
     timeout_s: int = 300
-    """Seconds to wait for all of them at the start."""
+    """Seconds to wait for all processes at the start."""
     heartbeat_s: int = 100
     """Seconds after which a process that does not answer is taken for dead."""
     expect_devices: int | None = None

@@ -4,7 +4,7 @@ The documents of a split are put in an order set by the seed and read as one str
 tokens i*T to i*T+T, one more than a row so that every token but the first is a target. Grain
 shuffles the samples anew for every epoch and mixes the sources by weight, both by index alone, so
 row r of step s is simply sample s*B+r: no state to save, and each process reads only the rows of
-its own devices. `samples.py` cuts the rows.
+its own devices. `samples.py` cuts the rows; `balance.py` deals them to the devices.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.samples import (
     ENDLESS,
     Batch,
@@ -54,6 +55,7 @@ class Loader:
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
         order: int [T] order of the tokens of a row, as of `sequence_order`; none is the natural one.
+        microbatches: micro-batches of a step, whose devices get rows with similar work.
         together: every process of the job makes this loader now, so they share the checking: see `open_shards`.
 
     Raises:
@@ -71,6 +73,7 @@ class Loader:
         split: str = "train",
         sources: Sources | None = None,
         order: np.ndarray | None = None,
+        microbatches: int = 1,
         together: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
@@ -80,12 +83,14 @@ class Loader:
             fix = f"must hold every index below data.seq_len={data.seq_len} once"
             once = np.array_equal(np.sort(order), np.arange(data.seq_len))
             require(once, "order", order, fix)
-        self._order = order
+        self._order, self._microbatches = order, microbatches
         self.sources = sources or open_sources(data, vocab_size, together=together)
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
         self.num_sequences: int = sum(len(part) for _, _, part in samples)
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
+        self.max_documents: int = max((part.max_documents for _, _, part in samples), default=0)
+        """The most documents that a row has a piece of."""
         self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
         places = [(name, weight, Places(name, part)) for name, weight, part in samples]
         self._places = _shuffle_and_mix(places, self._key()) if self.num_sequences else None
@@ -134,8 +139,9 @@ class Loader:
     ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
         """Yield step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
-        Grain's threads read ahead. A process reads only the rows of its own devices, but process 0
-        all of them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
+        With the document mask rows are dealt so that all devices have as much attention. Grain's
+        threads read ahead. A process reads only the rows of its own devices, but process 0 all of
+        them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
         A thread's exception is raised where its batch is due; `before(n)` is called in the
         thread that reads the batch of the n-th optimizer step.
 
@@ -148,6 +154,7 @@ class Loader:
         indices = sharding.addressable_devices_indices_map(shape).values()
         rows = [np.arange(self.global_batch)[index[0]] for index in indices if index is not None]
         mine = np.unique(np.concatenate(rows))
+        shards = self.global_batch // sharding.shard_shape(shape)[0]
         hashing = jax.process_index() == 0
 
         def load(step: int) -> tuple[int, Batch, str]:
@@ -160,10 +167,11 @@ class Loader:
                 raise UnreadableError(text) from error
 
         def read(step: int) -> tuple[int, Batch, str]:
+            own = self._dealt(step, shards)[mine]
             if not hashing:
-                return step, self._ordered(self._load(step, mine)), ""
+                return step, self._ordered(self._load(step, own)), ""
             batch = self._load(step, range(self.global_batch))
-            local = {name: value[mine] for name, value in batch.items()}
+            local = {name: value[own] for name, value in batch.items()}
             return step, self._ordered(local), batch_hash(batch)
 
         def place(local: np.ndarray) -> jax.Array:
@@ -182,6 +190,14 @@ class Loader:
                 yield step, {name: place(value) for name, value in batch.items()}, digest
         finally:
             reader.close()
+
+    def _dealt(self, step: int, shards: int) -> np.ndarray:
+        """Return the row of the global batch for each place on the devices."""
+        rows = self.places(step) if shards > 1 and self.data.document_mask else []
+        if not rows:
+            return np.arange(self.global_batch)
+        work = np.array([attention_work([count for *_, count in places]) for places in rows])
+        return deal_rows(work, shards, self._microbatches)
 
     def _key(self) -> tuple:
         return ("train", self.seed) if self.split == "train" else ("eval",)

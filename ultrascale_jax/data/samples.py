@@ -27,22 +27,43 @@ class PackedSamples:
     shuffled = True
     """Whether every epoch shuffles the rows."""
 
-    def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
-        """`chosen`: int64 [documents] indices into the corpus."""
+    def __init__(
+        self,
+        corpus: Corpus,
+        chosen: np.ndarray,
+        data: DataConfig,
+        key: tuple,
+        *,
+        remainder: bool = False,
+    ):
+        """`chosen`: int64 [documents] indices into the corpus; `remainder`: the last row may be short."""
         order = np.argsort(random_bits(key, chosen.size), kind="stable")
         self._documents = chosen[order]
         lengths = corpus.ends[self._documents] - corpus.starts[self._documents]
         self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._corpus, self._data = corpus, data
+        self._corpus, self._data, self._remainder = corpus, data, remainder
 
     def __len__(self) -> int:
-        return max(0, (int(self._begins[-1]) - 1) // self._data.seq_len)
+        targets, size = max(0, int(self._begins[-1]) - 1), self._data.seq_len
+        return -(-targets // size) if self._remainder else targets // size
 
     def __getitem__(self, i: int) -> Batch:
         spans = self._spans(i)
         pieces = [self._corpus.read(start, stop) for start, stop in spans]
         stream = np.concatenate(pieces, dtype=np.int32)
-        return _row(stream, np.diff(spans)[:, 0], self._data.document_mask)
+        row = _row(stream, np.diff(spans)[:, 0], self._data.document_mask)
+        if self._corpus.answers:
+            counted = np.concatenate([self._corpus.counted(start, stop) for start, stop in spans])
+            row["targets"] = np.where(counted[1:], row["targets"], np.int32(-1))
+        return row
+
+    @property
+    def max_documents(self) -> int:
+        """The most documents that a row has a piece of."""
+        starts = np.arange(len(self), dtype=np.int64) * self._data.seq_len
+        first = np.searchsorted(self._begins, starts, side="right")
+        last = np.searchsorted(self._begins, starts + self._data.seq_len, side="left")
+        return int((last - first).max(initial=0)) + 1
 
     def places(self, i: int) -> list[Place]:
         """The places in files from which the T+1 tokens of row i are read."""
@@ -51,7 +72,7 @@ class PackedSamples:
     def _spans(self, i: int) -> list[tuple[int, int]]:
         """Return the first token, and one past the last, of each document's piece in row i, counted in the corpus."""
         start = i * self._data.seq_len
-        stop = start + self._data.seq_len + 1
+        stop = min(start + self._data.seq_len + 1, int(self._begins[-1]))
         first = int(np.searchsorted(self._begins, start, side="right")) - 1
         last = int(np.searchsorted(self._begins, stop, side="left")) - 1
         edges = np.clip(self._begins[first : last + 2], start, stop)
@@ -79,6 +100,11 @@ class SyntheticSamples:
         borders = np.flatnonzero(bits[size : 2 * size - 1] % size < 2) + 1
         lengths = np.diff(borders, prepend=0, append=size)
         return _row(tokens, lengths, self._data.document_mask)
+
+    @property
+    def max_documents(self) -> int:
+        """The most documents that a row can have: one of each token."""
+        return self._data.seq_len
 
     def places(self, i: int) -> list[Place]:
         """Return the number of the row in place of the token's: random rows are in no file."""

@@ -5,6 +5,7 @@ A folder of shards is
     index.json             format, token type, tokenizer, and for every shard its sizes and SHA-256
     shard_00000.tokens     token ids, little-endian, of whole documents end to end
     shard_00000.documents  for each document where it ends in the shard, and the hash of its text
+    shard_00000.answers    of conversations alone: a bit for each token, whether the loss counts it
 
 `ultrascale prepare-data` writes it. `open_shards` reads every byte once before the first step, shards
 in parallel (0.8 GB/s on two cores), for the certainty that nothing was truncated or altered or is
@@ -31,6 +32,7 @@ from ultrascale_jax.launch.run_files import write_atomic
 FORMAT = "ultrascale_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
 """A document of a shard: one past its last token, from the shard's start, and its `text_hash`."""
+KINDS = ("tokens", "documents", "answers")
 CHUNK_BYTES = 1 << 24
 MOST_INDEX_BYTES = 1 << 30
 """Largest index that is read; a shard takes about 300 bytes, and 15T tokens are 220,000 shards."""
@@ -47,12 +49,12 @@ def text_hash(text: bytes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Token ids in a file, memory-mapped on first use."""
+    """Token ids in a file, or the bytes of `Corpus.answers`, memory-mapped on first use."""
 
     path: Path
     dtype: np.dtype
     size: int
-    """Number of tokens."""
+    """Number of tokens, or bytes."""
 
     def __getitem__(self, span: slice) -> np.ndarray:
         """The tokens of `span`.
@@ -85,6 +87,8 @@ class Corpus:
     """A digest that changes with the documents or their tokens."""
     names: tuple[str, ...] = ()
     """The file of each array; arrays without names are numbered."""
+    answers: tuple[np.ndarray | TokenFile, ...] = ()
+    """uint8 for each array, 8 tokens a byte, lowest bit first: whether the loss counts them; none: it counts all."""
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -99,6 +103,13 @@ class Corpus:
         """Tokens `start` to `stop` (exclusive), which must lie in one document; raises as `TokenFile`."""
         array, first = self._place(start)
         return self.arrays[array][first : first + stop - start]
+
+    def counted(self, start: int, stop: int) -> np.ndarray:
+        """bool: whether the loss counts the tokens that `read` returns; needs `answers`."""
+        array, first = self._place(start)
+        last = first + stop - start
+        bits = np.unpackbits(self.answers[array][first // 8 : -(-last // 8)], bitorder="little")
+        return bits[first % 8 :][: stop - start].astype(bool)
 
     def place(self, token: int) -> tuple[str, int]:
         """The file of a token, and the token's number in it."""
@@ -122,6 +133,8 @@ class Shard:
     documents: int
     tokens_sha256: str
     documents_sha256: str
+    # Not in `repr`, of which the fingerprint of shards without answers was always made.
+    answers_sha256: str | None = dataclasses.field(default=None, repr=False)
 
     def fault(self, folder: Path, dtype: np.dtype, vocab_size: int) -> str | None:
         """Check the files of this shard. Returns an error that names the file, or None if they are sound."""
@@ -129,6 +142,8 @@ class Shard:
             "tokens": self.tokens * dtype.itemsize,
             "documents": self.documents * DOCUMENT.itemsize,
         }
+        if self.answers_sha256 is not None:
+            sizes["answers"] = -(-self.tokens // 8)
         for kind, size in sizes.items():
             path = folder / f"{self.name}.{kind}"
             if not path.is_file():
@@ -143,10 +158,12 @@ class Shard:
             token, at = outside
             where = f"{self.name}.tokens has token {token} at {at}"
             return f"{where}, outside model.vocab_size={vocab_size}"
-        content = (folder / f"{self.name}.documents").read_bytes()
-        if hashlib.sha256(content).hexdigest() != self.documents_sha256:
-            return f"{self.name}.documents was altered: its SHA-256 is not that of the index"
-        ends = np.frombuffer(content, DOCUMENT)["end"]
+        del sizes["tokens"]
+        contents = {kind: (folder / f"{self.name}.{kind}").read_bytes() for kind in sizes}
+        for kind, content in contents.items():
+            if hashlib.sha256(content).hexdigest() != getattr(self, f"{kind}_sha256"):
+                return f"{self.name}.{kind} was altered: its SHA-256 is not that of the index"
+        ends = np.frombuffer(contents["documents"], DOCUMENT)["end"]
         if not (ends.size and ends[-1] == self.tokens and (np.diff(ends, prepend=0) > 0).all()):
             return f"{self.name}.documents does not divide the {self.tokens} tokens into documents"
         return None
@@ -202,13 +219,20 @@ def load_index(folder: Path) -> Index:
         if not all(type(count) is int and count > 0 for count in (shard.tokens, shard.documents)):
             raise UserError(f"{path.name} has counts of {shard.name} that are not positive numbers")
         names.add(shard.name)
+    if len({shard.answers_sha256 is None for shard in shards}) > 1:
+        raise UserError(f"{path.name} has answers of some shards only")
     return index
 
 
 def write_shard(
-    folder: Path, name: str, tokens: Sequence[np.ndarray], lengths: np.ndarray, hashes: np.ndarray
+    folder: Path,
+    name: str,
+    tokens: Sequence[np.ndarray],
+    lengths: np.ndarray,
+    hashes: np.ndarray,
+    answers: Sequence[np.ndarray] = (),
 ) -> Shard:
-    """Write both files of a shard, each whole or not at all, and return its entry for the index.
+    """Write the files of a shard, each whole or not at all, and return its entry for the index.
 
     Args:
         folder: where to write.
@@ -216,6 +240,7 @@ def write_shard(
         tokens: flat arrays of one unsigned type, end to end.
         lengths: [documents] tokens of each document.
         hashes: uint64 [documents].
+        answers: bool, as `tokens`: whether the loss counts each; none where it counts all.
     """
     documents = np.empty(len(lengths), DOCUMENT)
     documents["end"] = np.cumsum(lengths)
@@ -225,6 +250,8 @@ def write_shard(
         "tokens": flat.astype(flat.dtype.newbyteorder("<"), copy=False).tobytes(),
         "documents": documents.tobytes(),
     }
+    if answers:
+        contents["answers"] = np.packbits(np.concatenate(answers), bitorder="little").tobytes()
     for kind, content in contents.items():
         write_atomic(folder / f"{name}.{kind}", content)
     digests = {
@@ -274,6 +301,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
     documents = [shard_documents(folder, shard) for shard in index.shards]
     firsts = np.cumsum([0] + [shard.tokens for shard in index.shards[:-1]])
     digest = hashlib.sha256(repr([tokenizer, index.dtype, index.shards]).encode())
+    digest.update("".join(shard.answers_sha256 or "" for shard in index.shards).encode())
     return Corpus(
         arrays=tuple(
             TokenFile(folder / f"{shard.name}.tokens", dtype, shard.tokens)
@@ -285,6 +313,11 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
         hashes=np.concatenate([part["hash"] for part in documents]),
         fingerprint=digest.hexdigest(),
         names=tuple(f"{shard.name}.tokens" for shard in index.shards),
+        answers=tuple(
+            TokenFile(folder / f"{shard.name}.answers", np.dtype("u1"), -(-shard.tokens // 8))
+            for shard in index.shards
+            if shard.answers_sha256 is not None
+        ),
     )
 
 
@@ -298,7 +331,7 @@ def _part(folder: Path, shards: Sequence[Shard]) -> tuple[int, int]:
 
     from ultrascale_jax.launch.multihost import gather
 
-    names = [f"{shard.name}.{kind}" for shard in shards for kind in ("tokens", "documents")]
+    names = [f"{shard.name}.{kind}" for shard in shards for kind in KINDS]
     stats = [(folder / name).stat() for name in names if (folder / name).is_file()]
     seen = [(stat.st_ino, stat.st_mtime_ns) for stat in stats]
     own = hashlib.sha256(repr(seen).encode()).hexdigest()

@@ -61,7 +61,7 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
     """
     tokenizer = load_tokenizer(data.tokenizer)
     mixture = parse_mixture(data.source)
-    corpora = tuple(_open(name, tokenizer, vocab_size, together) for name, _ in mixture)
+    corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name, _ in mixture)
     total = sum(weight for _, weight in mixture)
     return Sources(
         names=tuple(name for name, _ in mixture),
@@ -91,7 +91,9 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
     return mixture
 
 
-def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> Corpus | Synthetic:
+def _open(
+    name: str, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, together: bool
+) -> Corpus | Synthetic:
     kind, _, argument = name.partition(":")
     if kind == "synthetic":
         return Synthetic(vocab_size)
@@ -100,6 +102,8 @@ def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> C
             return open_shards(Path(argument), vocab_size, tokenizer.fingerprint, together=together)
         except (ValueError, OSError) as error:
             fix = "name a folder that ultrascale prepare-data wrote, or write it anew"
+            if not Path(argument).is_dir():
+                fix = f"make it: ultrascale prepare-data --input 'FILES' --out {argument} --tokenizer {data.tokenizer}"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
     paths = (
         stdlib_paths()
@@ -109,7 +113,8 @@ def _open(name: str, tokenizer: Tokenizer, vocab_size: int, together: bool) -> C
     files = _read_files(
         name, sorted(Path(path) for path in paths), skip_undecodable=kind == "python-stdlib"
     )
-    require(bool(files), "data.source", name, "no file with text matches; give another pattern")
+    fix = "no file with text matches; give another pattern"
+    require(bool(files), "data.source", name, fix)
     return _encode(name, files, tokenizer, vocab_size)
 
 

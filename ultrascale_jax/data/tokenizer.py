@@ -16,7 +16,10 @@ import numpy as np
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign
 
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+SEPARATORS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek-V3's
+)
 """Names of the end-of-text token; the first that the tokenizer has separates documents."""
 
 MOST_BYTES = 1 << 28
@@ -44,6 +47,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token_bytes(self) -> np.ndarray | None:
+        """Return the bytes of text of each id, int64 [vocab_size], 0 for special tokens; None if it cannot be said."""
+
 
 class ByteTokenizer:
     """The UTF-8 bytes of the text as ids 0 to 255; byte 0 separates documents."""
@@ -63,6 +69,9 @@ class ByteTokenizer:
         # 0xFF occurs nowhere in UTF-8, so it always decodes to the replacement character.
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
 
+    def token_bytes(self) -> np.ndarray:
+        return (np.arange(self.vocab_size) != self.eos).astype(np.int64)
+
 
 class JsonTokenizer:
     """A `tokenizer.json` as the `tokenizers` library runs it, but always on whole documents, and always alike.
@@ -73,9 +82,10 @@ class JsonTokenizer:
     def __init__(self, path: str | Path):
         import tokenizers
 
-        self._path = str(path)
+        self._path, self._byte_level = str(path), tokenizers.decoders.ByteLevel
         fix = "must be 'bytes' or the path of a Hugging Face tokenizer.json"
-        require(Path(path).is_file(), "data.tokenizer", self._path, fix)
+        make = "ultrascale prepare-data --input 'FILES' --out DIR --train-bpe 32768 trains one"
+        require(Path(path).is_file(), "data.tokenizer", self._path, f"{fix}; {make}")
         content = read_foreign(Path(path), name="data.tokenizer", most=MOST_BYTES)
         with self._refused(fix):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -87,6 +97,9 @@ class JsonTokenizer:
         )
         require(separator is not None, "data.tokenizer", self._path, fix)
         self.vocab_size = max(vocab.values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.added = tuple(token.content for token in added)
+        """Texts of the tokens beside the model's own vocabulary, such as the one that ends a turn."""
         self.eos = vocab[separator or ""]
         # Shards for which a version before this one obeyed such settings hold other tokens.
         mark = b" without truncation, padding and random merges" if changed else b""
@@ -125,9 +138,29 @@ class JsonTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encode texts; also [tokens, 2], where each token begins and ends, in characters."""
+        with self._refused(ENCODE_FIX):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [
+                (np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2))
+                for one in encodings
+            ]
+
     def decode(self, ids: Sequence[int]) -> str:
         with self._refused("cannot decode the ids; use another tokenizer"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """As the protocol; only a byte-level vocabulary says it, where each character of a token is one byte."""
+        if not isinstance(self._tokenizer.decoder, self._byte_level):
+            return None
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for token, id_ in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            sizes[id_] = len(token)
+        for id_, token in self._tokenizer.get_added_tokens_decoder().items():
+            sizes[id_] = 0 if token.special else len(token.content.encode())
+        return sizes
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -182,6 +215,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     tokenizer.save(str(unfinished))
     os.replace(unfinished, path)

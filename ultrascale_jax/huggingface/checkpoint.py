@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig, require
-from ultrascale_jax.huggingface.config import config_dict, read_config
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.files import open_tensors, require_none
 from ultrascale_jax.huggingface.tensors import Tensor, tensors
 from ultrascale_jax.models.transformer import Transformer
@@ -155,13 +156,15 @@ def save(
     max_shard_bytes: int = 5_000_000_000,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_position_embeddings: int = 4096,
-    beside: Sequence[Path] = (),
+    token_ids: Mapping[str, Any] = NO_TOKEN_IDS,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
-    (and at least one tensor). Copies of the files `beside`, a tokenizer say, are put into the
-    folder, which appears whole or not at all. Raises `ValueError` where no family has this
+    (and at least one tensor). `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
+    of `config.json`. The files `beside`, by name, a tokenizer say, are put into the folder, which appears
+    whole or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
     path = Path(path)
@@ -194,12 +197,12 @@ def save(
         if writer:
             save_file(contents, unfinished / file_name, metadata={"format": "pt"})
     if writer:
-        _write_json(unfinished / "config.json", config)
+        _write_json(unfinished / "config.json", config | dict(token_ids))
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_json(unfinished / "model.safetensors.index.json", index)
-        for file in beside:
-            shutil.copyfile(file, unfinished / file.name)
+        for name, content in beside.items():
+            (unfinished / name).write_bytes(content)
         unfinished.rename(path)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {path}")

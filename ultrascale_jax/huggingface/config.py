@@ -8,6 +8,7 @@ skipped: a model that loads is the same model. Absent keys take the default that
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ultrascale_jax.config import LatentAttention, ModelConfig, RopeScaling, require
@@ -22,6 +23,9 @@ DEEPSEEKS_OWN = {
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
 """The code in DeepSeek-V3's repository, the same model as that of `transformers`."""
+
+NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
+"""The keys of special tokens, as null: where there is no such key, a family's default names tokens of its own."""
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -218,7 +222,7 @@ def _first_window_layer(kinds: Any, window: int | None, family: Family, num_laye
 
 
 def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` with which `transformers` builds this model.
+    """Return the `config.json`, but for the keys of special tokens, with which `transformers` builds this model.
 
     Raises `ValueError` where no family of `FAMILIES` has this combination of fields.
     """
@@ -242,10 +246,6 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         "initializer_range": 0.02,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": None,
-        # The families' own defaults name tokens of their own tokenizers.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,

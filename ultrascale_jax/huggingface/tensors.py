@@ -31,7 +31,7 @@ class Tensor:
 
     @property
     def stacked(self) -> bool:
-        """Whether each layer has a tensor of its own."""
+        """Return whether each layer has a tensor of its own."""
         return "{}" in self.name
 
     @property

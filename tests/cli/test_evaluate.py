@@ -1,0 +1,186 @@
+"""`ultrascale evaluate`: numbers against float64 on one device, on meshes of eight; and what it refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from ultrascale_jax.cli import convert_hf
+from ultrascale_jax.cli.evaluate import main
+from ultrascale_jax.config import Config, DataConfig, MeshConfig
+from ultrascale_jax.data.samples import PackedSamples
+from ultrascale_jax.data.sources import open_sources
+from ultrascale_jax.huggingface import checkpoint
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.training.scoring import source_rows
+
+HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
+T = 64
+TEXTS = {"one": ["a short one", "caf\u00e9 " * 30], "two": ["x" * 300, "y = 2\n" * 41, "z"]}
+QUESTIONS = [
+    {"question": "2 + 2 =", "choices": [" 4", " 22", " four, I think"], "answer": 0},
+    {"question": "The sky is", "choices": [" blue", " a\u00df"], "answer": 1},
+    {"question": "Q", "choices": ["yes", "no", "maybe", "x"], "answer": 2},
+    {"question": "again", "choices": ["AAAA", "b"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Text of two domains, questions, and a run that was imported from the checkpoint."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name, texts in TEXTS.items():
+        (folder / name).mkdir()
+        for i, text in enumerate(texts):
+            (folder / name / f"{i}.txt").write_text(text)
+    (folder / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    words = [str(HF), str(folder / "run"), "--data.tokenizer", "bytes", "--train.precision", "fp32"]
+    convert_hf.main(["import", *words, "--data.seq-len", str(T)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def log_probabilities():
+    """A function of ids to the float64 log-probability of every id but the first, by the logits on one device."""
+    cfg = Config(model=read_config(HF), mesh=MeshConfig(fsdp=1))
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        model = checkpoint.load(HF, abstract_state(cfg, mesh).params)
+    run = jax.jit(lambda model, *batch: model.logits(*batch))
+
+    def found(ids):
+        tokens = np.zeros((1, T + 1), np.int32)
+        tokens[0, : len(ids)] = ids
+        with jax.set_mesh(mesh):
+            logits = run(model, tokens, np.arange(T + 1, dtype=np.int32)[None])
+        logits = np.asarray(logits, np.float64)[0, : len(ids) - 1]
+        lse = np.log(np.exp(logits).sum(axis=1))
+        return np.array([row[i] for row, i in zip(logits, ids[1:], strict=True)]) - lse
+
+    return found
+
+
+def expected_source(folder, name, log_probabilities):
+    """Nats, predicted tokens and their bytes of text, piece of document by piece."""
+    data = DataConfig(source=f"text:{folder}/{name}/*.txt", seq_len=T)
+    [corpus] = open_sources(data, 256).corpora
+    rows = PackedSamples(corpus, np.arange(len(TEXTS[name])), data, ("evaluate",), remainder=True)
+    nats, targets = 0.0, []
+    for row in (rows[i] for i in range(len(rows))):
+        for segment in np.unique(row["segment_ids"]):
+            here = row["segment_ids"] == segment
+            following = row["targets"][here][row["targets"][here] >= 0]
+            ids = [*row["tokens"][here][:1], *following]
+            nats -= log_probabilities(ids).sum() if len(ids) > 1 else 0
+            targets += following.tolist()
+    # Every byte but the first of each document, and every separator, once.
+    assert sorted(targets) == sorted(b for text in TEXTS[name] for b in (text.encode() + b"\0")[1:])
+    return nats, len(targets), sum(b != 0 for b in targets)
+
+
+def expected_choices(log_probabilities):
+    """The log-likelihoods of all choices in one list, and both accuracies."""
+    sums, right, by_token = [], 0, 0
+    for one in QUESTIONS:
+        first, choices = one["question"].encode(), [text.encode() for text in one["choices"]]
+        scores = [log_probabilities([*first, *ids])[len(first) - 1 :] for ids in choices]
+        sums += [score.sum() for score in scores]
+        right += np.argmax([score.sum() for score in scores]) == one["answer"]
+        by_token += np.argmax([score.mean() for score in scores]) == one["answer"]
+    return sums, right / len(QUESTIONS), by_token / len(QUESTIONS)
+
+
+def results(capsys, folder, *options):
+    capsys.readouterr()
+    words = [f"--source={name}=text:{folder}/{name}/*.txt" for name in TEXTS]
+    main([*words, "--tokenizer", "bytes", "--precision", "fp32", "--json", *options])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["", "cp=2,sp=2,tp=2", "pp=2,fsdp=4"])
+def test_loss_and_choices_are_those_of_the_logits_on_one_device(
+    folder, log_probabilities, capsys, mesh
+):
+    options = [str(HF), "--seq-len", str(T)]
+    options += ["--mesh", mesh] if mesh else []
+    options += [] if "pp" in mesh else ["--choices", f"q={folder}/q.jsonl"]
+    found = results(capsys, folder, *options)
+    sums = [expected_source(folder, name, log_probabilities) for name in TEXTS]
+    sums.append(np.sum(sums, axis=0).tolist())
+    assert list(found["sources"]) == [*TEXTS, "all"]
+    for (nats, tokens, text_bytes), row in zip(sums, found["sources"].values(), strict=True):
+        assert row["tokens"] == tokens
+        np.testing.assert_allclose(row["loss"], nats / tokens, rtol=1e-5)
+        assert row["perplexity"] == math.exp(row["loss"])
+        np.testing.assert_allclose(row["bits_per_byte"], nats / math.log(2) / text_bytes, rtol=1e-5)
+    if "pp" not in mesh:
+        each, right, by_token = expected_choices(log_probabilities)
+        found_each = found["choices"]["q"].pop("log_likelihoods")
+        assert [len(sums) for sums in found_each] == [len(one["choices"]) for one in QUESTIONS]
+        np.testing.assert_allclose(np.concatenate(found_each), each, rtol=1e-5)
+        shares = {"questions": 4, "accuracy": right, "accuracy_by_token": by_token}
+        assert found["choices"] == {"q": shares}
+        assert right != by_token
+    if not mesh:
+        # The run's own tokenizer, precision and length; and the tables.
+        assert results(capsys, folder, str(folder / "run"))["sources"] == found["sources"]
+        main([str(folder / "run"), "--source", f"text:{folder}/one/*"])
+        assert f"{found['sources']['one']['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(folder):
+    data = DataConfig(seq_len=T, document_mask=False)
+    cfg = Config(model=read_config(HF), data=data)
+    rows = list(source_rows(cfg, f"text:{folder}/*/*.txt"))
+    stream = np.concatenate([rows[0]["tokens"][:1], *(row["targets"] for row in rows)])
+    texts = [text.encode() for texts in TEXTS.values() for text in texts]
+    assert sorted(bytes(stream.astype(np.uint8)).split(b"\0")) == sorted([*texts, b""])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "source=(): name text by --source, or --choices FILE"),
+        ("--source text:no/*", "source='text:no/*': no file with text matches"),
+        ("--source synthetic", "source='synthetic': has no end"),
+        ("--source text:one/* --source text:one/*", "name each: NAME=..."),
+        ("--source text:one/* --seq-len 513", "seq_len=513: is longer than the 512 positions"),
+        ("--source text:one/* --batch 12", "batch=12: must be divisible by "),
+        ("--source text:one/* --step 1", "step=1: a Hugging Face folder has no steps"),
+        ("--source text:one/* --tokenizer words.json", "outside model.vocab_size=256; use a token"),
+        ("--choices q.jsonl --tokenizer words.json", "vocabulary ends at 255; give the model's"),
+        ("--choices none.jsonl", "choices='none.jsonl': there is no such file"),
+        ("--choices empty.jsonl", "is empty; write a JSON object a line"),
+        ("--choices bad.jsonl", "choices='bad.jsonl:2': answer must be the index of a choice"),
+        ("--choices none_given.jsonl", "choices='none_given.jsonl:1': answer must be the index"),
+        ("--choices long.jsonl", "long.jsonl:1': has 513 tokens, more than the 512 positions"),
+        ("--choices q.jsonl --mesh pp=2,fsdp=4", "mesh.pp=2: choices are scored without"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(folder)
+    wrong = [QUESTIONS[0], QUESTIONS[0] | {"answer": 3}]
+    Path("bad.jsonl").write_text("\n".join(map(json.dumps, wrong)))
+    Path("none_given.jsonl").write_text(json.dumps({"question": "a", "choices": ["b", "c"]}))
+    Path("long.jsonl").write_text(json.dumps(QUESTIONS[2] | {"question": "a" * 509}))
+    Path("empty.jsonl").write_text("\n")
+    large = tokenizers.models.WordLevel({"a": 300, "</s>": 1}, unk_token="a")
+    tokenizers.Tokenizer(large).save("words.json")
+    given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
+    with pytest.raises(SystemExit, match="2"):
+        main([str(HF), *words.split(), *given])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_checkpoint_without_a_tokenizer_wants_one_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(HF), "--source", "text:*"])
+    assert "brings no tokenizer.json; name the model's own by --tok" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Score text with a trained model: the loss of whole sources, and the log-likelihood of a question's choices."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.data.samples import Batch, PackedSamples
+from ultrascale_jax.data.shards import Corpus
+from ultrascale_jax.data.sources import open_sources
+from ultrascale_jax.data.tokenizer import Tokenizer
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.step import make_eval_step, make_row_step
+
+
+class Loss(NamedTuple):
+    """Sums over the predicted tokens of a source."""
+
+    nats: float
+    """Negative log-likelihood."""
+    tokens: int
+    """Predicted tokens: all but the first of a document, or with `data.document_mask` off of the source."""
+    text_bytes: int | None
+    """Bytes of text that these tokens stand for, separators none; None where the tokenizer does not say."""
+
+
+class Question(NamedTuple):
+    """Multiple choice, in token ids."""
+
+    question: list[int]
+    choices: list[list[int]]
+    answer: int
+    """Index of the right choice."""
+
+
+class Scorer:
+    """Scores with one model; make and call it inside the mesh of `params`.
+
+    `cfg` is checked for that mesh. `train.global_batch` rows are scored at once, in `train.microbatches` parts.
+    """
+
+    def __init__(self, cfg: Config, params: Transformer, tokenizer: Tokenizer):
+        self._cfg, self._params, self._tokenizer = cfg, params, tokenizer
+        self._eval_step, self._row_step = make_eval_step(cfg), make_row_step(cfg)
+
+    def loss(self, rows: Iterable[Batch]) -> Loss:
+        """Sum the loss over `rows`, as of `source_rows`."""
+        nats, tokens, text_bytes, sizes = 0.0, 0, 0, self._tokenizer.token_bytes()
+        for some in itertools.batched(rows, self._cfg.train.global_batch):
+            batch = self._on_devices(some, self._cfg.data.seq_len)
+            batch_nats, count = jax.device_get(self._eval_step(self._params, batch))
+            nats, tokens = nats + float(batch_nats), tokens + int(count)
+            if sizes is not None:
+                targets = np.concatenate([row["targets"] for row in some])
+                text_bytes += int(sizes[targets[targets >= 0]].sum())
+        return Loss(nats, tokens, None if sizes is None else text_bytes)
+
+    def choices(self, questions: Sequence[Question]) -> list[np.ndarray]:
+        """Return the log-likelihood of each choice given its question, float64 [choices] by question."""
+        mesh = self._cfg.mesh
+        fix = "choices are scored without a pipeline; use fsdp or tp"
+        require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
+        rows = [_choice_row(one.question, choice) for one in questions for choice in one.choices]
+        parts = mesh.cp * mesh.sp
+        length = -(-max(row["tokens"].size for row in rows) // parts) * parts
+        found = []
+        for some in itertools.batched(rows, self._cfg.train.global_batch):
+            batch = self._on_devices(some, length)
+            nats = jax.device_get(self._row_step(self._params, batch))
+            found.append(-nats[: len(some)].astype(np.float64))
+        ends = np.cumsum([len(one.choices) for one in questions])
+        return np.split(np.concatenate(found), ends[:-1])
+
+    def _on_devices(self, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
+        """Fill the rows to `length` and the batch to `train.global_batch` rows with what the loss does not count."""
+        cfg, batch = self._cfg, {}
+        order = sequence_order(length, cfg.mesh.cp, cfg.cp)
+        for name in rows[0]:
+            whole = np.full(
+                (cfg.train.global_batch, length), -1 if name == "targets" else 0, np.int32
+            )
+            for place, row in zip(whole, rows, strict=False):
+                place[: row[name].size] = row[name]
+            batch[name] = whole[:, order]
+        return jax.device_put(batch, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
+
+
+def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
+    """Open a source, as `data.source` names them, and return its rows of `data.seq_len` tokens; the last may be short.
+
+    Every token is a target once, but for the first of a document (`Loss.tokens`). Raises `UserError` at once where the
+    source is missing, damaged, endless or outside the vocabulary.
+    """
+    data = cfg.data
+    try:
+        opened = open_sources(dataclasses.replace(data, source=source), cfg.model.vocab_size)
+    except UserError as error:
+        # The command has options of its own for them.
+        words = str(error).replace("data.source", "source")
+        raise UserError(words.replace("set data.tokenizer=", "set --tokenizer ")) from None
+    parts = []
+    for corpus in opened.corpora:
+        require(isinstance(corpus, Corpus), "source", source, "has no end; name text")
+        assert isinstance(corpus, Corpus)
+        chosen = np.arange(corpus.ends.size)
+        parts.append(PackedSamples(corpus, chosen, data, ("evaluate",), remainder=True))
+    return (part[i] for part in parts for i in range(len(part)))
+
+
+def _choice_row(question: list[int], choice: list[int]) -> Batch:
+    """Return the row of a question and one choice, whose tokens alone are targets."""
+    ids = np.array(question + choice, np.int32)
+    targets = np.where(np.arange(1, ids.size) < len(question), np.int32(-1), ids[1:])
+    return {
+        "tokens": ids[:-1],
+        "targets": targets,
+        "positions": np.arange(ids.size - 1, dtype=np.int32),
+    }
