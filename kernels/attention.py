@@ -1,12 +1,14 @@
 """Causal attention over local arrays: cuDNN on a GPU, the XLA reference elsewhere, our kernel where it is asked for.
 
 Every implementation takes the same arguments and none knows a mesh: call it under `smap`, since XLA gathers the inputs
-of a custom call that it finds under a plain `jit`. For documents cuDNN and the reference need a mask `[B, T, S]`; the
-kernel (`attention_mosaic.py`) takes a range of the keys for each query, and skips what is in none.
+of a custom call that it finds under a plain `jit`. For documents cuDNN takes their lengths (`attention_packed.py`),
+where their rows are whole, and else, like the reference, a mask `[B, T, S]`; the kernel (`attention_mosaic.py`) takes a
+range of the keys for each query, and skips what is in none.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +18,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.kernels import attention_cudnn
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mosaic import Ranges
+from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import choose, on_gpu, vary_alike
+from ultrascale_jax.kernels.document_classes import LEAST_TOKENS, SHORTEST, divides
+from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
+from ultrascale_jax.kernels.residuals import name_attention
+
+IMPLEMENTATIONS = ("auto", "cudnn", "cudnn_packed", "mosaic", "xla")
 
 FIRST = -(2**31)
 """An index before any."""
@@ -24,7 +32,10 @@ FIRST = -(2**31)
 UNSEEN = -1e30
 """Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
 
+STATIC = {"static": True}
 
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class BlockMask:
     """The keys of a block that each query sees; all of them by default."""
@@ -33,9 +44,9 @@ class BlockMask:
     """`[B or 1, T, S]` bool, which keys a query may see, besides what `causal` says; `mosaic` takes none."""
     ranges: Ranges | None = None
     """One range of the keys for each query, instead of `visible`, `causal` and `window`."""
-    causal: bool = False
+    causal: bool = field(default=False, metadata=STATIC)
     """Query t sees keys up to t; T == S."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=STATIC)
     """Of the causal keys, a query sees only the last so many."""
 
     @property
@@ -92,24 +103,33 @@ def attention(
       segment_ids: `([B, T], [B, S])` int32; a query sees only keys of its own document.
       window: a query sees the last `window` keys, itself included.
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
-      implementation: `cudnn` (bf16 or fp16 on a GPU), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease
-        along a row) or `xla`; a forced one fails loudly. `auto` is cudnn where it applies and else xla, until the
-        kernel of mosaic has been measured on a GPU.
+      implementation: `cudnn` (bf16 or fp16 on a GPU), `cudnn_packed` (the same; documents without a mask, on Hopper
+        and later), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease along a row) or `xla`; a forced one
+        fails loudly. `auto` is the first of cudnn_packed, cudnn and xla that applies, until the kernel of mosaic has
+        been measured on a GPU.
 
     Returns:
       `[B, T, N, H]` in q's type.
     """
+    if segment_ids is not None and packs(implementation, q, k, window):
+        return packed_attention(*vary_alike(q, k, v, segment_ids[0]))
     chosen = _choose(implementation, q, k, segment_ids is not None)
-    if chosen == "cudnn":
-        return _cudnn(q, k, v, segment_ids, window)
     if chosen == "mosaic":
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
         ranges = visible_ranges(q_index, k_index, segment_ids, window)
-        return _fused(*_alike(ranges, q, k, v))
+        *arrays, ranges = _alike(ranges, q, k, v)
+        return _fused(*arrays, BlockMask(ranges=ranges), chosen)
+    if chosen == "cudnn":
+        visible = []
+        if segment_ids is not None:
+            visible = [segment_ids[0][:, :, None] == segment_ids[1][:, None, :]]
+        q, k, v, *visible = vary_alike(q, k, v, *visible)
+        mask = BlockMask(visible=visible[0] if visible else None, causal=True, window=window)
+        return _fused(q, k, v, mask, chosen)
     reference = attention_reference
     if recompute:
         reference = jax.checkpoint(reference, static_argnums=5)
-    return reference(q, k, v, q_index, segment_ids, window)
+    return checkpoint_name(reference(q, k, v, q_index, segment_ids, window), "attn_core")
 
 
 def attention_forward(
@@ -233,10 +253,31 @@ def visible_ranges(
     return Ranges(start, end)
 
 
+def packs(implementation: str, q: jax.Array, k: jax.Array, window: int | None = None) -> bool:
+    """Return whether documents of these queries and keys are packed, and need no mask.
+
+    Raises:
+      ValueError: `cudnn_packed` is forced, and cuDNN cannot do it.
+    """
+    T, S = q.shape[1], k.shape[1]
+    fits = T == S and window is None and divides(T)
+    fits = fits and cudnn_applies(q, k) and attention_cudnn.packed_applies(q, k)
+    if implementation == "cudnn_packed" and not fits:
+        raise ValueError(
+            "kernels.attention='cudnn_packed': needs cuDNN 9.6 on an H100 or later, bf16 or fp16, no window, fewer "
+            f"than 2^31 elements, and rows of {LEAST_TOKENS} tokens or more that 4 divides down to {SHORTEST}; "
+            f"got S={S}, window={window}, {q.dtype}{q.shape}; use kernels.attention='auto'"
+        )
+    return fits and implementation in ("auto", "cudnn_packed")
+
+
 def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str:
     """Choose `cudnn`, `mosaic` or `xla` by `implementation` and these arrays."""
-    if implementation not in ("auto", "cudnn", "mosaic", "xla"):
-        raise ValueError(f"implementation={implementation!r}: must be auto, cudnn, mosaic or xla")
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation={implementation!r}: must be one of {known}")
+    if implementation == "cudnn_packed":  # without documents, or for a block of a ring
+        implementation = "cudnn"
     if implementation == "mosaic":
         (T, _, H), S = q.shape[1:], k.shape[1]
         aligned = T % mosaic.TILE == 0 and S % mosaic.TILE == 0 and H in mosaic.HEAD_DIMS
@@ -263,24 +304,11 @@ def cudnn_applies(q: jax.Array, k: jax.Array, masked: bool = False, causal: bool
     (T, _, head_dim), S = q.shape[1:], k.shape[1]
     fits = (
         q.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 256
+        and cudnn_takes_head_dim(head_dim)
         and (T == S or not causal)
         and not (masked and (T % 2 or S % 2))
     )
     return fits and on_gpu()
-
-
-def _cudnn(q, k, v, segment_ids, window):
-    mask = (
-        None
-        if segment_ids is None
-        else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
-    )
-    local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="cudnn"
-    )
 
 
 def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.Array:
@@ -347,20 +375,21 @@ def _ungroup(x_BKGTH):
     return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
 
 
-@jax.custom_vjp
-def _fused(q, k, v, ranges: Ranges) -> jax.Array:
-    """Run our kernel; its backward pass starts from the result and the log-sum-exp."""
-    return mosaic.forward(q, k, v, ranges)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _fused(q, k, v, mask: BlockMask, implementation: str) -> jax.Array:
+    """Attend as `attention_forward`; the backward pass starts from the result and the log-sum-exp, by their names."""
+    return attention_forward(q, k, v, mask, implementation=implementation)[0]
 
 
-def _fused_forward(q, k, v, ranges: Ranges):
-    out, lse = (checkpoint_name(x, "attn_core") for x in mosaic.forward(q, k, v, ranges))
-    return out, (q, k, v, out, lse, ranges)
+def _fused_forward(q, k, v, mask: BlockMask, implementation: str):
+    out, lse = name_attention(*attention_forward(q, k, v, mask, implementation=implementation))
+    return out, (q, k, v, out, lse, mask)
 
 
-def _fused_backward(residuals, dout):
-    q, k, v, out, lse, ranges = residuals
-    return *mosaic.backward(q, k, v, out, lse, dout, ranges), None
+def _fused_backward(implementation: str, residuals, dout):
+    q, k, v, out, lse, mask = residuals
+    gradients = attention_backward(q, k, v, out, lse, dout, mask, implementation=implementation)
+    return *gradients, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

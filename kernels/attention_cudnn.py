@@ -16,7 +16,7 @@ MASKED = -1e9
 def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
     """Return the result `[B, T, N, H]` in q's type and log-sum-exp `[B, N, T]` float32; see `attention_forward`."""
     optional = _optional(q, visible)
-    params = _params(q, optional, causal, window)
+    params = _params(q, optional, _mask_type(causal), window)
     return private._dot_product_attention_fwd_p_wrapper.bind(
         q, k, v, *optional, **params, is_training=True
     )
@@ -25,12 +25,61 @@ def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
 def backward(q, k, v, out, lse, dout, visible, causal, window):
     """Return gradients of q, k and v in their types, from the whole softmax's `out` and `lse`."""
     optional = _optional(q, visible)
-    params = _params(q, optional, causal, window)
+    params = _params(q, optional, _mask_type(causal), window)
     return tuple(
         private._dot_product_attention_bwd_p_wrapper.bind(
             q, k, v, *optional, lse, out, dout, **params
         )
     )[:3]
+
+
+def packed_forward(q, k, v, lengths, starts) -> tuple[jax.Array, jax.Array]:
+    """Return causal attention within segments, and its log-sum-exp; tokens of no segment are not written.
+
+    Args:
+      q: queries `[R, L, N, H]`, read as R L tokens in a row.
+      k: keys `[R, L, K, H]`.
+      v: values `[R, L, K, H]`.
+      lengths: `[R, M]` int32, tokens of each segment, at most L; 0 for none, and those come last.
+      starts: `[R, M + 1]` int32, first token of each segment in the R L tokens; R L behind the last segment.
+
+    Returns:
+      `[R, L, N, H]` in q's type, and `[R M, N, L]` float32, by segment.
+    """
+    optional, params = _packed(q, k, lengths, starts)
+    return private._dot_product_attention_fwd_p.bind(q, k, v, *optional, **params, is_training=True)
+
+
+def packed_backward(q, k, v, out, lse, dout, lengths, starts):
+    """Return gradients of q, k and v in their types; tokens of no segment are not written."""
+    optional, params = _packed(q, k, lengths, starts)
+    return tuple(
+        private._dot_product_attention_bwd_p.bind(q, k, v, *optional, lse, out, dout, **params)
+    )[:3]
+
+
+def packed_applies(q, k) -> bool:
+    """Return whether cuDNN takes segments on the platform of the compilation, given that `cudnn_applies`.
+
+    Its offsets count elements in int32, and cuDNN 9.6 is the first that groups heads in ragged arrays.
+    """
+    fits = max(q.size, k.size) < 2**31
+    return (
+        fits and private.check_compute_capability("9.0") and private.check_cudnn_version() >= 90600
+    )
+
+
+def _packed(q, k, lengths, starts) -> tuple[list[jax.Array], dict]:
+    """Return the optional arrays and the parameters of a call on segments."""
+    # The primitive under JAX's wrapper: that moves offsets to the left and makes them count elements.
+    unused = _optional(q, None)
+    per_token = (x.shape[2] * x.shape[3] for x in (q, k))
+    offsets = [starts * count for count in per_token]
+    optional = [unused[0], lengths, lengths, *offsets, *unused[5:]]
+    params = _params(q, optional, private.MaskType.PADDING_CAUSAL, None)
+    if params.pop("score_mod", ...) is None:
+        params |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return optional, params
 
 
 def _optional(q, visible) -> list[jax.Array]:
@@ -44,8 +93,11 @@ def _optional(q, visible) -> list[jax.Array]:
     return [bias] + [unused] * 6
 
 
-def _params(q, optional, causal, window) -> dict:
-    mask = private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK
+def _mask_type(causal: bool) -> private.MaskType:
+    return private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK
+
+
+def _params(q, optional, mask, window) -> dict:
     newer = {"score_mod": None} if jax.__version_info__ >= (0, 12) else {}
     return {
         "scale": q.shape[3] ** -0.5,

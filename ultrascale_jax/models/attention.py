@@ -97,8 +97,7 @@ def attend(
         k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
         v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
         implementation, cache = "xla", (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
-    out_BTNH = _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs)
-    return checkpoint_name(out_BTNH, "attn_core"), cache
+    return _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs), cache
 
 
 def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):

@@ -42,7 +42,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How products with parameters are computed in fp8; `train_step/precision.py` makes it of a run's settings."""
+    """Settings of the products with parameters in fp8; `train_step/precision.py` makes them of a run's."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"]
@@ -55,7 +55,7 @@ class Recipe:
     """So many of the first and of the last layers stay in the type of compute."""
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether the products of this layer are in fp8."""
+        """Return whether the products of this layer are in fp8."""
         first, last = self.bf16_layers
         return first <= layer < num_layers - last
 
@@ -99,7 +99,7 @@ def is_variable(leaf: object) -> bool:
 
 
 def in_fp8(dims: str) -> bool:
-    """Whether a parameter of a block is a matrix whose products are in fp8: the router's are not."""
+    """Return whether a parameter of a block is a matrix whose products are in fp8: the router's are not."""
     return is_matrix(dims) and "X" not in dims
 
 

@@ -38,7 +38,7 @@ class LayerInputs:
     cache: Cache | None = None
     """Keys and values of earlier positions and their number, for generation."""
     fp8: Fp8 | None = None
-    """Which products are computed in fp8, and how."""
+    """Recipe of the products that are computed in fp8."""
     dtype: jax.typing.DTypeLike = dataclasses.field(default=jnp.float32, metadata=STATIC)
     """Type of compute."""
     window: int | None = dataclasses.field(default=None, metadata=STATIC)

@@ -65,6 +65,18 @@ def map_params[M](fn: Callable[..., Any], module: M, *rest: M) -> M:
     return jax.tree.map(apply, module, *rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def each_param(fn: Callable[..., Any], module: Any) -> list:
+    """Return `fn(array, dims, act_dims)` of each parameter of `module`, in the order of its leaves."""
+    found = []
+
+    def visit(value, dims, act_dims):
+        found.append(fn(value, dims, act_dims))
+        return value
+
+    map_params(visit, module)
+    return found
+
+
 def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
     """Return the whole sizes of the dims that ZeRO splits, by letter."""
     latent = cfg.latent

@@ -55,6 +55,13 @@ def cross_entropy(
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
 
 
+def row_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Sum the negative log-likelihoods of each row's targets, float32 `[B]`; arguments as of `cross_entropy`."""
+    weight = jnp.float32(1.0)
+    _, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
+    return jnp.sum(nll, axis=1 if nll.ndim == 2 else (0, 2))
+
+
 def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
     x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
     gradients, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True)

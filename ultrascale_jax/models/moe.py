@@ -59,7 +59,7 @@ class Routed:
     """A router's addition to the objective, and its statistics."""
 
     balance_BR: jax.Array
-    """What each token adds to the objective for the balance of experts; float32."""
+    """Each token's term of the objective for the balance of experts; float32."""
     statistics_Z: jax.Array
     """Float32 `[num + 2]`: tokens that chose each expert, choices dropped, and the sum of the entropies in nats. A
     partial sum over the axes that split tokens; it has no gradient."""

@@ -5,6 +5,7 @@ leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Un
 layer's parameters (`Block.gather_params`): in training those of the next layer, otherwise its own.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -70,7 +71,7 @@ class ModelOutputs(NamedTuple):
     x_BRD: jax.Array
     """Hidden states `[B, R, D]` after the final norm, ready for `head_weight`."""
     balance: jax.Array
-    """What the balance of experts adds to the objective: a float32 sum over tokens."""
+    """Term of the objective for the balance of experts: a float32 sum over tokens."""
     statistics_LZ: jax.Array | None
     """`Routed.statistics_Z` of each layer of experts, if there are any."""
     cache: Cache | None
@@ -107,6 +108,12 @@ class Transformer(nnx.Module):
         self.final_norm = param(None, "D", "BRD", (D,), std=1)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
+
+    def with_blocks(self, blocks: BlockStack | None) -> "Transformer":
+        """Return the model with these blocks; without any it is the embedding, the final norm and the head."""
+        model = copy.copy(self)
+        model.blocks = blocks  # pyrefly: ignore[bad-assignment]
+        return model
 
     def layers_with(self, part: str) -> range:
         """Return the layers that have this part of the blocks."""

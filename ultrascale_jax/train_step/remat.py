@@ -5,7 +5,7 @@ full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
 dots        the results of matmuls with parameters, of routed experts only the sum that returns to a token; and those of
-            attention, which does not run again: cuDNN's residuals, or what a ring's blocks are joined to
+            attention, which does not run again: cuDNN's residuals, or what blocks or documents are joined to
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 
 from ultrascale_jax.config import REMAT_NAMES, Config
+from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
 
@@ -24,14 +25,11 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
     if name == "none":
         policy = _keep_all_but_gathered
     elif name == "selective":
-        policy = _keep_named
+        policy = policies.save_only_these_names(*REMAT_NAMES)
     elif name == "full":
         policy = policies.nothing_saveable
     elif name == "dots":
-        ring, _ = cfg.cp.ranks(cfg.mesh.cp)
-        policy = (
-            _keep_products if ring == 1 else policies.save_only_these_names(PRODUCT, "attn_core")
-        )
+        policy = policies.save_only_these_names(PRODUCT, ATTENTION_RESIDUAL)
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),
@@ -45,17 +43,3 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
     """Keep every value except parameters gathered over the ZeRO axes."""
     return primitive.name == "dot_general" or not is_gathered_param(primitive, *inputs, **params)
-
-
-def _keep_named(primitive, *_, **params) -> bool:
-    """Keep the tensors that a block names, and cuDNN attention's own residuals."""
-    return params["name"] in REMAT_NAMES if primitive.name == "name" else _is_flash(primitive)
-
-
-def _keep_products(primitive, *_, **params) -> bool:
-    """Keep the results of products with parameters, and cuDNN attention's own residuals."""
-    return params["name"] == PRODUCT if primitive.name == "name" else _is_flash(primitive)
-
-
-def _is_flash(primitive) -> bool:
-    return primitive.name.startswith("dot_product_attention_fwd")

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health.array_faults import FaultInjection
 from ultrascale_jax.health.heartbeat import Heartbeat
@@ -22,6 +22,8 @@ from ultrascale_jax.health.rerun import Rerun
 from ultrascale_jax.health.skipped_steps import SkippedSteps
 from ultrascale_jax.health.stragglers import StragglerCheck, cadence
 from ultrascale_jax.hooks import Hook, Run
+from ultrascale_jax.kernels.document_classes import divides, max_documents
+from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.launch.distributed import StopRequest, guarded
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.faults import FaultPlan
@@ -69,6 +71,11 @@ def _enter(
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
+    if mesh.devices.flat[0].platform == "gpu" and cfg.data.document_mask:
+        cfg, fallback = fit_documents(
+            cfg, max(x.max_documents for x in (loader, loader.held_out()))
+        )
+        notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
     check_lock = stack.enter_context(hold_run_lock(run_dir, events))
@@ -138,9 +145,31 @@ def make_loader(cfg: Config) -> Loader:
         vocab_size=cfg.model.vocab_size,
         global_batch=cfg.train.global_batch,
         seed=cfg.train.seed,
+        microbatches=cfg.train.microbatches,
         together=True,
         order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
     )
+
+
+def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
+    """Give attention a mask if a row can have `most` documents and packed attention has no room for them.
+
+    Returns:
+      The configuration, and lines to print about it.
+
+    Raises:
+      UserError: `kernels.attention` asks for packed attention all the same.
+    """
+    chosen, seq_len, (ring, _) = cfg.kernels.attention, cfg.data.seq_len, cfg.cp.ranks(cfg.mesh.cp)
+    packs = chosen in ("auto", "cudnn_packed") and divides(seq_len) and ring == 1
+    takes = cfg.train.precision != "fp32" and cudnn_takes_head_dim(cfg.model.head_dim)
+    if not (packs and takes) or most <= max_documents(seq_len):
+        return cfg, []
+    fault = f"a row of {seq_len} tokens can have {most} documents, and has room for {max_documents(seq_len)}"
+    fix = f"{fault}; use auto or cudnn, which read a mask, or leave out the shortest documents"
+    require(chosen == "auto", "kernels.attention", chosen, fix)
+    kernels = dataclasses.replace(cfg.kernels, attention="cudnn")
+    return dataclasses.replace(cfg, kernels=kernels), [f"attention reads a document mask: {fault}"]
 
 
 def _state(
@@ -148,7 +177,16 @@ def _state(
 ) -> tuple[TrainState, int, list[str]]:
     """Restore the newest checkpoint, or make a new state; return it, its step, and lines to print about it."""
 
-    def accept(meta: dict, place: Path) -> list[str]:
-        return check_same_run(meta, cfg, loader.fingerprint, place)
+    abstract = abstract_state(cfg, mesh)
 
-    return checkpoints.resume(abstract_state(cfg, mesh), accept) or (init_state(cfg, mesh), 0, [])
+    def accept(meta: dict, place: Path) -> list[str]:
+        return check_same_run(
+            meta,
+            cfg,
+            loader.fingerprint,
+            place,
+            tokenizer=loader.tokenizer.fingerprint,
+            fits=fits(abstract, meta),
+        )
+
+    return checkpoints.resume(abstract, accept) or (init_state(cfg, mesh), 0, [])

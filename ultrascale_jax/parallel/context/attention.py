@@ -16,13 +16,15 @@ n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the b
 sends keys, values and the float32 sums of their gradients round once.
 """
 
-import functools
 from typing import Literal, Protocol, cast, overload
 
 import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import ContextConfig, Strategy
+from ultrascale_jax.kernels.attention import packs
+from ultrascale_jax.kernels.attention_packed import packed_attention
+from ultrascale_jax.kernels.device import vary_alike
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -49,7 +51,8 @@ def context_attention(
       v: this rank's values `[B, T, K, H]`.
       positions: `[B, T]` int32, only where they are not the places in the strategy's order: they increase along each
         document, and a query sees keys up to its own. Every block then takes a mask.
-      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block takes a mask.
+      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block of a ring takes a
+        mask.
       axis: mesh axis that the sequence is split over.
       window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
         sent nor computed, unless `positions` are given.
@@ -68,33 +71,39 @@ def context_attention(
     axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
     q, k, v = (vary(x, axes) for x in (q, k, v))
     positions, segment_ids = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
-    groups = [[ring * ulysses + i for i in range(ulysses)] for ring in range(ranks)]
-    exchange = functools.partial(
-        jax.lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True
-    )
-    if ulysses > 1:
-        copies = max(1, ulysses // k.shape[2])
-        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-        gather = functools.partial(
-            jax.lax.all_gather, axis_name=axis, axis=1, axis_index_groups=groups, tiled=True
-        )
-        positions, segment_ids = jax.tree.map(gather, (positions, segment_ids))
-    chunks = context.chunks if ranks > 1 else 1
-    T = q.shape[1]
-    apart = segment_ids is not None or positions is not None
-    masked = apart or (ranks > 1 and window is not None) or T % chunks > 0
+    apart, chunks = bool(documents), context.chunks if ranks > 1 else 1
     spec = RingSpec(
         axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, gathered=context.strategy == "allgather",
         window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
         placed=positions is None,
     )  # fmt: skip
-    if masked and positions is None:
-        positions = vary(spec.index(T), {axis})
-    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids)
     if ulysses > 1:
-        out = exchange(out, split_axis=1, concat_axis=2)
-        lse = exchange(lse, split_axis=2, concat_axis=1) if with_lse else lse
+        copies = max(1, ulysses // k.shape[2])
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+        q, k, v = (spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        positions, segment_ids = jax.tree.map(spec.gather, (positions, segment_ids))
+    out, lse = _attend(spec, q, k, v, positions, segment_ids, with_lse)
+    if ulysses > 1:
+        out = spec.exchange(out, split_axis=1, concat_axis=2)
+        lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+    return out, lse
+
+
+def _attend(
+    spec: RingSpec, q, k, v, positions, segment_ids, with_lse: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend on whole packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
+
+    Where a block needs a mask, its positions are those given or the places in the sequence.
+    """
+    packable = segment_ids is not None and spec.ranks == 1 and positions is None and not with_lse
+    if packable and packs(spec.implementation, q, k, spec.window):
+        return packed_attention(*vary_alike(q, k, v, segment_ids)), None
+    T, apart = q.shape[1], segment_ids is not None or positions is not None
+    masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
+    if masked and positions is None:
+        positions = vary(spec.index(T), {spec.axis})
+    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids)
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.kernels.attention import (
     UNSEEN,
@@ -26,6 +25,7 @@ from ultrascale_jax.kernels.attention import (
     visible_keys,
     visible_ranges,
 )
+from ultrascale_jax.kernels.residuals import name_attention
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
 NEVER = 2**30
@@ -75,6 +75,22 @@ class RingSpec:
         n = self.ranks * self.ulysses
         pairs = [(i, (i + hop * self.ulysses) % n) for i in range(n)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+
+    def exchange(self, x: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
+        """All-to-all among the ranks that share a position: split one dim over them, and join another."""
+        groups = self.positions()
+        return jax.lax.all_to_all(
+            x, self.axis, split_axis, concat_axis, axis_index_groups=groups, tiled=True
+        )
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """All-gather dim 1 among the ranks that share a position."""
+        groups = self.positions()
+        return jax.lax.all_gather(x, self.axis, axis=1, axis_index_groups=groups, tiled=True)
+
+    def positions(self) -> list[list[int]]:
+        """Return the ranks that share each position."""
+        return [[at * self.ulysses + i for i in range(self.ulysses)] for at in range(self.ranks)]
 
     def members(self) -> list[list[int]]:
         """Return the rings: ranks at the same place of their position."""
@@ -137,7 +153,7 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
         outs, lses = zip(*_forward_blocks(spec, distances, keys, done, attend), strict=True)
         out = spec.join(outs, q.shape[1]).astype(q.dtype)
         lse = spec.join(lses, q.shape[1], 2)
-    out, lse = (checkpoint_name(x, "attn_core") for x in (out, lse))
+    out, lse = name_attention(out, lse)
     return (out, lse), (q, k, v, positions, segment_ids, out, lse)
 
 
