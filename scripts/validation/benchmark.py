@@ -39,20 +39,23 @@ FITTED = (
 """Constants of `NanotronProfile` that `calibrate` fits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured configuration."""
+    """One measured run, of the benchmark or of those that others published (`published.py`)."""
 
     model: str
-    nodes: int
     run: Run
     cluster: Cluster
     tokens_per_s_gpu: float | None
     """Measured, or none if the run failed."""
     memory_gib: float | None
-    """Measured on the first stage."""
-    calibration: bool
+    """Measured, of a pipeline on the first stage; none if it is not known."""
+    calibration: bool = False
     """Of the half on which constants are fitted."""
+    software: str = "nanotron"
+    source: str = ""
+    assumed: str = ""
+    """Assumptions where the source is silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +64,23 @@ class Prediction:
 
     row: Row
     tokens_per_s_gpu: float
-    either: float
-    """Tokens/s/GPU of a step that ran or of one that stalled, whichever is nearer to the measured: no prediction."""
     memory_gib: float
     """Of the first stage."""
-    fits: bool
-    impossible: bool
+    either: float = math.nan
+    """Tokens/s/GPU of a step that ran or of one that stalled, whichever is nearer to the measured: no prediction."""
+    fits: bool = True
+    impossible: bool = False
     """Whether not even what is certainly needed fits."""
+
+    @property
+    def ratio(self) -> float:
+        """Throughput predicted over measured; nan of a run that failed."""
+        return self.tokens_per_s_gpu / (self.row.tokens_per_s_gpu or math.nan)
 
     @property
     def speed_error(self) -> float | None:
         """|log(predicted / measured)| of the throughput; none of a run that failed."""
-        measured = self.row.tokens_per_s_gpu
-        return None if measured is None else abs(math.log(self.tokens_per_s_gpu / measured))
+        return None if self.row.tokens_per_s_gpu is None else abs(math.log(self.ratio))
 
     @property
     def memory_error(self) -> float | None:
@@ -105,7 +112,7 @@ class Cell:
 
 
 def read(path: Path) -> tuple[list[Row], int]:
-    """The configurations of a CSV file, and how many rows contradict themselves; `UserError` with line and column."""
+    """Read the configurations of a CSV file; count rows that contradict themselves. `UserError` has line and column."""
     found: dict[Run, Row] = {}
     contradictory = 0
     for where, line in lines(path, ("model", *COUNTS, *MEASURED)):
@@ -140,12 +147,18 @@ def _row(where: str, line: dict[str, str]) -> Row | None:
     cluster = find_cluster("playbook", "h100", run.num_gpus)
     fix = f"dp * pp * tp is {run.num_gpus} GPUs, {cluster.nodes} nodes of {cluster.gpus_per_node}"
     require(counts["nodes"] == cluster.nodes, where + "nodes", counts["nodes"], fix)
-    calibration = nanotron.is_calibration(line)
-    return Row(line["model"], cluster.nodes, run, cluster, speed, memory, calibration)
+    return Row(
+        model=line["model"],
+        run=run,
+        cluster=cluster,
+        tokens_per_s_gpu=speed,
+        memory_gib=memory,
+        calibration=nanotron.is_calibration(line),
+    )
 
 
 def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file with `columns`, each after its place as errors name it: `FILE, line N, `.
+    """Return the rows of a CSV file with `columns`, each after its place as errors name it: `FILE, line N, `.
 
     Raises `UserError` without the file, a column or rows, or for a row longer than the header.
     """
@@ -167,7 +180,7 @@ def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]
 
 
 def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
-    """A whole number of `least` to `most`; a `UserError` names `field`."""
+    """Parse a whole number from `least` to `most`; a `UserError` names `field`."""
     few = " or ".join(str(n) for n in range(least, most + 1)) if most < 10 else ""
     right = text.isdecimal() and least <= int(text) <= most
     require(right, field, text, f"must be {few or f'a number, {least} or more'}")
@@ -175,7 +188,7 @@ def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
 
 
 def measured(field: str, text: str) -> float | None:
-    """A positive number, None for nan or nothing; a `UserError` names `field`."""
+    """Parse a positive number, None for nan or nothing; a `UserError` names `field`."""
     try:
         value = float(text or "nan")
     except ValueError:
@@ -186,7 +199,7 @@ def measured(field: str, text: str) -> float | None:
 
 
 def predict(row: Row, profile: NanotronProfile = NANOTRON) -> Prediction:
-    """Throughput and memory of a row."""
+    """Predict throughput and memory of a row."""
     run, usable = row.run, nanotron.usable_bytes(row.cluster.gpu)
     first = nanotron.nanotron_breakdown(run, stage=0).peak_bytes
     seconds = step_seconds(row, profile)
@@ -203,18 +216,18 @@ def predict(row: Row, profile: NanotronProfile = NANOTRON) -> Prediction:
 
 
 def step_seconds(row: Row, profile: NanotronProfile) -> tuple[float, ...]:
-    """A step that ran and, of pipelines and on 64 nodes, one that stalled."""
+    """Return the seconds of a step that ran and, for pipelines and on 64 nodes, of one that stalled."""
     seconds = sum(NanotronStep(row.run, row.cluster, profile).parts().values())
-    if row.run.mesh.pp == 1 and row.nodes < 64:
+    if row.run.mesh.pp == 1 and row.cluster.nodes < 64:
         return (seconds,)
     return seconds, seconds + stall_s(row.run, profile)
 
 
 def cells(predictions: Iterable[Prediction]) -> list[Cell]:
-    """Predictions by model and nodes, compared with what was measured."""
+    """Group predictions by model and nodes, and compare them with the measurements."""
     groups: dict[tuple[str, int], list[Prediction]] = {}
     for one in predictions:
-        groups.setdefault((one.row.model, one.row.nodes), []).append(one)
+        groups.setdefault((one.row.model, one.row.cluster.nodes), []).append(one)
     order = list(nanotron.SHAPES)
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
     return [_cell(*key, groups[key]) for key in keys]
@@ -240,8 +253,8 @@ def _cell(model: str, nodes: int, group: list[Prediction]) -> Cell:
     )
 
 
-def beside(one: Any) -> dict[str, Any]:
-    """Throughput and GiB of one GPU of a `Prediction`, beside what was measured, null where nothing was."""
+def beside(one: Prediction) -> dict[str, Any]:
+    """Return throughput and GiB of one GPU by a `Prediction`, beside the measured, null where nothing was."""
     return {
         "label": one.row.run.label,
         "tokens_per_s_gpu": one.tokens_per_s_gpu,
@@ -252,20 +265,20 @@ def beside(one: Any) -> dict[str, Any]:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Median of the values that are there; none if there are none."""
+    """Return the median of the values that are not None; None if there are none."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; equal values share the mean of their ranks. 0 if one of both is constant."""
+    """Return the rank correlation; equal values share the mean of their ranks. 0 if one of both is constant."""
     if len(set(first)) == 1 or len(set(second)) == 1:
         return 0.0
     return statistics.correlation(first, second, method="ranked")
 
 
 def calibrate(rows: Iterable[Row], start: NanotronProfile = NANOTRON) -> NanotronProfile:
-    """The constants `FITTED` that predict the measured step times of `rows` best, beginning from `start`.
+    """Fit the constants `FITTED` to the measured step times of `rows`, beginning from `start`.
 
     Least squares of the logarithms of step times over those of constants, the rows weighted by 1 / sqrt(1 + (error /
     10%)^2): the benchmark has faults. Where steps stalled, the nearer prediction counts (`either`). A weak prior (30%

@@ -29,7 +29,7 @@ SHAPES = {name: ModelShape.of(model) for name, model in PLAYBOOK.items()}
 
 
 def run_of(row: Mapping[str, str]) -> Run:
-    """The run of a row of `playbook_runs.csv` (TP with sequence parallelism, 1F1B, remat none), or `UserError`."""
+    """Return the run of a row of `playbook_runs.csv` (TP with sequence parallelism, 1F1B). Raises `UserError`."""
     model = row["model"]
     require(model in SHAPES, "model", model, f"choose one of {', '.join(SHAPES)}")
     zero = 1 if int(row["zero"]) else 0
@@ -47,7 +47,7 @@ def run_of(row: Mapping[str, str]) -> Run:
 
 
 def is_calibration(row: Mapping[str, str]) -> bool:
-    """Whether a row, of 1B or 8B, is of the half that constants are fitted on; equal ones are on the same side."""
+    """Return whether a row, of 1B or 8B, is of the half that constants are fitted on; equal rows are on one side."""
     if row["model"] not in ("1B", "8B"):
         return False
     names = ("model", "nodes", "mbs", "gas", "dp", "pp", "tp", "zero")
@@ -67,7 +67,7 @@ class Stage:
 
 
 def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
-    """How nanotron cuts the model (`models/base.py`, `build_model`): a stage ends where it exceeds its share.
+    """Cut the model as nanotron does (`models/base.py`, `build_model`): a stage ends where it exceeds its share.
 
     The costs are the parameters of a layer and of the head; embedding, norm, cast and loss are free.
     """
@@ -152,12 +152,12 @@ def _check(run: Run) -> None:
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """Bytes of a GPU that PyTorch can reserve; `nanotron_breakdown`'s prediction includes fragmentation."""
+    """Return the bytes of a GPU that PyTorch can reserve; `nanotron_breakdown` includes fragmentation."""
     return int(gpu.memory_gib * 2**30) - CONTEXT_BYTES
 
 
 def nanotron_timeline(run: Run) -> list[tuple[str, int]]:
-    """Bytes on the fullest stage at the moments of one step and the next, as in the playbook's `predict_memory`.
+    """Return the fullest stage's bytes at the moments of one step and the next, as the playbook's `predict_memory`.
 
     Moments are there from the first optimizer step on, so the second step needs more than the first.
     """
@@ -175,7 +175,7 @@ def nanotron_timeline(run: Run) -> list[tuple[str, int]]:
 
 
 def least_bytes(run: Run) -> int:
-    """A lower bound, without a fitted constant: weights, optimizer, saved activations and the float32 logits twice."""
+    """Return a lower bound without fitted constants: weights, optimizer, saved activations, float32 logits twice."""
     return nanotron_breakdown(run, allocator=Allocator(0, 1, 8, 0, 0)).peak_bytes
 
 
@@ -189,7 +189,7 @@ MEMORY = MemoryModel(
 
 
 def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) -> Breakdown:
-    """Weights in bfloat16 with gradients in bfloat16 and float32, master weights and moments sharded by ZeRO-1.
+    """Count weights in bfloat16, gradients in bfloat16 and float32, master weights and moments sharded by ZeRO-1.
 
     A layer keeps inputs and results of both norms, queries, keys, values and attention's result, and of the gated
     feed-forward layer the joint gate and up, silu and product: `models/llama.py`.

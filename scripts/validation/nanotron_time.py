@@ -1,4 +1,4 @@
-"""How long a step of nanotron takes, as the playbook ran it: its profile, its stages, and the benchmark's stalls."""
+"""Predict the time of a step of nanotron, as the playbook ran it: its profile, its stages, the benchmark's stalls."""
 
 import math
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ class NanotronStep(Step):
             self.profile = replace(profile, host_s=host_s)
 
     def parts(self) -> dict[str, float]:
-        """The whole step by what takes it."""
+        """Return the seconds of a step, part by part."""
         m, pp = self.run.microbatches, self.mesh.pp
         layer, head, loss = self.layer(), self.head(), self.loss()
         stages: list[tuple[float, float, float]] = [(self.run.rank_layers, 1.0, 1.0)]
@@ -93,36 +93,36 @@ class NanotronStep(Step):
         return parts | {"step overhead": self.profile.step_s}
 
     def logits(self, stages: list[tuple[float, float, float]]) -> float:
-        """Sending the logits of one micro-batch where the loss is on another stage than the head."""
+        """Return the seconds to send one micro-batch's logits, if the loss is on another stage than the head."""
         if all(head == loss for _, head, loss in stages):
             return 0.0
         size = 2 * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return self.collective("collective-permute", size, self.group("pp"))
 
     def copies(self) -> float:
-        """None: no program has both passes."""
+        """Return 0: no program has both passes."""
         return 0.0
 
     def tensor_group(self) -> float:
-        """As much of it as is waited for."""
+        """Return the exposed share of the tensor group's communication."""
         return super().tensor_group() * (self.constants.tensor if self.tensor.nodes == 1 else 1.0)
 
     def hand_over(self) -> float:
-        """Activations to the next stage."""
+        """Return the seconds to send activations to the next stage."""
         return self.constants.send_s + super().hand_over()
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:
-        """Gradients of a step over `ranks`, one tensor at a time."""
+        """Return the seconds to reduce a step's gradients over `ranks`, one tensor at a time."""
         pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
         return self.constants.reduce * pieces * self.collective(kind, size / pieces, ranks)
 
     def gathered(self, size: float, ranks: Group) -> float:
-        """Updated parameters of `ranks`, slower over more nodes."""
+        """Return the seconds to gather updated parameters over `ranks`, slower over more nodes."""
         return super().gathered(size, ranks) * (1 + self.constants.gather * (ranks.nodes - 1))
 
 
 def stall_s(run: Run, profile: NanotronProfile = NANOTRON) -> float:
-    """Seconds that a stalled step takes more."""
+    """Return the seconds that a stalled step takes more."""
     m, pp = run.microbatches, run.mesh.pp
     if pp == 1:
         return m * profile.network_stall_s
@@ -141,7 +141,7 @@ def estimate_with_stalls(
 
 
 def benchmark_stalls(run: Run, cluster: Cluster) -> float:
-    """How likely a step of the playbook's benchmark stalled.
+    """Return the probability that a step of the playbook's benchmark stalled.
 
     A stalled run takes some 0.5 s more for each micro-batch and neighbour in the pipeline, whatever its model,
     micro-batch or tensor group; on 64 nodes 1 s for each micro-batch without a pipeline. Of the calibration half, where

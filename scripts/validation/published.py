@@ -1,7 +1,7 @@
 """Runs of other trainers as their makers published them, beside the estimate for this project's trainer.
 
-A row names its model by sizes and its machine by `find_cluster`, so any run can be added to the file. None of the
-planner's constants was fitted to these runs.
+A row names its model by sizes, or by its name in `configs/shapes.py` where it has experts, and its machine by
+`find_cluster`, so any run can be added to the file. None of the planner's constants was fitted to these runs.
 """
 
 import dataclasses
@@ -15,13 +15,21 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from scripts.validation.benchmark import beside, count, lines, measured
+from scripts.validation.benchmark import Prediction, Row, beside, count, lines, measured
 from ultrascale_jax.cli import output
-from ultrascale_jax.config import MeshConfig, TrainConfig, UserError, require
+from ultrascale_jax.config import (
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+    UserError,
+    require,
+)
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.workload import GIB, Run, group
 from ultrascale_jax.training.model_shape import ModelShape
 
 PRECISIONS = ("bf16", "fp32", "fp8")
@@ -31,46 +39,18 @@ COLUMNS = (
     *NAMES,
     *SIZES,
     *("gated", "gpu", "cluster", "gpus", "mesh", "seq_len", "mbs", "gas", "zero", "remat"),
-    *("precision", "schedule", "virtual_stages", "tok_s_gpu", "mem_gib", "assumed"),
+    *("precision", "schedule", "virtual_stages", "tok_s_gpu", "mem_gib", "shape", "assumed"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One published run."""
-
-    source: str
-    software: str
-    model: str
-    run: Run
-    cluster: Cluster
-    tokens_per_s_gpu: float
-    memory_gib: float | None
-    """Measured, as the throughput; none if it was not published."""
-    assumed: str
-    """Assumptions where the source is silent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A row with what the formulas say of the same run by this project's trainer (software `ULTRASCALE`)."""
-
-    row: Row
-    tokens_per_s_gpu: float
-    memory_gib: float
-
-    @property
-    def ratio(self) -> float:
-        """Throughput predicted over measured."""
-        return self.tokens_per_s_gpu / self.row.tokens_per_s_gpu
-
-
-@dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The rows of one software, with or without a pipeline, in one precision."""
+    """The rows of one software on one kind of GPU, with or without a pipeline and experts, in one precision."""
 
     software: str
+    gpu: str
     pipeline: bool
+    experts: bool
     precision: str
     rows: int
     median_ratio: float
@@ -82,12 +62,12 @@ class Summary:
 
 
 def is_published(path: Path) -> bool:
-    """Whether the file has the column `software`, unlike the benchmark; `UserError` if it is no CSV with rows."""
+    """Return whether the file has the column `software`, unlike the benchmark; `UserError` without rows."""
     return "software" in lines(path, ())[0][1]
 
 
 def read(path: Path) -> list[Row]:
-    """The runs of a file like docs/planning/published_runs.csv; a `UserError` names line and column."""
+    """Read the runs of a file like docs/planning/published_runs.csv; a `UserError` names line and column."""
     found = []
     for where, line in lines(path, COLUMNS):
         try:
@@ -101,6 +81,9 @@ def _row(line: dict[str, str]) -> Row:
     for name in NAMES:
         require(line[name] != "", name, line[name], "must not be empty")
     run = run_of(line)
+    cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
+    nodes = group(run.mesh, ("ep",), cluster.gpus_per_node).nodes
+    run = dataclasses.replace(run, moe=MoEConfig(a2a_groups=nodes))
     speed = measured("tok_s_gpu", line["tok_s_gpu"])
     require(speed is not None, "tok_s_gpu", line["tok_s_gpu"], "must be a positive number")
     return Row(
@@ -108,16 +91,15 @@ def _row(line: dict[str, str]) -> Row:
         software=line["software"],
         model=line["model"],
         run=run,
-        cluster=find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus),
-        tokens_per_s_gpu=speed or 0.0,
+        cluster=cluster,
+        tokens_per_s_gpu=speed,
         memory_gib=measured("mem_gib", line["mem_gib"]),
         assumed=line["assumed"],
     )
 
 
 def run_of(line: dict[str, str]) -> Run:
-    """The run of one line; `UserError` names the column of a value that makes no sense, or the mesh."""
-    sizes: dict[str, Any] = {name: count(name, line[name]) for name in SIZES}
+    """Return the run of one line; a `UserError` names the column of an invalid value, or the mesh."""
     zero: Any = count("zero", line["zero"], 0, 3)
     precision: Any = line["precision"]
     fix = f"choose one of {', '.join(PRECISIONS)}"
@@ -126,7 +108,7 @@ def run_of(line: dict[str, str]) -> Run:
     seq_len = count("seq_len", line["seq_len"])
     require(seq_len % mesh.cp == 0, "seq_len", seq_len, f"cp={mesh.cp} must divide it")
     return Run(
-        shape=ModelShape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1),
+        shape=_shape(line),
         mesh=mesh,
         seq_len=seq_len,
         sequences=count("mbs", line["mbs"]),
@@ -139,8 +121,19 @@ def run_of(line: dict[str, str]) -> Run:
     )
 
 
+def _shape(line: dict[str, str]) -> ModelShape:
+    """Return the model that `shape` names, or the sizes make."""
+    if name := line["shape"]:
+        model: Any = getattr(shapes, name, None)
+        fix = "must be the name of a model in configs/shapes.py"
+        require(isinstance(model, ModelConfig), "shape", name, fix)
+        return ModelShape.of(model)
+    sizes: dict[str, Any] = {name: count(name, line[name]) for name in SIZES}
+    return ModelShape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1)
+
+
 def predict(row: Row) -> Prediction:
-    """Throughput and memory of a row by this project's trainer."""
+    """Predict throughput and memory of a row by this project's trainer."""
     return Prediction(
         row=row,
         tokens_per_s_gpu=estimate(row.run, row.cluster).tokens_per_s_gpu,
@@ -149,17 +142,20 @@ def predict(row: Row) -> Prediction:
 
 
 def summaries(predictions: Iterable[Prediction]) -> list[Summary]:
-    """Predictions by software, pipeline and precision, compared with what was measured."""
-    groups: dict[tuple[str, bool, str], list[float]] = {}
+    """Group predictions by software, GPU, pipeline, experts and precision, and compare them with the measurements."""
+    groups: dict[tuple[str, str, bool, bool, str], list[float]] = {}
     for one in predictions:
-        run = one.row.run
-        key = (one.row.software, run.mesh.pp > 1, run.precision)
+        run, gpu = one.row.run, one.row.cluster.gpu.name
+        experts = run.shape.experts is not None
+        key = (one.row.software, gpu, run.mesh.pp > 1, experts, run.precision)
         groups.setdefault(key, []).append(one.ratio)
     return [
         Summary(
             software=key[0],
-            pipeline=key[1],
-            precision=key[2],
+            gpu=key[1],
+            pipeline=key[2],
+            experts=key[3],
+            precision=key[4],
             rows=len(ratios),
             median_ratio=statistics.median(ratios),
             median_error=median_error(ratios),
@@ -170,12 +166,12 @@ def summaries(predictions: Iterable[Prediction]) -> list[Summary]:
 
 
 def median_error(ratios: Iterable[float]) -> float:
-    """Median of |log(predicted / measured)|."""
+    """Return the median of |log(predicted / measured)|."""
     return statistics.median(abs(math.log(ratio)) for ratio in ratios)
 
 
 def show(published: Iterable[Row], as_json: bool) -> None:
-    """Prints the comparison: tables, or one JSON object."""
+    """Print the comparison: tables, or one JSON object."""
     predictions = [predict(row) for row in published]
     found = summaries(predictions)
     if as_json:
@@ -203,7 +199,7 @@ def show(published: Iterable[Row], as_json: bool) -> None:
 
 
 def _figures(one: Prediction) -> dict[str, Any]:
-    """One run, for `report`."""
+    """Return the figures of one run, for `report`."""
     row = one.row
     return beside(one) | {
         "source": row.source,
@@ -218,7 +214,7 @@ def _figures(one: Prediction) -> dict[str, Any]:
 
 
 def _runs(predictions: Iterable[Prediction], sources: Sequence[str]) -> Table:
-    """One line for the runs of one source, software, model and precision; sources by their place from 1."""
+    """Return a table with a line for each source, software, model and precision; sources by their place from 1."""
     groups: dict[tuple[str, str, str, str], list[Prediction]] = {}
     for one in predictions:
         row = one.row
@@ -227,15 +223,15 @@ def _runs(predictions: Iterable[Prediction], sources: Sequence[str]) -> Table:
     names = ("source", "software", "model", "precision", "GPUs", "first mesh")
     table = output.table(names, ("measured", "predicted", "predicted / measured"))
     table.title, table.columns[4].justify = "tokens/s/GPU of published runs", "right"
-    for key, group in groups.items():
-        first = group[0].row.run
+    for key, alike in groups.items():
+        first = alike[0].row.run
         table.add_row(
             *map(escape, key),
-            _span([one.row.run.num_gpus for one in group], "{}"),
+            _span([one.row.run.num_gpus for one in alike], "{}"),
             first.mesh.text if first.num_gpus > 1 else "1 GPU",
-            _span([one.row.tokens_per_s_gpu for one in group], "{:,.0f}"),
-            _span([one.tokens_per_s_gpu for one in group], "{:,.0f}"),
-            _span([one.ratio for one in group], "{:.2f}"),
+            _span([one.row.tokens_per_s_gpu or math.nan for one in alike], "{:,.0f}"),
+            _span([one.tokens_per_s_gpu for one in alike], "{:,.0f}"),
+            _span([one.ratio for one in alike], "{:.2f}"),
         )
     return table
 
@@ -247,11 +243,12 @@ def _span(values: Sequence[float], form: str) -> str:
 
 def _summary(found: Iterable[Summary]) -> Table:
     numbers = ("rows", "median predicted / measured", "median |log|", "worst")
-    table = output.table(("software", "", "precision"), numbers)
+    table = output.table(("software", "GPU", "", "precision"), numbers)
     for one in found:
         table.add_row(
             escape(one.software),
-            "pipeline" if one.pipeline else "no pipeline",
+            one.gpu,
+            ("experts, " if one.experts else "") + ("pipeline" if one.pipeline else "no pipeline"),
             one.precision,
             str(one.rows),
             f"{one.median_ratio:.2f}",

@@ -35,7 +35,7 @@ GOALS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which rows, and what to do with them."""
+    """Options of `python -m scripts.plan validate`."""
 
     runs: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUNS.csv")]
     """Columns model, nodes, mbs, gas, gbs, dp, pp, tp, zero, tok_s_gpu, mem_gb (nan: failed); or published runs."""
@@ -72,7 +72,8 @@ def main(argv: list[str]) -> None:
     found["constants"] = {name: getattr(profile, name) for name in benchmark.FITTED}
     if options.json:
         found["predictions"] = [
-            {"model": p.row.model, "nodes": p.row.nodes} | benchmark.beside(p) for p in predictions
+            {"model": p.row.model, "nodes": p.row.cluster.nodes} | benchmark.beside(p)
+            for p in predictions
         ]
         print(output.verb_json("validate", found))
         return
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 
 def summarize(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Cells and what they come to."""
+    """Return the cells and their totals."""
     found = benchmark.cells(predictions)
     correlations = [cell.spearman for cell in found if cell.spearman is not None]
     either = [cell.spearman_either for cell in found if cell.spearman_either is not None]

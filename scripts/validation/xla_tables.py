@@ -53,7 +53,7 @@ GATHERED = ("all-gather", "reduce-scatter")
 
 
 def config(row: Mapping[str, Any]) -> tuple[Config, int]:
-    """The run of a row, and its number of GPUs."""
+    """Return the run of a row, and its number of GPUs."""
     mesh = MeshConfig.parse(row["mesh"])
     microbatches = int(row["microbatches"])
     train = TrainConfig(
@@ -86,7 +86,7 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
 
 
 def measure(row: Row) -> Row:
-    """The row with XLA's bytes and, where it has the columns, seconds to compile it, of a step, and those that wait."""
+    """Compile a row; add XLA's bytes and, where it has the columns, seconds to compile, of a step, and exposed."""
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
 
     cfg, num_gpus = config(row)
@@ -115,7 +115,7 @@ def measure(row: Row) -> Row:
 
 
 def with_formula(row: Row) -> Row:
-    """The row with what the formulas say: bytes, their error in percent and, where it has the column, the seconds."""
+    """Add the formulas' bytes, their error in percent and, where the row has the column, the seconds."""
     run = Run.of(*config(row))
     formula = breakdown(run).peak_bytes
     error = 100 * (formula / int(row["xla_bytes"]) - 1)
@@ -127,7 +127,7 @@ def with_formula(row: Row) -> Row:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, if there is one."""
+    """Read the rows of a file, if there is one."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -164,13 +164,13 @@ def fill(
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Median and worst error of the rows that the formulas were derived from, the others, and all, as Markdown."""
+    """Format median and worst error of the rows that the formulas were derived from, the others, and all."""
     found = []
     for name, kinds in (("derived from", "-"), ("held out", "held"), ("all", ("-", "held"))):
         errors = [abs(float(row["error_pct"])) for row in rows if row["held"] in kinds]
@@ -180,13 +180,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def growing(rows: Sequence[Row]) -> list[Row]:
-    """The rows of every schedule for lock step with more and more micro-batches, one sequence of 4,096 tokens each."""
+    """Return each schedule's rows of a growing number of micro-batches, one sequence of 4,096 tokens each."""
     wanted = {"model": "LLAMA3_8B", "mesh": "pp=4,fsdp=2", "remat": "full"}
     return [row for row in rows if wanted.items() <= row.items()]
 
 
 def growth(rows: Sequence[Row]) -> str:
-    """GiB and seconds to compile by schedule and micro-batches, as Markdown."""
+    """Format GiB and seconds to compile by schedule and micro-batches, as Markdown."""
     found = {(row["schedule"], int(row["microbatches"])): row for row in growing(rows)}
     counts = sorted({m for _, m in found})
     lines = []
@@ -201,7 +201,7 @@ def growth(rows: Sequence[Row]) -> str:
 
 
 def figure(rows: Sequence[Row]) -> Lines:
-    """Memory and time of a step over the micro-batches, by schedule; hollow is the time without a bubble."""
+    """Draw memory and time of a step over the micro-batches, by schedule; hollow is the time without a bubble."""
     memory: dict[str, list[Point]] = {}
     seconds: dict[str, list[Point]] = {}
     for row in growing(rows):
@@ -228,7 +228,7 @@ SPEED = ("GiB", "step s", "tokens/s/GPU", "MFU")
 
 
 def speed(row: Row, run: Run, *shares: str) -> list[str]:
-    """`SPEED` of a row, and these of its columns as shares of the step."""
+    """Format `SPEED` of a row, and these of its columns as shares of the step."""
     step_s = float(row["step_s"])
     return [
         f"{int(row['xla_bytes']) / GIB:.1f}",
@@ -240,12 +240,12 @@ def speed(row: Row, run: Run, *shares: str) -> list[str]:
 
 
 def ways(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one way after the other to the experts of the whole Qwen3 30B-A3B on 128 H100s."""
+    """Return the rows of the whole Qwen3 30B-A3B on 128 H100s, one for each way to the experts."""
     return [row for row in rows if (row["model"], row["layers"]) == ("QWEN3_30B_A3B", "all")]
 
 
 def experts(rows: Sequence[Row]) -> str:
-    """The rows of `ways` as Markdown."""
+    """Format the rows of `ways` as Markdown."""
     lines = []
     for row in ways(rows):
         run = Run.of(*config(row))
@@ -258,7 +258,7 @@ def experts(rows: Sequence[Row]) -> str:
 
 
 def context(rows: Sequence[Row]) -> str:
-    """The rows of Llama 3 8B with one micro-batch and no document mask, as Markdown."""
+    """Format the rows of Llama 3 8B with one micro-batch and no document mask, as Markdown."""
     peers = {
         (peer.run.shape.d_model, peer.run.mesh, peer.run.seq_len): f"{peer.tokens_per_s_gpu:,.0f}"
         for peer in published.read(PLANNING / "published_runs.csv")

@@ -78,6 +78,8 @@ def test_zero3_moves_nothing_else_in_the_layer_loops(compiled):
     assert {c.kind for c in forward} == {"all-gather"}
     assert {c.kind for c in backward} == {"all-gather", "reduce-scatter"}
     assert {c.axes for c in forward + backward} == {("fsdp",)}
+    # XLA puts all asynchronous collectives on one stream, and says so in what it dumps.
+    assert step.comm_streams == {c.name: 0 for c in step.collectives if c.asynchronous}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from ultrascale_jax.hlo import Array, Dot, matmuls, parse
 from ultrascale_jax.hlo.collectives import find_collectives, groups
+from ultrascale_jax.hlo.streams import communication_streams
 
 AXES = {"fsdp": 4, "sp": 2}
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -55,6 +56,27 @@ def test_compute_between_start_and_done_is_counted(module):
     assert (first.hidden_by, first.hidden_by_heavy) == (1, 0)
     assert (second.hidden_by, second.hidden_by_heavy) == (2, 1)
     assert (outside.hidden_by, outside.hidden_by_heavy) == (1, 1)
+
+
+def test_the_stream_of_a_collective_is_read_from_the_dump_of_the_thunks():
+    sequence = """
+014: kAsyncStart     [prev=013 (1)  | next=023 (3) ] stream=communication_stream[1], async_id=14
+    015: kAllToAll [source | sink] kAllToAll
+296: kAsyncStart     [prev=126 (1)  | next=334 (21)] stream=computation_stream[1], async_id=296
+    050: kAsyncStart    [prev=000 (1)  | next=000 (10)] stream=communication_stream[0], async_id=50
+"""
+    names = {
+        14: "all-to-all-start.1",
+        15: "all-to-all.1",
+        296: "slice-start",
+        50: "all-gather-start.2",
+    }
+    metadata = "".join(
+        f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{name}"\n    thunk_id: {number}\n  }}\n}}\n'
+        for number, name in names.items()
+    )
+    found = communication_streams(sequence, metadata)
+    assert found == {"all-to-all-start.1": 1, "all-gather-start.2": 0}
 
 
 def test_matmuls_inside_fusions_count_their_operations(module):

@@ -72,6 +72,8 @@ def test_full_recomputes_all_products_but_the_last(run):
 def test_attention_runs_again_only_under_full_recomputation(run):
     calls = [attention_calls(run(remat)[1]) for remat in ("none", "selective", "full")]
     assert calls == [2, 2, 3]
+    # A loop that offloads is not unrolled.
+    assert sum(m.attention for m in run(NAMED)[1].matmuls) == 2
 
 
 @pytest.mark.parametrize(

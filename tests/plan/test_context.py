@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import ContextConfig, MeshConfig
+from ultrascale_jax.config import ContextConfig, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
@@ -149,15 +149,17 @@ def test_a_split_sequence_keeps_no_scores():
 
 
 def test_a_document_mask_is_that_of_a_place():
+    given = {"document_mask": True, "kernels": KernelsConfig(attention="cudnn")}
     masked = {
-        cp: document_mask(run, layer_of(run))
-        for cp in (1, 2, 8)
-        if (run := split(cp, document_mask=True))
+        cp: document_mask(run, layer_of(run)) for cp in (1, 2, 8) if (run := split(cp, **given))
     }
     # The own block, and two blocks of half as many queries and keys.
     assert masked == {cp: 2 * (131072 / cp) ** 2 * (1 if cp == 1 else 1.5) for cp in (1, 2, 8)}
-    exchanged = split(8, document_mask=True, ulysses=2)
+    exchanged = split(8, ulysses=2, **given)
     assert document_mask(exchanged, layer_of(exchanged)) == masked[8] * 4
+    # Whole rows are packed, on one rank or after an exchange of heads; the blocks of a ring are not.
+    packed = [split(8, strategy=name, document_mask=True) for name in ("ulysses", "zigzag")]
+    assert [document_mask(run, layer_of(run)) for run in packed] == [0, masked[8]]
 
 
 def test_a_ring_whose_forward_pass_is_repeated_leaves_its_chunks():

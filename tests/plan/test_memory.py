@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.validation import xla_tables
-from ultrascale_jax.config import Experts, MeshConfig
+from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
@@ -98,8 +98,8 @@ def test_llama_8b_by_hand():
     assert parts["master parameters"] == 4 * number
     assert parts["optimizer state"] == 8 * number
     assert parts["batch"] == 3 * 4 * 8192
-    # Inputs, two norms, attention's output; queries and twice attention's result; keys, values; gate, up; statistics.
-    token = 2 * (4 * 4096 + 3 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32
+    # Inputs, two norms, attention's output; queries and attention's result; keys, values; gate, up; statistics.
+    token = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32
     assert activations(run) == 32 * 8192 * token
     # With recomputation of everything the layers' inputs stay.
     assert activations(run_8b(remat="full")) == 32 * 8192 * 2 * 4096
@@ -161,8 +161,13 @@ def test_kv_heads_are_repeated_for_a_larger_tensor_group():
     assert weights_of(run_8b({"sp": 16})).attention == 2 * 4096 * 128 * (32 / 16 + 1)
 
 
-def test_a_document_mask_is_one_square_of_the_sequence():
-    assert peak(document_mask=True) - peak() == 2 * 8192**2 + 4 * 8192
+def test_a_document_mask_is_one_square_of_the_sequence_and_packed_documents_have_none():
+    ids, masked = 4 * 8192, KernelsConfig(attention="cudnn")
+    assert peak(document_mask=True) - peak() == ids
+    assert peak(document_mask=True, kernels=masked) - peak() == 2 * 8192**2 + ids
+    for seq_len in (1024, 8191):  # too short, and not in classes
+        packed, plain = (peak(document_mask=x, seq_len=seq_len) for x in (True, False))
+        assert packed - plain == 2 * seq_len**2 + 4 * seq_len
 
 
 @pytest.mark.parametrize(

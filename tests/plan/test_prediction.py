@@ -1,5 +1,6 @@
 """One type says what a step needs and takes, wherever it is from."""
 
+import dataclasses
 import json
 
 import pytest
@@ -26,6 +27,9 @@ def test_an_estimate_has_the_memory_of_the_breakdown():
     assert STEP.peak_bytes == breakdown(RUN).peak_bytes
     assert STEP.fits == (STEP.peak_bytes <= STEP.gpu.usable_bytes)
     assert not estimate(RUN, find_cluster(None, "h100", 8), peak_bytes=2**40).fits
+    rest = STEP.gpu.usable_bytes - STEP.peak_bytes
+    fits = [dataclasses.replace(STEP, workspace_bytes=rest + more).fits for more in (0, 1)]
+    assert fits == [True, False]
 
 
 def test_speed_follows_from_the_step():

@@ -6,7 +6,6 @@ import pytest
 
 from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
-from ultrascale_jax.config import REMAT_POLICIES
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
@@ -20,9 +19,11 @@ from ultrascale_jax.plan.search.ranking import (
     PROMISING,
     NotCompiled,
     Search,
+    family,
     kind,
 )
 from ultrascale_jax.plan.search.search_space import (
+    POLICIES,
     UNEVEN,
     configured,
     drawback,
@@ -66,7 +67,7 @@ def compiled(search, evaluate, most):
 def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted):
     search = predicted
     cluster = find_cluster(None, "h100", 8)
-    runs = enumerate_runs(llama3_8b, cluster, {}, ("pp", "dp", "fsdp", "sp", "tp")).runs
+    runs = enumerate_runs(llama3_8b, cluster, {"cp": (1, 2)}, ("pp", "dp", "fsdp", "sp", "tp")).runs
     fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
     times = [estimate(run, cluster).step_s for run in fitting if not drawback(run)]
     # What recomputes without need is slower than what does not, so leaving it out changes nothing.
@@ -85,16 +86,14 @@ def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted
 def test_recomputation_is_left_out_where_less_fits_with_room():
     search = searched(debug, 8, "fsdp=8")
     assert {c.run.remat for c in search.ranking} == {"none"}
-    assert search.counts["recomputes without need"] == search.counts["fits"] * (
-        len(REMAT_POLICIES) - 1
-    )
+    assert search.counts["recomputes without need"] == search.counts["fits"] * (len(POLICIES) - 1)
     tight = searched(llama3_8b, 8, "fsdp=8 zero=3")
     by_work = {}
     for c in tight.ranking:
         by_work.setdefault(dataclasses.replace(c.run, remat=""), []).append(c)
     for same in by_work.values():
-        most = max(REMAT_POLICIES.index(c.run.remat) for c in same)
-        less = [c for c in same if REMAT_POLICIES.index(c.run.remat) < most]
+        most = max(POLICIES.index(c.run.remat) for c in same)
+        less = [c for c in same if POLICIES.index(c.run.remat) < most]
         assert all(c.best.peak_bytes > MARGIN * tight.usable_bytes for c in less)
 
 
@@ -163,20 +162,34 @@ def test_what_is_compiled_replaces_the_formula():
 
 
 @pytest.mark.slow
-def test_each_promising_kind_is_compiled_before_more_of_the_fastest():
+def test_promising_kinds_are_compiled_in_turn_before_more_of_the_fastest():
     search = searched(llama3_70b, 64, "dp=1,tp=1,sp=8")
     ours = [c for c in search.ranking if not c.refusal]
-    kinds = list(dict.fromkeys(kind(c.run) for c in ours))
-    near = {kind(c.run) for c in ours if c.formula.step_s <= PROMISING * ours[0].formula.step_s}
-    assert len(near) > 1
+    best, fastest = kind(ours[0].run), []
 
     def evaluate(cfg):
-        seconds = 1.0 if kind(Run.of(cfg, 64)) == kinds[1] else 2.0
-        return ran(step_s=seconds)
+        run = Run.of(cfg, 64)
+        fastest.extend([kind(run)] if run.mesh.pp > 1 and not fastest else [])
+        return ran(step_s=1.0 if kind(run) in fastest else 2.0)
 
-    found = [kind(c.run) for c in search.compile(evaluate, len(near) + 2)]
-    assert found[: len(near)] == [k for k in kinds if k in near]
-    assert found[len(near) :] == [kinds[1]] * 2
+    runs = [c.run for c in search.compile(evaluate, 8)]
+    first, kinds = runs[:5], [kind(run) for run in runs]
+    assert kinds[0] == best and len(set(kinds[:5])) == 5
+    # A flat mesh, cp, a pipeline, and a pipeline with cp before another of any.
+    assert len({family(run) for run in first[:4]}) == 4
+    limit = PROMISING * ours[0].formula.step_s
+    assert all(estimate(run, search.cluster).step_s <= limit for run in first)
+    assert kinds[5:] == fastest * 3
+
+
+@pytest.mark.parametrize(("num_gpus", "cp", "exchanges"), [(8, 4, {1, 4}), (64, 16, {1, 8})])
+def test_heads_are_exchanged_within_a_node(num_gpus, cp, exchanges):
+    cfg = longer(llama3_8b, 2**16)
+    search = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3")
+    assert {c.run.context.ulysses for c in search.ranking} == exchanges
+    assert configured(cfg, search.ranking[0].run).cp == search.ranking[0].run.context
+    one = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3,ulysses=2")
+    assert {c.run.context.ulysses for c in one.ranking} == {2}
 
 
 @pytest.mark.slow
@@ -288,8 +301,8 @@ def longer(cfg, seq_len):
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=seq_len))
 
 
-@pytest.mark.parametrize(("seq_len", "sizes"), [(8192, {1}), (16384, {1}), (32768, {1, 2, 4})])
-def test_long_sequences_are_split_over_cp_in_pieces_that_hide_the_ring(seq_len, sizes):
+@pytest.mark.parametrize(("seq_len", "sizes"), [(4096, {1}), (8192, {1, 2}), (16384, {1, 2, 4})])
+def test_sequences_are_split_over_cp_in_pieces_of_4096_tokens(seq_len, sizes):
     search = searched(longer(llama3_8b, seq_len), 8, "pp=1,dp=1")
     assert {c.run.mesh.cp for c in search.ranking} == sizes
     assert {c.run.mesh.cp for c in searched(longer(llama3_8b, seq_len), 8, "cp=8").ranking} == {8}
@@ -298,7 +311,7 @@ def test_long_sequences_are_split_over_cp_in_pieces_that_hide_the_ring(seq_len, 
 def test_what_is_compiled_with_cp_corrects_only_what_has_it():
     search = searched(longer(llama3_8b, 32768), 8, "pp=1,dp=1,sp=1,tp=1,zero=3")
     kinds = {kind(c.run) for c in search.ranking}
-    assert kinds == {(1, 3, False, False), (1, 3, True, False)}
+    assert kinds == {(1, 3, False, False, False), (1, 3, True, False, False)}
     list(search.compile(lambda cfg: ran(step_s=100.0), 1))
     corrected = {kind(c.run) for c in search.ranking if c.compiled}
     assert len(corrected) == 1
@@ -329,8 +342,7 @@ def test_experts_are_split_across_nodes_where_nothing_else_fits_or_if_asked():
     assert {c.run.mesh.ep for c in tight.ranking} == {16}
 
 
-def test_short_sequences_are_split_over_cp_where_nothing_else_fits(predicted):
-    assert {c.run.mesh.cp for c in predicted.ranking} == {1}
+def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
     # One sequence, and a tensor group of no more than 8: without cp only a pipeline employs 16 GPUs.
     one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))
     assert searched(one, 16).winner.run.mesh.cp == 2

@@ -20,6 +20,7 @@ from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
+    POLICIES,
     UNEVEN,
     configured,
     divisors,
@@ -78,10 +79,11 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
         pipeline = (run.schedule, run.virtual_stages)
         variants.setdefault(key, set()).add((run.remat, run.stash, pipeline))
     for (mesh, _, microbatches), found in variants.items():
-        assert {remat for remat, _, _ in found} == set(REMAT_POLICIES)
         if mesh.pp == 1:
-            assert len(found) == len(REMAT_POLICIES)
+            assert {remat for remat, _, _ in found} == set(POLICIES)
+            assert len(found) == len(POLICIES)
             continue
+        assert {remat for remat, _, _ in found} == set(REMAT_POLICIES)
         tried = {(name, 1) for name in ("afab", "1f1b", "zb_uniform", "zb_h1")}
         # Eight layers: two stages a rank need pp <= 4.
         tried |= {("zb_v", 2), ("dualpipe_v", 2)} if mesh.pp <= 4 else set()
@@ -190,10 +192,10 @@ def test_an_axis_outside_the_choices_is_1():
 
 
 def test_a_recipes_own_recompute_policy_is_a_candidate_too():
-    train = dataclasses.replace(debug.train, remat="save:q,k,v")
+    train = dataclasses.replace(debug.train, remat="save:q,k")
     cfg = dataclasses.replace(debug, train=train)
     runs = enumerate_runs(cfg, cluster(), {}, ("fsdp",)).runs
-    assert {run.remat for run in runs} == {*REMAT_POLICIES, "save:q,k,v"}
+    assert {run.remat for run in runs} == {*POLICIES, "save:q,k"}
 
 
 def test_what_is_pinned_so_that_nothing_is_left_is_counted():
@@ -213,6 +215,8 @@ def test_choices_are_read_with_commas_and_spaces():
     assert parse_choices("fixed", "tp=8,pp=1") == {"tp": (8,), "pp": (1,)}
     expected = {"fsdp": (1, 2, 4), "remat": ("none", "full"), "microbatches": (2,)}
     assert parse_choices("grid", "fsdp=1,2,4 remat=none,full microbatches=2") == expected
+    named = parse_choices("fixed", "remat=full,save:q,k,v+offload:gate,up,dots,tp=2")
+    assert named == {"remat": ("full", "save:q,k,v+offload:gate,up", "dots"), "tp": (2,)}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +233,7 @@ def test_choices_are_read_with_commas_and_spaces():
         ("schedule=gpipe", "schedule is one of afab, 1f1b"),
         ("stash=all", "stash is one of residuals, input"),
         ("remat=some", "train.remat='some'"),
+        ("remat=full,q", "train.remat='full,q'"),
     ],
 )
 def test_choices_that_mean_nothing_are_refused(text, message):

@@ -12,12 +12,12 @@ from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.compiled import compile
-from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops
+from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops, attention_workspace
 from ultrascale_jax.plan.compiled.timeline import simulate, trace
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
-from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params
+from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params, mean_keys
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NODE, CLUSTER = find_cluster(None, "h100", 8), find_cluster(None, "h100", 16)
@@ -158,9 +158,13 @@ def test_collectives_of_different_links_run_side_by_side():
     times = gather_s(rows, CLUSTER, near), gather_s(rows, CLUSTER, far)
     assert timeline.step_s == pytest.approx(max(times))
     assert set(timeline.streams) == {"in node", "between nodes"}
-    assert timeline.link_s == pytest.approx(
-        {("all-gather", "sp"): times[0], ("all-gather", "fsdp"): times[1]}
-    )
+    work = {("all-gather", "sp"): times[0], ("all-gather", "fsdp"): times[1]}
+    assert timeline.link_s == pytest.approx(work)
+    # On one stream they take turns, and the wait for the second is for both.
+    for streams, seconds in (({"g1": 0, "g2": 1}, max(times)), ({"g1": 1, "g2": 1}, sum(times))):
+        timeline = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER, comm_streams=streams)
+        assert timeline.step_s == pytest.approx(seconds)
+    assert timeline.waited_s == pytest.approx(work)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +297,26 @@ def test_a_branch_may_be_taken_in_a_share_of_the_iterations(share):
     assert set(asked) == {("switch", (32,))}
 
 
+def test_a_wait_for_what_a_branch_delays_is_all_for_collectives():
+    """On one stream the gather of a branch taken half of the time comes behind one that runs on after the branch."""
+    rows, across = 8192, "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+    near = ["%a = bf16[8192,8192] parameter(0)", "%w = bf16[1024,8192] parameter(1)"]
+    near += [gather(2, rows, groups="[2,8]<=[16]"), gather(2, rows, DONE)]
+    branches = "".join(
+        f"\n%{name} (p: bf16[8192,8192]) -> bf16[8192,8192] {{\n{indented(body)}\n}}\n"
+        for name, body in (("none", near[:1]), ("near", near))
+    )
+    switch = SWITCH.replace("%light, %heavy", "%none, %near")
+    lines = gather(1, rows, groups=across), switch, gather(3, rows, groups=across)
+    lines += gather(1, rows, DONE), gather(3, rows, DONE)
+    module = program(*lines, computations=branches)
+    streams = dict.fromkeys(("g1", "g2", "g3"), 0)
+    timeline = simulate(
+        module, {"fsdp": 2, "sp": 8}, CLUSTER, comm_streams=streams, share=lambda *_: 0.5
+    )
+    assert sum(timeline.waited_s.values()) == pytest.approx(timeline.idle_s)
+
+
 def test_the_library_times_a_pipeline_as_the_command_does(monkeypatch, capsys):
     """Both know in how many ticks a rank has the head."""
     words = "llama3_8b --mesh pp=2 --train.remat full --train.microbatches 32 --train.global-batch 32".split()
@@ -415,8 +439,55 @@ def test_attention_counts_the_scores_that_the_mask_leaves(backward, mask, window
     module = program(*arguments, call.format(backward, mask, window))
     call = module.by_name["main"]["o"]
     assert attention_flops(call, 128) == flops
+    # Only the backward pass has a workspace: float32 gradients of the queries, and a float32 of each query and head.
+    known = 4 * 2 * 8192 * 32 * 129 if backward else 0
+    assert attention_workspace(module) == known
+    planned = program(
+        *arguments, ATTENTION.replace("u8[0]", "u8[512]").format(backward, mask, window)
+    )
+    assert attention_workspace(planned) == 0  # XLA asked a device, and plans it
     seconds = costs.attention_seconds(GPU, flops, backward=bool(backward))
     assert run(module).busy_s == pytest.approx({"attention": seconds})
+    # The same with an array that masks documents, of which it reads what the causal mask leaves.
+    arguments = *arguments, f"%m = bf16[2,1,8192,{keys}] parameter(4)"
+    text = ATTENTION.replace('"8192", "8192"', f'"8192", "{keys}"').replace(
+        "%k, %k)", "%k, %k, %m)"
+    )
+    text = text.replace("fmhaSoftmax", "fmhaScaleBiasSoftmax").format(backward, mask, window)
+    share = flops / ((5 if backward else 2) * 2 * 2 * 32 * 8192 * keys * 128)
+    read = costs.memory_seconds(GPU, share * 2 * 8192 * keys * 2)
+    assert run(program(*arguments, text)).busy_s == pytest.approx({"attention": seconds + read})
+
+
+@pytest.mark.parametrize(("tokens", "own"), [(None, 8192), (1000, 2048), (2048, 2048), (60, 2048)])
+@pytest.mark.parametrize("backward", ["", "Backward"])
+def test_packed_attention_has_the_work_of_documents_of_one_length(backward, tokens, own):
+    arguments, calls = [], []
+    for number, L in enumerate((8192, 2048)):
+        arguments.append(f"%q{number} = bf16[{16384 // L},{L},32,128] parameter({number + 2})")
+        call = ATTENTION.replace(
+            '["2", "32", "8192", "8192"]', f'["{16384 // L}", "32", "{L}", "{L}"]'
+        )
+        call = call.replace("%o", f"%o{number}").replace("(%q, %k, %k)", f"(%q{number})")
+        call = call.replace("{}}}}}", '{}, "max_seg_per_batch": 4}}}}')
+        calls.append(call.format(backward, "PADDING_CAUSAL", 0))
+    module = program(*arguments, *calls)
+    products = 5 if backward else 2
+    mean = mean_keys(tokens or 8192, None)
+    flops = products * 2 * 16384 * 32 * mean * 128
+    # Each call clears float32 gradients for four segments in L tokens, and a float32 of each query and head.
+    cleared = 4 * 4 * 16384 * 32 * 129 if backward else 0
+    assert attention_workspace(module) == cleared
+    wanted = costs.attention_seconds(GPU, flops, backward=bool(backward))
+    wanted += 2 * (costs.LAUNCH_S + costs.memory_seconds(GPU, cleared))
+    timeline = simulate(module, {}, NODE, document_tokens=tokens)
+    assert timeline.busy_s == pytest.approx({"attention": wanted})
+    operations = Operations(module, GPU, tokens)
+    found = {
+        L: operations.find("main", module.by_name["main"][f"o{n}"]).flops
+        for n, L in enumerate((8192, 2048))
+    }
+    assert found == {8192: 0, 2048: 0} | {own: flops}
 
 
 @pytest.mark.parametrize(
@@ -484,18 +555,18 @@ def test_the_trace_has_a_row_for_each_stream_and_every_event():
     assert last == pytest.approx(timeline.step_s * 1e6)
 
 
-def test_speed_is_that_of_the_run():
-    words = "llama3_8b --mesh fsdp=8 --train.remat full --train.microbatches 1".split()
-    cfg, _ = command_line.parse(words, prog="test")
+@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989.4e12), ("fp8_rowwise", 1978.9e12)])
+def test_speed_is_that_of_the_run(precision, peak):
+    words = "llama3_8b --mesh fsdp=8 --train.remat full --train.microbatches 1 --train.precision"
+    cfg, _ = command_line.parse([*words.split(), precision], prog="test")
     planned = Run.of(cfg, 8)
     timeline = run(program(PRODUCT))
     step = compile.CompiledStep(
-        run=planned, text="", axes={"fsdp": 8},
+        run=planned, text=text_of(PRODUCT), axes={"fsdp": 8},
         argument_bytes=1, temporary_bytes=2, host_bytes=0, peak_bytes=3, compile_s=0.0,
     )  # fmt: skip
     found = compile.predict_step(step, timeline, GPU)
     assert found.tokens_per_s_gpu == planned.step_tokens / 8 / timeline.step_s
-    peak = 989.4e12
     assert found.mfu == pytest.approx(planned.step_flops / 8 / timeline.step_s / peak)
     assert found.parts["matrix products"] == timeline.busy_s["gemm"]
     assert sum(found.parts.values()) == pytest.approx(found.step_s)

@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.table_csv import write_csv
 from ultrascale_jax.plan.workload import Group, Run, group
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -139,7 +140,7 @@ def test_a_window_leaves_out_the_blocks_beyond_it():
 
 def test_a_run_has_the_stages_of_the_users_table(tmp_path):
     table = tmp_path / "own.csv"
-    schedules.write_csv(schedules.build("interleaved", 4, 8, 2), table)
+    write_csv(schedules.build("interleaved", 4, 8, 2), table)
     run = Run.of(piped(schedule=str(table)), 8)
     assert (run.schedule, run.virtual_stages) == (str(table), 2)
     other = dataclasses.replace(

@@ -9,7 +9,8 @@ import pytest
 from scripts.bench_pipelines import Options, bench, measure, rows
 from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import UserError
-from ultrascale_jax.parallel.pipeline.schedules import KINDS, build
+from ultrascale_jax.parallel.pipeline.schedules import build
+from ultrascale_jax.parallel.pipeline.table import KINDS
 from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 
 

@@ -107,7 +107,9 @@ def test_no_file_and_no_text_are_refused(tmp_path):
 
 
 def test_a_cell_compares_order_first_choice_memory_and_fit(rows):
-    four = [row for row in rows if (row.model, row.nodes) == ("1B", 1) and row.memory_gib][:4]
+    four = [row for row in rows if (row.model, row.cluster.nodes) == ("1B", 1) and row.memory_gib][
+        :4
+    ]
     speeds = [100.0, 400.0, 300.0, 200.0]
     measured = [
         dataclasses.replace(row, tokens_per_s_gpu=speed, memory_gib=50.0)
@@ -173,7 +175,7 @@ def test_the_constants_in_use_are_the_fit_of_the_calibration_half(rows):
 
 def test_the_fit_finds_constants_that_made_the_rows(rows):
     shift = dataclasses.replace(NANOTRON, host_s=5e-3, host_rank_s=3e-3)
-    some = [row for row in rows if row.tokens_per_s_gpu and row.nodes in (2, 8)][:120]
+    some = [row for row in rows if row.tokens_per_s_gpu and row.cluster.nodes in (2, 8)][:120]
     made = [
         dataclasses.replace(
             row,

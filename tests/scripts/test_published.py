@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.validation.benchmark import Prediction, Row
 from scripts.validation.published import (
     COLUMNS,
-    Prediction,
-    Row,
     is_published,
     predict,
     read,
@@ -52,7 +51,7 @@ def first_line() -> dict[str, str]:
 def test_every_line_is_read_as_it_stands(rows):
     with FILE.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(rows) == len(lines) == 93
+    assert len(rows) == len(lines) == 140
     for row, line in zip(rows, lines, strict=True):
         assert row.run.num_gpus == row.cluster.num_gpus == int(line["gpus"])
         assert row.tokens_per_s_gpu == float(line["tok_s_gpu"])
@@ -76,6 +75,22 @@ def test_maxtext_which_is_jax_too_is_predicted_within_a_fifth(rows, precision):
     assert max(abs(math.log(r)) for r in found) < math.log(1.2)
 
 
+def test_blackwell_and_experts_without_a_pipeline_are_predicted_within_a_fifth(rows):
+    found = [r for r in rows if r.software == "Megatron-Bridge" and r.run.mesh.pp == 1]
+    assert {r.cluster.gpu.name for r in found} == {"h100", "b200", "gb200"}
+    assert {r.run.shape.experts is None for r in found} == {True, False}
+    assert max(abs(math.log(predict(r).ratio)) for r in found) < math.log(1.2)
+
+
+def test_a_model_with_experts_is_named_and_its_tokens_visit_each_node_once(rows):
+    found = next(row for row in rows if row.model == "deepseek-v3")
+    assert found.run.shape.num_params == pytest.approx(671e9, rel=1e-2)
+    assert (found.run.mesh.ep, found.run.moe.a2a_groups) == (
+        64,
+        16,
+    )  # sp=2 leaves 4 of ep in a node
+
+
 def test_more_nodes_cost_maxtext_what_was_measured(rows):
     found = [row for row in rows if "a3/llama_2_7b" in row.source]
     assert (found[0].run.num_gpus, found[-1].run.num_gpus) == (8, 128)
@@ -95,10 +110,10 @@ def test_a_summary_of_known_ratios(rows):
         for row, ratio in measured
     ]
     found = summaries(predictions)
-    assert [(s.pipeline, s.precision, s.rows) for s in found] == [
-        (False, "bf16", 3),
-        (False, "fp8", 1),
-        (True, "fp8", 1),
+    assert [(s.gpu, s.pipeline, s.experts, s.precision, s.rows) for s in found] == [
+        ("h100-96gb", False, False, "bf16", 3),
+        ("h100-96gb", False, False, "fp8", 1),
+        ("h100-96gb", True, False, "fp8", 1),
     ]
     assert (found[0].median_ratio, found[0].worst_ratio) == (1.0, 0.5)
     assert found[0].median_error == pytest.approx(math.log(1.1))
@@ -123,6 +138,7 @@ def test_a_summary_of_known_ratios(rows):
         ({"tok_s_gpu": "nan"}, "tok_s_gpu='nan': must be a positive number"),
         ({"mem_gib": "-3"}, "mem_gib='-3': must be a positive number"),
         ({"software": ""}, "software='': must not be empty"),
+        ({"shape": "GPT5"}, "shape='GPT5': must be the name of a model in configs/shapes.py"),
     ],
 )
 def test_what_makes_no_sense_is_named_by_line_and_column(tmp_path, changes, message):

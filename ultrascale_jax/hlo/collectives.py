@@ -59,9 +59,9 @@ class Collective:
     loops: tuple[int | None, ...]
     """Trip counts of the loops around it, outermost first; empty outside every loop."""
     operands: tuple[Array, ...]
-    """What a device gives."""
+    """Arrays that a device gives."""
     results: tuple[Array, ...]
-    """What a device gets."""
+    """Arrays that a device gets."""
     groups: tuple[tuple[int, ...], ...]
     """Devices that talk to each other; of a collective-permute, senders and receivers."""
     axes: tuple[str, ...]
@@ -71,9 +71,9 @@ class Collective:
     hidden_by: int
     """Instructions between start and done that take time on the device."""
     hidden_by_heavy: int
-    """Those of them that are matrix products, attention or loops of them."""
+    """Instructions of these that are matrix products, attention or loops of them."""
     op_name: str
-    """Where in the traced Python program it comes from."""
+    """Its origin in the traced Python program."""
 
     @property
     def operand_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Collective:
 
 
 def find_collectives(module: Module, axes: Mapping[str, int]) -> list[Collective]:
-    """Every collective of `module`, whose devices form a row-major mesh with the sizes `axes`."""
+    """Find every collective of `module`, whose devices form a row-major mesh with the sizes `axes`."""
     return [
         _collective(module, name, loops, start, source, axes)
         for name, loops in module.walk()
@@ -109,7 +109,7 @@ def _collective(
     source: Instruction,
     axes: Mapping[str, int],
 ) -> Collective:
-    """The collective `source`, which stands in, or inside, instruction number `start` of `computation`."""
+    """Describe the collective `source`, which stands in, or inside, instruction number `start` of `computation`."""
     body = module.computations[computation]
     first = last = body[start]
     between: list[Instruction] = []
@@ -137,7 +137,7 @@ def _collective(
 
 
 def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
-    """Devices that talk to each other, from any of the four forms in which XLA writes them.
+    """Parse the groups of devices that communicate, from any of the four forms in which XLA writes them.
 
     replica_groups={{0,1},{2,3}}                   as they are; {} is everyone
     replica_groups=[2,4]<=[4,2]T(1,0)              2 groups of 4: iota over [4,2], transposed
@@ -159,7 +159,7 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def _mesh_groups(mesh: str, along: str) -> list[tuple[int, ...]]:
-    """Groups of a row-major mesh `'a'=4,'b'=2` along axes or parts of them, `'b'` or `'a':(2)2`."""
+    """Parse groups of a row-major mesh `'a'=4,'b'=2` along axes or parts of them, `'b'` or `'a':(2)2`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts: dict[str, list[tuple[int, int]]] = {}
     for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along):
@@ -179,7 +179,7 @@ def _mesh_groups(mesh: str, along: str) -> list[tuple[int, ...]]:
 
 
 def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which the coordinates of some group differ."""
+    """Return the mesh axes along which the coordinates of some group differ."""
     spanned = set()
     for group in device_groups:
         coordinates = np.unravel_index(np.array(group), tuple(axes.values()))
@@ -188,7 +188,7 @@ def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> t
 
 
 def _collective_inside(instruction: Instruction, module: Module) -> Instruction | None:
-    """The collective that an instruction is, or that its fusion or async wrapper holds."""
+    """Return the collective that an instruction is, or that its fusion or async wrapper holds."""
     if instruction.opcode.removesuffix("-start") in KINDS:
         return instruction
     if instruction.opcode in ("fusion", "fusion-start", "async-start"):
@@ -198,7 +198,7 @@ def _collective_inside(instruction: Instruction, module: Module) -> Instruction 
 
 
 def _takes_time(instruction: Instruction, module: Module) -> bool:
-    """Whether the device computes here: no bookkeeping, no end of something asynchronous, no other collective."""
+    """Return whether the device computes: no bookkeeping, no end of an asynchronous operation, no collective."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
         return False
     return _collective_inside(instruction, module) is None

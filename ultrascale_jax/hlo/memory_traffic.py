@@ -1,4 +1,4 @@
-"""How many bytes an instruction of a scheduled program really reads and writes.
+"""Count the bytes that an instruction of a scheduled program really reads and writes.
 
 That is not the size of its operands: a fusion that reads one layer of a stack, or updates one in place, moves that
 layer.
@@ -9,11 +9,11 @@ import math
 from ultrascale_jax.hlo.program import Array, Instruction, Module
 
 ELEMENTWISE = ("bitcast", "reshape", "transpose", "copy", "convert", "negate")
-"""What a fusion may do to an array before it slices it: it does it to the slice alone."""
+"""Operations that a fusion applies to the slice alone, though they stand before the slicing."""
 
 
 def touched(module: Module, computation: str, instruction: Instruction) -> tuple[int, int]:
-    """Bytes that an instruction reads and writes in the memory of the device, and in that of the host."""
+    """Return the bytes that an instruction reads and writes in the memory of the device, and of the host."""
     near = module.by_name[computation]
     operands = [near[name] for name in instruction.operands]
     body, names = [*operands, instruction], list(instruction.operands)
@@ -53,7 +53,7 @@ def _share_read(body: list[Instruction], name: str) -> float:
 
 
 def _written(body: list[Instruction]) -> list[tuple[Array, float]]:
-    """Each array that the last instruction of `body` makes, and how many of its bytes it writes."""
+    """Return each array that the last instruction of `body` makes, and the bytes of it that it writes."""
     by_name = {i.name: i for i in body}
     root = body[-1]
     results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]

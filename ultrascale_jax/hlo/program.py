@@ -29,7 +29,7 @@ class Array:
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Where it is kept: 0 is the device's memory, 5 the host's."""
+    """Memory space: 0 is the device's, 5 the host's."""
 
     @property
     def bytes(self) -> int:
@@ -52,7 +52,7 @@ class Instruction:
     attributes: str
     """The rest of the line."""
     argument: str = ""
-    """What is in the parentheses: for a parameter its number."""
+    """Text in the parentheses: for a parameter its number."""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Module:
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
 
     def dots(self, instruction: Instruction, computation: str) -> list[Dot]:
-        """The matrix products that an instruction of `computation` is or holds.
+        """List the matrix products that an instruction of `computation` is or holds.
 
         Of `kernels/grouped_matmul.py` it is one of all the rows that its buffer holds.
         """
@@ -137,18 +137,18 @@ class Module:
         return [Dot(batch, m, n, k, left.dtype)]
 
     def flops(self, instruction: Instruction, computation: str) -> int:
-        """Operations of the matrix products that an instruction of `computation` is or holds."""
+        """Count the operations of the matrix products that an instruction of `computation` is or holds."""
         return sum(dot.flops for dot in self.dots(instruction, computation))
 
     def loop(self, instruction: Instruction) -> tuple[str, int | None]:
-        """Body of a `while` and its trip count, if XLA could find it out."""
+        """Return the body of a `while`, and its trip count if XLA could find it out."""
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
         assert body  # every loop has one
         return body[1], int(trips[1]) if trips else None
 
     def walk(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-        """Every computation that is scheduled by itself, with the trip counts of the loops around it, outermost first.
+        """Yield every computation that is scheduled by itself, and the trip counts of its loops, outermost first.
 
         A trip count that XLA could not find out is `None`. Bodies of fusions and of async wrappers are left out: they
         are part of the instruction that names them.
@@ -206,7 +206,7 @@ def parse(text: str) -> Module:
 
 
 def matmuls(module: Module) -> list[Matmul]:
-    """Every matrix product and attention call that the schedule runs, loops of them not counted as one."""
+    """List every matrix product and attention call that the schedule runs, those in loops one by one."""
     return [
         Matmul(i.name, name, loops, module.flops(i, name), "fmha" in i.attributes)
         for name, loops in module.walk()
@@ -216,7 +216,7 @@ def matmuls(module: Module) -> list[Matmul]:
 
 
 def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool:
-    """Whether an instruction is a matrix product or attention, or runs one of the computations `heavy`."""
+    """Return whether an instruction is a matrix product or attention, or runs one of the computations `heavy`."""
     if instruction.opcode in ("dot", "convolution", "ragged-dot"):
         return True
     if instruction.opcode == "custom-call":

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError
+from ultrascale_jax.config import GPU_MEMORY_SHARE, REMAT_POLICIES, Config, UserError
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
@@ -94,8 +94,8 @@ def choose_auto(
 
 
 def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
-    """Return what stays as it is."""
-    choices = pinned(cfg)
+    """Return what stays as it is, and policies of recomputation that have a name: they were compiled more often."""
+    choices = {"remat": REMAT_POLICIES, "ulysses": (cfg.cp.ulysses,)} | pinned(cfg)
     if choose_mesh:
         return choices
     sizes = cfg.mesh.resolve(cluster.num_gpus).sizes

@@ -26,6 +26,12 @@ class StepPrediction:
     """Seconds by what takes them; together `step_s`."""
     peak_bytes: int
     """Most memory in use at any time."""
+    workspace_bytes: int = 0
+    """Workspaces of libraries beside it, as far as they are known; 0 by formula."""
+    one_stream_s: float | None = None
+    """The step if all asynchronous collectives shared one stream; none by formula."""
+    side_by_side_s: float | None = None
+    """The step if collectives of different links never waited for each other; none by formula."""
 
     @property
     def tokens_per_s_gpu(self) -> float:
@@ -42,8 +48,8 @@ class StepPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is no more than what a run may take of the GPU."""
-        return self.peak_bytes <= self.gpu.usable_bytes
+        """Whether peak and workspaces together are no more than what a run may take of the GPU."""
+        return self.peak_bytes + self.workspace_bytes <= self.gpu.usable_bytes
 
     def scaled(self, factor: float) -> "StepPrediction":
         """Return the same step, `factor` times as long."""
@@ -58,10 +64,13 @@ class StepPrediction:
             "gpu": self.gpu.name,
             "source": self.source,
             "step_s": self.step_s,
+            "one_stream_s": self.one_stream_s,
+            "side_by_side_s": self.side_by_side_s,
             "time_s": dict(self.parts),
             "tokens_per_s_gpu": self.tokens_per_s_gpu,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
+            "workspace_bytes": self.workspace_bytes,
             "usable_bytes": self.gpu.usable_bytes,
             "fits": self.fits,
         }

@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     require,
 )
+from ultrascale_jax.kernels.document_classes import divides
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
@@ -141,6 +142,20 @@ class Run:
         """Whether layers gather ahead and scatter late."""
         train = TrainConfig(zero=self.zero, remat=self.remat)
         return train.prefetches(pp=self.mesh.pp, shards=self.shards)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether attention ends at document borders without a mask, as `kernels/attention.py` decides for Hopper."""
+        elements = self.sequences * self.seq_len * self.shape.num_heads * self.shape.head_dim
+        return (
+            self.document_mask
+            and self.ring[0] == 1
+            and self.kernels.attention in ("auto", "cudnn_packed")
+            and self.precision != "fp32"
+            and self.shape.window(self.shape.num_layers - 1) is None
+            and divides(self.seq_len)
+            and elements / (self.mesh.tensor * self.ring[1]) < 2**31
+        )
 
     @property
     def chunk_layers(self) -> int:

@@ -10,7 +10,6 @@ stops as in other dtypes.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +39,6 @@ class LossScale:
         if cfg.precision != "fp16":
             return None
         return cls(jnp.float32(FIRST), jnp.int32(0))
-
-    @classmethod
-    def shapes(cls, cfg: TrainConfig, like: Any) -> "LossScale | None":
-        """Return the shapes of `start`, on the devices of the shape `like`."""
-
-        def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding)
-
-        return jax.tree.map(place, jax.eval_shape(lambda: cls.start(cfg)))
 
     def after(self, ok: jax.Array) -> "LossScale":
         """Return the state after a step that was finite (`ok`) or was skipped."""

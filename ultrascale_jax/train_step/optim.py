@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
 from ultrascale_jax.train_step.rounding import in_bfloat16
 
 
 def schedule(cfg: Config) -> optax.Schedule:
-    """Return the learning rate by optimizer step: linear warm-up, then `optim.schedule`, to `min_lr_ratio * lr`."""
+    """Return the learning rate by optimizer step: linear warm-up, then `optim.schedule`, to `min_lr_ratio * lr`.
+
+    Step k of the warm-up, counted from 1, has k/warmup_steps of the peak, so that none has a rate of 0.
+    """
     optim, steps = cfg.optim, cfg.train.steps
-    warmup = optax.linear_schedule(0.0, optim.lr, optim.warmup_steps)
+    first = optim.lr / max(optim.warmup_steps, 1)
+    warmup = optax.linear_schedule(first, optim.lr, optim.warmup_steps - 1)
     rest = max(steps - optim.warmup_steps, 1)
     if optim.schedule == "cosine":
         after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr_ratio)
@@ -70,7 +74,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
             adam_b1=optim.betas[0],
             adam_b2=optim.betas[1],
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=_for_each_param(_matrix_axes, params),
+            muon_weight_dimension_numbers=each_param(_matrix_axes, params),
         )
 
     def init(params):
@@ -86,19 +90,7 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
 
 
-def _for_each_param(fn: Callable, params) -> list:
-    """Return `fn(dims)` of each parameter, in the order of the leaves."""
-    found = []
-
-    def visit(value, dims, act_dims):
-        found.append(fn(dims))
-        return value
-
-    map_params(visit, params)
-    return found
-
-
-def _matrix_axes(dims: str) -> optax.contrib.MuonDimensionNumbers | None:
+def _matrix_axes(value, dims: str, act_dims: str) -> optax.contrib.MuonDimensionNumbers | None:
     """Return rows (input) and columns (output) of a stacked matrix of the blocks; None if AdamW updates it.
 
     Each expert is a matrix of its own.

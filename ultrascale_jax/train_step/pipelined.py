@@ -5,7 +5,6 @@ inside, the model's own code runs on this device's pieces, and gathers them as w
 Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -16,19 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.block import ATTENTION_PARTS, FEED_FORWARDS, PARTS, BlockStack
-from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.layers import each_param
 from ultrascale_jax.models.moe import num_statistics
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.stages import Stages
+from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, vary, varying
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
-from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
+from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
 
 MicroBatches = dict[str, jax.Array]
 """Tokens, targets, positions and documents `[M, B, T]`, int32."""
@@ -54,9 +54,7 @@ def loss_and_gradients(
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
     """Return the bare cross-entropy times `weight`, by forward operations alone."""
     table = schedules.of_config(cfg)
-    forward = schedules.forward_only(
-        table.ranks, table.virtual, table.placement, cfg.train.microbatches
-    )
+    forward = forward_only(table.ranks, table.virtual, table.placement, cfg.train.microbatches)
 
     def region(params, parts, weight):
         return _run(cfg, forward, params, parts, weight)[0]
@@ -71,12 +69,11 @@ def _run(
     """Return bare loss, the same on every device, and this device's partial sums of gradients and routers' statistics
     (none without a backward pass)."""
     used, model = prepare_params(cfg, params), cfg.model
-    shared, join = _apart(used)
     out = pipeline(
         schedule,
-        _stages(cfg, join, params, position_weight),
+        _stages(cfg, params, position_weight),
         used.blocks,
-        shared,
+        used.with_blocks(None),
         parts,
         stash=cfg.pp.stash,
         divergent=cfg.pp.per_rank_control_flow,
@@ -84,7 +81,7 @@ def _run(
         rows=_rows(cfg, params),
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
-    grads = None if out.blocks is None else join(out.shared, out.blocks)
+    grads = None if out.blocks is None else out.shared.with_blocks(out.blocks)
     routed = out.statistics
     if routed is not None and _is_mixed(cfg):
         routed = _of_experts(params, routed)
@@ -92,7 +89,7 @@ def _run(
 
 
 def _is_mixed(cfg: Config) -> bool:
-    """Whether some layers have experts and others do not."""
+    """Return whether some layers have experts and others do not."""
     return 0 < cfg.model.dense_layers < cfg.model.num_layers
 
 
@@ -121,25 +118,7 @@ def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
     return statistics.at[here].get(mode="fill", fill_value=0)
 
 
-def _inside(model: Transformer) -> list[bool]:
-    """Return for each leaf whether it is in the blocks."""
-    names = [path[:1] for path, _ in jax.tree.leaves_with_path(model)]
-    return [jax.tree_util.keystr(name, simple=True) == "blocks" for name in names]
-
-
-def _apart(model: Transformer) -> tuple[list[jax.Array], Callable[..., Transformer]]:
-    """Return the leaves outside the blocks, and the function that puts such leaves back (and blocks)."""
-    leaves, tree = jax.tree.flatten(model)
-    inside = _inside(model)
-
-    def join(shared: list[jax.Array], blocks=model.blocks) -> Transformer:
-        theirs, others = iter(jax.tree.leaves(blocks)), iter(shared)
-        return jax.tree.unflatten(tree, [next(theirs if is_in else others) for is_in in inside])
-
-    return [leaf for leaf, is_in in zip(leaves, inside, strict=True) if not is_in], join
-
-
-def _stages(cfg: Config, join, params: Transformer, position_weight: jax.Array) -> Stages:
+def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Stages:
     """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
@@ -172,37 +151,26 @@ def _stages(cfg: Config, join, params: Transformer, position_weight: jax.Array) 
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):
-            return join(shared).embedding(batch["tokens"], dtype)
+            return shared.embedding(batch["tokens"], dtype)
 
     def head(shared, x_BRD, batch):
-        model, targets_BT = join(shared), batch["targets"]
-        x_BRD = model.normed(x_BRD)
-        return model.loss(x_BRD, targets_BT, position_weight, z_loss=cfg.train.z_loss, dtype=dtype)
+        x_BRD, targets_BT = shared.normed(x_BRD), batch["targets"]
+        return shared.loss(x_BRD, targets_BT, position_weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
         return layer_inputs(cfg, batch, fp8), position_weight
 
-    stages = Stages(layer=remat(cfg)(layer), embed=embed, head=head, context=context, numbered=True)
-    if cfg.train.zero != 2:
-        return stages
-    blocks = _scatters(jax.tree.map(lambda p: p[0], params.blocks))
-    others = [
-        fn for fn, inside in zip(_scatters(params), _inside(params), strict=True) if not inside
-    ]
-    return dataclasses.replace(
-        stages,
-        accumulate=blocks,
-        accumulate_shared=lambda grads: [fn(g) for fn, g in zip(others, grads, strict=True)],
+    def scatter(value, dims, act_dims) -> Callable:
+        return lambda g: scatter_gradient(g, dims, act_dims, value).astype(jnp.float32)
+
+    one, shared = jax.tree.map(lambda p: p[0], params.blocks), params.with_blocks(None)
+    return Stages(
+        layer=remat(cfg)(layer),
+        embed=embed,
+        head=head,
+        context=context,
+        # ZeRO-2 reduce-scatters each layer's gradients, to accumulate shards of them.
+        accumulate=each_param(scatter, one) if cfg.train.zero == 2 else None,
+        accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
+        numbered=True,
     )
-
-
-def _scatters(params) -> list[Callable]:
-    """Return for each leaf the reduce-scatter of its gradient, in float32, as ZeRO-2 accumulates gradients."""
-    found: list[Callable] = []
-
-    def note(value, dims, act_dims):
-        found.append(lambda g: scatter_gradient(g, dims, act_dims, value).astype(jnp.float32))
-        return value
-
-    map_params(note, params)
-    return found

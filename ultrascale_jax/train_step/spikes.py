@@ -9,7 +9,6 @@ The window is part of the state, on the devices: the step never asks the host, a
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +32,6 @@ class Spikes:
         if not watch.spike_sigma:
             return None
         return cls(jnp.zeros((watch.spike_window, 2), jnp.float32), jnp.int32(0))
-
-    @classmethod
-    def shapes(cls, watch: WatchConfig, like: Any) -> "Spikes | None":
-        """Return the shapes of `start`, on the devices of the shape `like`."""
-
-        def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding)
-
-        return jax.tree.map(place, jax.eval_shape(lambda: cls.start(watch)))
 
     def is_spike(self, loss: jax.Array, norm: jax.Array, sigma: float) -> jax.Array:
         """Return whether a step with this loss and gradient norm is a spike; never before the window is full."""

@@ -83,11 +83,12 @@ def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
 
 def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
     """Return `abstract` with the parts that a checkpoint of `saved` holds."""
-    return dataclasses.replace(
-        abstract,
-        loss_scale=LossScale.shapes(saved.train, abstract.step),
-        spikes=Spikes.shapes(saved.watch, abstract.step),
-    )
+
+    def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=abstract.step.sharding)
+
+    loss_scale, spikes = jax.tree.map(place, jax.eval_shape(lambda: carried(saved)))
+    return dataclasses.replace(abstract, loss_scale=loss_scale, spikes=spikes)
 
 
 def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:

@@ -9,11 +9,17 @@ of kernels, so matrix products are the Triton kernels that XLA picks by its cost
 """
 
 import contextlib
+import dataclasses
+import os
+import re
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +30,9 @@ from jax.sharding import Mesh, NamedSharding
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
+from ultrascale_jax.hlo.streams import dumped_streams
 from ultrascale_jax.launch.distributed import GPU_FLAGS
+from ultrascale_jax.plan.compiled.op_costs import attention_workspace
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
@@ -75,14 +83,21 @@ class CompiledStep:
     host_bytes: int
     """Activations offloaded to the host's memory."""
     peak_bytes: int
-    """Most memory in use at any time, arguments included."""
+    """Most memory in use at any time, arguments included, without `workspace_bytes`."""
     compile_s: float
     """Seconds that XLA took, tracing not included."""
+    comm_streams: Mapping[str, int] = field(default_factory=dict)
+    """The stream on which XLA put each asynchronous collective; XLA's first, 0, for those that are not named."""
 
     @cached_property
     def module(self) -> hlo.Module:
         """The program, parsed."""
         return hlo.parse(self.text)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Memory that cuDNN's attention needs beside XLA's plan, at least."""
+        return attention_workspace(self.module)
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -156,11 +171,14 @@ def compile_step(
         if estimates and target.kind.startswith(ESTIMATED):
             flags |= ESTIMATES
         flags |= options or {}
-        compiler_options = {name: BOOLEANS.get(str(value), value) for name, value in flags.items()}
-        start = time.perf_counter()
-        with uncached():
+        compiler_options: dict[str, Any] = {
+            name: BOOLEANS.get(str(value), value) for name, value in flags.items()
+        }
+        with uncached(), _dumped(compiler_options) as folder:
+            start = time.perf_counter()
             compiled = lowered.compile(compiler_options=compiler_options)
-        seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            streams = dumped_streams(folder)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledStep(
@@ -172,17 +190,42 @@ def compile_step(
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         compile_s=seconds,
+        comm_streams=streams,
     )
 
 
-def simulate_step(step: CompiledStep, cluster: Cluster) -> Timeline:
-    """Predict how one GPU of `cluster` spends its time on `step`.
+def simulate_step(
+    step: CompiledStep, cluster: Cluster, *, document_tokens: int | None = None
+) -> Timeline:
+    """Predict how one GPU of `cluster` spends its time on `step`, if all packed documents have `document_tokens`.
 
-    A conditional takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it. Of
-    the loops of unknown length only further rounds of unbalanced experts may count nothing: others raise a warning.
+    No length is a whole row, the most work that attention can have.
+    Collectives are on the streams that XLA put them on; beside it the timeline tells the step with all of them on one
+    stream, and with none that waits for another of another link. A conditional takes its slowest branch as often as the
+    pipeline's schedule, or the layers with experts, make it. Of the loops of unknown length only further rounds of
+    unbalanced experts may count nothing: others raise a warning.
     """
     share = pipeline.shares(step.run, step.module)
-    timeline = simulate(step.module, step.axes, cluster, share=share)
+    names = [c.name for c in step.collectives if c.asynchronous]
+    one = dict.fromkeys(names, 0)
+    own = {name: step.comm_streams.get(name, 0) for name in names}
+
+    def replay(streams: Mapping[str, int]) -> Timeline:
+        return simulate(
+            step.module,
+            step.axes,
+            cluster,
+            comm_streams=streams,
+            share=share,
+            document_tokens=document_tokens,
+        )
+
+    timeline = replay(own)
+    timeline = dataclasses.replace(
+        timeline,
+        one_stream_s=timeline.step_s if own == one else replay(one).step_s,
+        side_by_side_s=replay({}).step_s,
+    )
     if wrong := [where for where in timeline.left_out if EXPERTS not in where]:
         warnings.warn(
             f"{step.run.label}: the predicted time lacks {', '.join(wrong)}, whose length XLA does not know",
@@ -203,6 +246,9 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         step_s=timeline.step_s,
         parts=parts,
         peak_bytes=step.peak_bytes,
+        workspace_bytes=step.workspace_bytes,
+        one_stream_s=timeline.one_stream_s,
+        side_by_side_s=timeline.side_by_side_s,
     )
 
 
@@ -216,6 +262,15 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     )
     shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+
+
+@contextlib.contextmanager
+def _dumped(options: dict[str, Any]) -> Iterator[Path]:
+    """Let XLA dump, where nobody else asked for it, and yield the directory: only a dump tells the streams."""
+    asked = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    with tempfile.TemporaryDirectory() as own:
+        folder = options.setdefault("xla_dump_to", asked[1] if asked else own)
+        yield Path(str(folder))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ that XLA starts and finishes apart runs beside it:
     in node                   | gather .......................... |
                                                         <- exposed ->
 
-* Links, not NCCL's streams, are the rows: two collectives over the same link queue, for the wire is shared whatever the
-  streams; over different links they run side by side. XLA's own limit of collectives in flight is in the schedule.
+* Two collectives over the same link queue, for they share the wire, and so do two that XLA put on one stream. Only
+  collectives of different links and streams run side by side. XLA's limit of collectives in flight is in the schedule.
 * While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
   is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
@@ -42,6 +42,17 @@ COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
 """The rows of a timeline: what computes, the links, copies beside it, and copies to and from the host."""
 
 
+class Work(NamedTuple):
+    """Work that a link does."""
+
+    start: float
+    end: float
+    key: tuple
+    """Its kind, and of a collective the axes."""
+    queues: frozenset
+    """Queues that it occupies: a link, and a stream of collectives."""
+
+
 class Event(NamedTuple):
     """Something that a stream does."""
 
@@ -70,6 +81,10 @@ class Timeline:
     """The first iterations of each loop in full, the others as one event of kind `loop`."""
     left_out: tuple[str, ...] = ()
     """Where the loops come from whose length XLA could not find out: nothing in them is counted."""
+    one_stream_s: float | None = None
+    """The step with all asynchronous collectives on one stream (`simulate_step`)."""
+    side_by_side_s: float | None = None
+    """The step if collectives of different links never waited for each other."""
 
     @property
     def exposed_s(self) -> dict[str, float]:
@@ -91,7 +106,9 @@ def simulate(
     axes: Mapping[str, int],
     cluster: Cluster,
     *,
+    comm_streams: Mapping[str, int] | None = None,
     share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
+    document_tokens: int | None = None,
     shown: int = 2,
 ) -> Timeline:
     """Replay `module` on a GPU of `cluster`.
@@ -100,11 +117,14 @@ def simulate(
       module: a scheduled program.
       axes: sizes of the mesh axes, as `CompiledStep.axes`.
       cluster: the machine.
+      comm_streams: the stream of each asynchronous collective; one that is not named waits for its link only.
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
+      document_tokens: length of all packed documents; none is a whole row.
       shown: iterations of each loop that the events show in full.
     """
-    replay = _Replay(module, axes, cluster, share, shown)
+    operations = Operations(module, cluster.gpu, document_tokens)
+    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, shown)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -135,32 +155,33 @@ class _Replay:
 
     def __init__(
         self,
-        module: Module,
+        operations: Operations,
         axes: Mapping[str, int],
         cluster: Cluster,
+        comm_streams: Mapping[str, int],
         share: Callable[[Instruction, tuple[int, ...]], float] | None,
         shown: int,
     ):
-        self.module = module
-        self.operations = Operations(module, cluster.gpu)
+        self.module, self.operations = operations.module, operations
         self.collectives = {
             (c.computation, c.name): (c, *_on_link(c, cluster))
-            for c in collectives.find_collectives(module, axes)
+            for c in collectives.find_collectives(self.module, axes)
         }
         self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
-        self.share, self.shown = share, shown
+        self.comm_streams, self.share, self.shown = comm_streams, share, shown
         self.trips: tuple[int, ...] = ()
         self.now = 0.0
-        self.free = dict.fromkeys((IN_NODE, BETWEEN_NODES, COPIES, HOST), 0.0)
-        self.queues: dict[str, list[tuple[float, float, tuple]]] = {link: [] for link in self.free}
+        links = IN_NODE, BETWEEN_NODES, COPIES, HOST
+        self.free: dict[str | int, float] = dict.fromkeys((*links, *comm_streams.values()), 0.0)
+        self.works: list[Work] = []
         self.seconds: dict[tuple, float] = defaultdict(float)
-        self.streams: dict[str, list[Event]] = {COMPUTE: [], **{link: [] for link in self.free}}
+        self.streams: dict[str, list[Event]] = {COMPUTE: [], **{link: [] for link in links}}
         self.recording = True
         self.left_out: set[str] = set()
 
     def computation(self, name: str) -> None:
         """Run one computation."""
-        pending: dict[str, tuple[str, float]] = {}
+        pending: dict[str, Work] = {}
         for i in self.module.computations[name]:
             if (name, i.name) in self.collectives:
                 self.communicate(name, i, pending)
@@ -171,11 +192,11 @@ class _Replay:
             elif i.opcode == "call":
                 self.computation(i.called[0])
             elif i.operands and i.operands[0] in pending and i.opcode.endswith("-done"):
-                self.wait(*pending.pop(i.operands[0]))
+                self.wait(pending.pop(i.operands[0]))
             elif operation := self.operations.find(name, i):
                 if i.opcode.endswith("-start"):
                     link = HOST if operation.host_bytes else COPIES
-                    pending[i.name] = link, self.issue(link, i, operation.seconds, ("copy",))
+                    pending[i.name] = self.issue(link, i, operation.seconds, ("copy",))
                 else:
                     self.compute(i, operation)
 
@@ -191,29 +212,47 @@ class _Replay:
         self.now += seconds
 
     def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:
-        """Queue a collective on its link; the compute stream waits if it is synchronous."""
+        """Queue a collective on its link and stream; the compute stream runs, and waits for, a synchronous one."""
         collective, link, seconds = self.collectives[computation, instruction.name]
-        end = self.issue(link, instruction, seconds, (collective.kind, "*".join(collective.axes)))
+        key = collective.kind, "*".join(collective.axes)
         if collective.asynchronous:
-            pending[instruction.name] = link, end
+            stream = self.comm_streams.get(instruction.name)
+            pending[instruction.name] = self.issue(link, instruction, seconds, key, stream)
         else:
-            self.wait(link, end)
+            self.wait(self.issue(link, instruction, seconds, key))
 
-    def issue(self, link: str, instruction: Instruction, seconds: float, key: tuple) -> float:
-        """Put work on a link and say when it will be done; `key` is its kind, and of a collective the axes."""
-        start = max(self.now, self.free[link])
-        end = self.free[link] = start + seconds
-        waiting = [work for work in self.queues[link] if work[1] > self.now]
-        self.queues[link] = [*waiting, (start, end, key)]
+    def issue(
+        self,
+        link: str,
+        instruction: Instruction,
+        seconds: float,
+        key: tuple,
+        stream: int | None = None,
+    ) -> Work:
+        """Put work on a link, behind what its `stream` does; `key` is its kind, and of a collective the axes."""
+        queues = frozenset({link} if stream is None else {link, stream})
+        start = max(self.now, *(self.free[queue] for queue in queues))
+        self.seconds["wait", *key] += 0.0
+        work = Work(start, start + seconds, key, queues)
+        self.free |= dict.fromkeys(queues, work.end)
+        self.works = [*(other for other in self.works if other.end > self.now), work]
         self.seconds["link", *key] += seconds
         self.record(link, instruction, start, seconds, key[0])
-        return end
+        return work
 
-    def wait(self, link: str, end: float) -> None:
-        """Let the compute stream stand still until `end`; what the link does meanwhile is what it waits for."""
-        for begun, done, key in self.queues[link]:
-            self.seconds["wait", *key] += max(0.0, min(done, end) - max(begun, self.now))
-        self.now = max(self.now, end)
+    def wait(self, work: Work) -> None:
+        """Let the compute stream stand still until `work` is done: for that, and for what was queued before it."""
+        end, queues = work.end, work.queues
+        while end > self.now:
+            before = [w for w in self.works if w.start < end and w.queues & queues]
+            last = max(before, key=lambda w: w.end, default=None)
+            if last is None:
+                break
+            self.seconds["wait", *last.key] += max(
+                0.0, min(last.end, end) - max(last.start, self.now)
+            )
+            end, queues = last.start, last.queues
+        self.now = max(self.now, work.end)
 
     def loop(self, instruction: Instruction) -> None:
         """Replay a loop until it repeats itself, then multiply."""
@@ -262,25 +301,22 @@ class _Replay:
             self.shrink(share, min(ends.values()), start, before, free)
 
     def shrink(
-        self, share: float, end: float, start: float, before: dict, free: dict[str, float]
+        self, share: float, end: float, start: float, before: dict, free: dict[str | int, float]
     ) -> None:
         """Let what happened since `start` happen in a share of the time only; without it, it would be `end`."""
         for key, seconds in self.seconds.items():
             self.seconds[key] -= (1 - share) * (seconds - before.get(key, 0.0))
         self.now = share * self.now + (1 - share) * end
-        self.free = {link: share * at + (1 - share) * free[link] for link, at in self.free.items()}
-        self.queues = {
-            link: [
-                (min(begun, self.free[link]), min(done, self.free[link]), key)
-                for begun, done, key in works
-            ]
-            for link, works in self.queues.items()
-        }
+        self.free = {key: share * at + (1 - share) * free[key] for key, at in self.free.items()}
+        for n, w in enumerate(self.works):
+            if w.start >= start:
+                rest = (1 - share) * max(free[queue] for queue in w.queues)
+                self.works[n] = w._replace(start=share * w.start + rest, end=share * w.end + rest)
 
     def tried(self, computation: str) -> float:
         """Return when `computation` would end if it ran now."""
         trial = copy.copy(self)
-        trial.free, trial.queues = dict(self.free), dict(self.queues)
+        trial.free, trial.works = dict(self.free), list(self.works)
         trial.seconds = defaultdict(float, self.seconds)
         trial.recording = False
         trial.computation(computation)
@@ -291,11 +327,8 @@ class _Replay:
         span = times * (self.now - start)
         for key, seconds in self.seconds.items():
             self.seconds[key] += times * (seconds - before.get(key, 0.0))
-        self.free = {link: end + span for link, end in self.free.items()}
-        self.queues = {
-            link: [(begun + span, done + span, key) for begun, done, key in works]
-            for link, works in self.queues.items()
-        }
+        self.free = {key: end + span for key, end in self.free.items()}
+        self.works = [w._replace(start=w.start + span, end=w.end + span) for w in self.works]
         self.now += span
 
     def record(

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
 
@@ -46,8 +47,7 @@ def layer_of(run: Run) -> Layer:
     # As kernels/attention.py decides.
     flash = (
         run.precision != "fp32"
-        and head_dim % 8 == 0
-        and head_dim <= 256
+        and cudnn_takes_head_dim(head_dim)
         and run.kernels.attention != "xla"
     )
     width = 4 if run.precision == "fp32" else 2
@@ -79,11 +79,11 @@ def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def document_mask(run: Run, layer: Layer) -> float:
-    """Count the bytes of the masks that cuDNN's attention reads where documents end inside a sequence.
+    """Count the bytes of the masks that attention reads where documents end inside a sequence; packed it reads none.
 
     On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
     """
-    if layer.scores or not run.document_mask:
+    if layer.scores or not run.document_mask or run.packs_documents:
         return 0
     others = context.block_share(run) if run.ring[0] > 1 else 0
     return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
@@ -92,37 +92,37 @@ def document_mask(run: Run, layer: Layer) -> float:
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Count the bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
-    full: its input. dots: products with parameters, and attention's residuals. selective: the named tensors of
-    `train_step/remat.py`, and cuDNN's residuals, so attention's result is there twice, of a ring once. none: also gate
-    and up through silu and product, and each norm's float32 insides (3 arrays); the norms' results then are kept
-    gathered over sp. `mlp_out` is never kept: the next layer's input is.
+    full: its input. dots: products with parameters, attention's result and its log-sum-exp. selective: the named
+    tensors of `train_step/remat.py`. none: also gate and up through silu and product, and each norm's float32 insides
+    (3 arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
     """
     a, i = layer.width, layer.input_width
     residual, query, key = layer.residual, layer.query, layer.key
-    flash = a * query + 4 * layer.statistics if layer.statistics else 0
-    core = i * query if run.mesh.cp == 1 else 0
+    core = a * query + 4 * layer.statistics
     mlp = a * layer.ffn * (2 if run.shape.gated else 1)
     parts = {"layer inputs": a * residual}
     if run.remat == "full":
         return parts
     if run.remat == "selective":
-        parts["attention"] = a * (query + 2 * key + residual) + core + flash
+        parts["attention"] = a * (query + 2 * key + residual) + core
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual
     elif run.remat == "dots":
-        parts["attention"] = a * (query + 2 * key + residual) + flash
+        parts["attention"] = a * (query + 2 * key + residual) + core * bool(layer.statistics)
         parts["mlp"] = mlp
     elif run.remat == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
         scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
         parts["layer inputs"] = 0
-        parts["attention"] = a * (query + 2 * key) + core + flash + qk_norms + scores
+        quantized = query if run.precision == "fp8" else 0
+        parts["attention"] = a * (query + 2 * key) + core + quantized + qk_norms + scores
         parts["mlp"] = 3 * mlp
         parts["norms"] = 24 * residual + 2 * i * layer.whole
     else:
         saved = TrainConfig(remat=run.remat).remat_names()[0]
-        sizes = {"q": query, "k": key, "v": key, "attn_core": query, "attn_out": residual}
-        parts["attention"] = a * sum(sizes.get(name, 0) for name in saved)
+        sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_core": core}
+        sizes |= {"attn_out": a * residual}
+        parts["attention"] = sum(sizes.get(name, 0) for name in saved)
         parts["mlp"] = a * layer.ffn * sum(name in ("gate", "up") for name in saved)
         parts["norms"] = a * residual * sum(name in ("attn_norm", "mlp_norm") for name in saved)
     return parts

@@ -3,8 +3,10 @@
 import functools
 from dataclasses import dataclass
 
+from ultrascale_jax.kernels.document_classes import class_segments
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas import experts as experts_of
+from ultrascale_jax.plan.formulas.activations import layer_of
 from ultrascale_jax.plan.formulas.framework import FrameworkProfile
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run, group
@@ -125,10 +127,27 @@ class LayerTime:
         flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
         joining = context.merge_seconds(run, self.gpu)
-        return (
-            costs.attention_seconds(self.gpu, flops / 3, **one) + joining,
-            costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one) + joining,
-        )
+        masking, masking_back = (costs.memory_seconds(self.gpu, x) for x in self.document_bytes())
+        forward = costs.attention_seconds(self.gpu, flops / 3, **one)
+        backward = costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one)
+        return forward + joining + masking, backward + joining + masking_back
+
+    def document_bytes(self) -> tuple[float, float]:
+        """Count what ends of documents inside a sequence move in memory, forward and backward.
+
+        A mask has two bytes a score, read once for all heads. Of packed documents the results and gradients of each
+        class are read, and one is written; the backward pass of a class clears float32 gradients for its segments.
+        Attention itself is counted as if a document were a whole row.
+        """
+        run, layer = self.run, layer_of(self.run)
+        if not run.document_mask or layer.scores:
+            return 0.0, 0.0
+        if not run.packs_documents:
+            mask = 2.0 * run.tokens * run.ring[1] * self.keys()
+            return mask, mask
+        room = class_segments(run.seq_len)
+        moved, cleared = layer.width * (len(room) + 1), 4 * sum(room) * layer.query
+        return moved * layer.query, moved * (layer.query + 2 * layer.key) + cleared
 
     def keys(self) -> float:
         """Count the keys that attention computes for a query of a mean layer."""

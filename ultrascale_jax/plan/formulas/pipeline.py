@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ultrascale_jax.config import GROUPED
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.schedules import KINDS, Schedule
+from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.workload import Run
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _positions(key: Key, layers: int, dense: int) -> tuple[int, int]:
 @functools.lru_cache(8)  # the same table for either stash
 def _table(key: Key) -> Schedule:
     if key.schedule.endswith(".csv"):
-        return schedules.read_csv(key.schedule)
+        return read_csv(key.schedule)
     return schedules.build(*key)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from ultrascale_jax.figures.charts import Lines, Point
 from ultrascale_jax.figures.figure import Figure, Table, legend, rows_of
 from ultrascale_jax.figures.palette import INK, OPERATIONS, PAPER, shade
-from ultrascale_jax.parallel.pipeline.schedules import KINDS, Runtime, Schedule, build
-from ultrascale_jax.parallel.pipeline.table import Op
+from ultrascale_jax.parallel.pipeline.schedules import build
+from ultrascale_jax.parallel.pipeline.table import KINDS, Op, Runtime, Schedule
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 

@@ -2,24 +2,26 @@
 
 The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
 maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
-`speed.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`, and the
-winner is the fastest of those. `cp` is tried for long sequences, and where nothing that this release runs fits without;
-`ep` for models with experts, within a node where something fits so.
+`step_time.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`,
+and the winner is the fastest of those. `cp` is tried from `LONG` tokens on, and where nothing that this release runs
+fits without; `ep` for models with experts, within a node where something fits so.
 """
 
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import AXES, REMAT_POLICIES, Config, MeshConfig
+from ultrascale_jax.config import AXES, Config, MeshConfig
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
+    POLICIES,
     UNTRAINED,
     Choices,
     Space,
@@ -43,9 +45,12 @@ NEAR_MISSES = 3
 PROMISING = 1.5
 """A kind of candidate is not compiled if by formula the best of it is so many times slower than the best of all."""
 
-LONG, PIECE = 2**15, 2**13
-"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's piece of it at least: of
-so many the attention of Llama-3-8B hides keys and values that come from another node."""
+LONG, PIECE = 2**13, 2**12
+"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's piece of it at least:
+NVIDIA's recipes of Llama 3 halve 8,192 tokens (docs/planning/published_runs.csv)."""
+
+EXPLORE = 5 / 8
+"""Share of the compilations that go to the best of different kinds, the rest to more of the fastest kind."""
 
 NEEDLESS = "recomputes without need"
 """The reason of what `MARGIN` prunes."""
@@ -54,7 +59,7 @@ NEEDLESS = "recomputes without need"
 type Evaluate = Callable[[Config], StepPrediction]
 """Compiles one configuration and times it; may raise `NotCompiled`."""
 
-type Kind = tuple[int, int, bool, bool]
+type Kind = tuple[int, int, bool, bool, bool]
 """Properties that decide how far the formulas err: one compiled candidate corrects all of its kind."""
 
 
@@ -149,8 +154,9 @@ class Search:
         enough = None
         for done, run in enumerate(runs):
             advance(done, len(runs))
-            alike = run.mesh, run.zero, run.microbatches, run.schedule, run.virtual_stages
-            if alike == enough and run.remat in REMAT_POLICIES:
+            schedule = run.schedule, run.virtual_stages, run.context
+            alike = run.mesh, run.zero, run.microbatches, schedule
+            if alike == enough and run.remat in POLICIES:
                 self.counts[NEEDLESS] += 1
                 continue
             peak = breakdown(run).peak_bytes
@@ -160,7 +166,7 @@ class Search:
                 continue
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
-            if peak <= MARGIN * self.usable_bytes and run.remat in REMAT_POLICIES:
+            if peak <= MARGIN * self.usable_bytes and run.remat in POLICIES:
                 enough = alike
         advance(len(runs), len(runs))
 
@@ -171,13 +177,13 @@ class Search:
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
         """Compile `most` of those that may be recommended, and yield each before it is compiled.
 
-        First the best of each kind, then more of the kind that turns out the fastest. If none of them fits, up to as
-        many again are tried; if two fail and none succeeds, no more.
+        First the best of several kinds, in turn with and without a pipeline and cp, then more of the kind that turns
+        out the fastest. If none of them fits, up to as many again are tried; if two fail and none succeeds, no more.
         """
         for attempt in range(2 * most):
             tried = [c for c in self._candidates.values() if c.compiled or c.failure]
             compiled = [c for c in tried if c.compiled]
-            following = self._next({kind(c.run) for c in tried})
+            following = self._next([c.run for c in tried], explore=attempt < EXPLORE * most)
             enough = attempt >= most and any(c.best.fits for c in compiled)
             if following is None or enough or (len(tried) >= 2 and not compiled):
                 return
@@ -192,16 +198,19 @@ class Search:
                 self._ratios.setdefault(kind(done.run), []).append(ratio)
             self._candidates[done.run] = done
 
-    def _next(self, known: set[Kind]) -> Candidate | None:
-        """Choose the candidate to compile next; of the kinds in `known` one is compiled."""
+    def _next(self, tried: list[Run], *, explore: bool) -> Candidate | None:
+        """Choose the candidate to compile next: to `explore`, one of a kind and family of which few were `tried`."""
         ours = [c for c in self.ranking if not c.refusal]
         waiting = [c for c in ours if not (c.compiled or c.failure)]
         if not waiting:
             return None
         limit = PROMISING * min(c.formula.step_s for c in ours)
-        unknown = (c for c in waiting if kind(c.run) not in known and c.formula.step_s <= limit)
+        known, families = {kind(run) for run in tried}, Counter(family(run) for run in tried)
+        unknown = [c for c in waiting if kind(c.run) not in known and c.formula.step_s <= limit]
+        if explore and unknown:
+            return min(unknown, key=lambda c: families[family(c.run)])
         alike = (c for c in waiting if kind(c.run) == kind(ours[0].run))
-        return next(unknown, None) or next(alike, waiting[0])
+        return next(alike, waiting[0])
 
     @property
     def usable_bytes(self) -> int:
@@ -275,7 +284,8 @@ class Search:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
         if not candidate.best.fits:
             source = "compiled, it" if candidate.compiled else "it"
-            need, usable = (size / GIB for size in (candidate.best.peak_bytes, self.usable_bytes))
+            needed = candidate.best.peak_bytes + candidate.best.workspace_bytes
+            need, usable = (size / GIB for size in (needed, self.usable_bytes))
             return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB"
         if candidate is best:
             return "best"
@@ -304,8 +314,13 @@ class Search:
 
 
 def kind(run: Run) -> Kind:
-    """Return tensor group, ZeRO stage, cp, ep: what communication they hide is where formulas err most."""
-    return run.mesh.tensor, run.zero, run.mesh.cp > 1, run.mesh.ep > 1
+    """Return tensor group, ZeRO stage, cp, ep, pp: what communication they hide is where formulas err most."""
+    return run.mesh.tensor, run.zero, run.mesh.cp > 1, run.mesh.ep > 1, run.mesh.pp > 1
+
+
+def family(run: Run) -> tuple[bool, bool]:
+    """Return whether there is a pipeline, and cp: the formulas of one say little of another."""
+    return run.mesh.pp > 1, run.mesh.cp > 1
 
 
 def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
@@ -321,4 +336,4 @@ def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
 
 def _work(run: Run) -> tuple[Any, ...]:
     pipeline = run.schedule, run.virtual_stages
-    return run.microbatches, run.zero, (run.remat, run.stash), pipeline
+    return run.microbatches, run.zero, (run.remat, run.stash), pipeline, run.context

@@ -8,7 +8,8 @@ Left out, and counted where it is not the same run under another name:
 * a tensor group across nodes, unless sp or tp is pinned.
 
 Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
-`a2a_groups` is pinned.
+`a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring, without a pipeline also with
+heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from ultrascale_jax.config import (
     REMAT_POLICIES,
     SCHEDULES,
     Config,
+    ContextConfig,
     MeshConfig,
     MoEConfig,
     PipelineConfig,
@@ -42,12 +44,18 @@ STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 STASHES = ("residuals", "input")
 """Stashes of a pipeline's stage, from the one that repeats nothing."""
 
+NAMED = ("save:q,k,v,attn_core,attn_out,gate", "save:q,k,v,attn_core,attn_out", "save:q,k,v")
+"""Recomputation by name that is tried without a pipeline: with `up` the products of `dots`, attention, MaxText's."""
+
+POLICIES = (*REMAT_POLICIES[:-1], *NAMED, REMAT_POLICIES[-1])
+"""Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
+
 UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
 
 FIELDS = (
     *(*AXES, "zero", "remat", "microbatches", "sequences"),
-    *("schedule", "virtual_stages", "stash", "a2a_groups"),
+    *("schedule", "virtual_stages", "stash", "a2a_groups", "ulysses"),
 )
 """Fields of a candidate that differ, and that can be pinned."""
 
@@ -126,11 +134,12 @@ def enumerate_runs(
                 illegal["tensor group larger than a node"] += 1
                 continue
             exchanges = _exchanges(cfg, cluster, mesh, choices)
-            for work, schedule, moe in itertools.product(
-                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices), exchanges
+            contexts = _contexts(cfg, cluster, mesh, choices)
+            for work, schedule, moe, cp in itertools.product(
+                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices), exchanges, contexts
             ):
                 try:
-                    candidate = _candidate_config(cfg, mesh, work, schedule, moe)
+                    candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
                     run = Run.of(candidate, num_gpus, shape)
                     _require_parts(run, choices)
                 except UserError as error:
@@ -146,11 +155,13 @@ def with_changes(
     mesh: MeshConfig,
     pp: PipelineConfig | None = None,
     moe: MoEConfig | None = None,
+    cp: ContextConfig | None = None,
     **train: Any,
 ) -> Config:
-    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline or way to the experts."""
+    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp."""
+    sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
     train_cfg = dataclasses.replace(cfg.train, **train)
-    return dataclasses.replace(cfg, mesh=mesh, pp=pp or cfg.pp, moe=moe or cfg.moe, train=train_cfg)
+    return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
@@ -178,6 +189,7 @@ def configured(cfg: Config, run: Run) -> Config:
         mesh=run.mesh,
         pp=pp,
         moe=None if cfg.model.experts is None else run.moe,
+        cp=run.context if run.mesh.cp > 1 else None,
         zero=run.zero,
         microbatches=run.microbatches,
         remat=run.remat,
@@ -190,7 +202,9 @@ def _candidate_config(
     mesh: MeshConfig,
     work: dict[str, int],
     schedule: dict[str, Any],
+    *,
     moe: MoEConfig,
+    cp: ContextConfig,
 ) -> Config:
     """Return the configuration of one candidate, without recomputation.
 
@@ -200,7 +214,7 @@ def _candidate_config(
     fix = f"must be at least mesh.pp={mesh.pp}"
     require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
     pp = dataclasses.replace(cfg.pp, **schedule)
-    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, remat=REMAT_POLICIES[0], **work)
+    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, cp=cp, remat=REMAT_POLICIES[0], **work)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
@@ -226,6 +240,20 @@ def _exchanges(
     return [dataclasses.replace(cfg.moe, a2a_groups=count) for count in parts]
 
 
+def _contexts(
+    cfg: Config, cluster: Cluster, mesh: MeshConfig, choices: Choices
+) -> list[ContextConfig]:
+    """Return ways over cp: the recipe's, and without a pipeline a ring of nodes whose ranks exchange heads."""
+    free = "ulysses" in choices or mesh.pp == 1
+    if mesh.cp == 1 or cfg.cp.strategy == "ulysses" or not free:
+        return [cfg.cp]
+    near = group(mesh, ("cp",), cluster.gpus_per_node).per_node
+    sizes = choices.get(
+        "ulysses", {cfg.cp.ulysses, near} if cfg.cp.ulysses == 1 else {cfg.cp.ulysses}
+    )
+    return [dataclasses.replace(cfg.cp, ulysses=size) for size in sorted(sizes)]
+
+
 def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, Any]]:
     """Return schedules that are tried, and their stages of a rank; without a pipeline what the recipe says."""
     if mesh.pp == 1:
@@ -240,9 +268,10 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
 
 def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
     """Yield `run` with every stash and recompute policy, from what repeats the least."""
-    own = () if cfg.train.remat in (*REMAT_POLICIES, "auto") else (cfg.train.remat,)
+    tried = REMAT_POLICIES if run.mesh.pp > 1 else POLICIES
+    own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
-    for stash, remat in itertools.product(stashes, choices.get("remat", (*REMAT_POLICIES, *own))):
+    for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
         if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
             yield dataclasses.replace(run, stash=stash, remat=remat)
 
