@@ -31,8 +31,8 @@ from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
-from ultrascale_jax.parallel.pipeline.schedules import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.stages import Stages
+from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -58,7 +58,7 @@ class Options:
     ms: float = 800.0
     """How long each of the three operations of a micro-batch takes on one rank: 1 / v of it for each of v stages."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("out/bench/pipelines.json")
-    """Where to write the figures as JSON."""
+    """JSON file for the figures."""
 
     def __post_init__(self):
         command_line.require_at_least(2, self, "ranks")
@@ -93,7 +93,7 @@ class Sleeper:
         self.layer = layer
 
     def _sleep(self, kind: str, x: jax.Array) -> jax.Array:
-        """x, after a nap."""
+        """Return x after a nap."""
 
         def nap(rank, _) -> np.ndarray:
             with self._awake[int(rank)]:
@@ -107,12 +107,12 @@ class Sleeper:
         return x + jax.pure_callback(nap, scalar, lax.axis_index("pp"), x[0])
 
     def mean(self, kind: str) -> float:
-        """Seconds of a nap: a little more than was asked for."""
+        """Return the mean seconds of a nap of this kind: a little more than was asked for."""
         return statistics.fmean(seconds for _, k, seconds in self.naps if k == kind)
 
 
 def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callable[[], float]:
-    """One step of a pipeline with one layer a stage, and how long it takes, in seconds."""
+    """Compile one step of a pipeline with one layer a stage; return a function that times it, in seconds."""
     stages = Stages(
         layer=lambda w, x, context: (sleeper.layer(w, x), jnp.float32(0.0)),
         embed=lambda shared, x: jnp.where(lax.axis_index("pp") == 0, x * shared, 0.0),
@@ -144,7 +144,7 @@ def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callab
 
 
 def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> dict:
-    """One row's figures, where an operation of a micro-batch takes `seconds` on one rank.
+    """Return one row's figures, where an operation of a micro-batch takes `seconds` on one rank.
 
     `bubble` is the timed step over the work of one rank less one, where the work counts naps as long as they were;
     `table_bubble` what the table says, `formula` what is published, `tick_ms` a tick without sleep, `naps` how often
@@ -173,7 +173,7 @@ def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> d
 
 
 def rows(ranks: int, microbatches: int) -> list[tuple[str, bool, Schedule | str]]:
-    """Contestant, whether divergent, and the schedule, or why there is none."""
+    """Return contestant, whether it is divergent, and the schedule, or why there is none."""
     found: list[tuple[str, bool, Schedule | str]] = []
     for name in SCHEDULES:
         try:

@@ -72,9 +72,9 @@ class Options:
     inside_every: int = 400
     """Steps between faults from inside."""
     run_dir: Path = Path("out/soak")
-    """Where both runs go; what is there is removed."""
+    """Directory of both runs; its contents are removed."""
     out: Annotated[Path | None, command_line.option("FILE", "stdout")] = None
-    """Where the report goes."""
+    """File for the report."""
 
     def __post_init__(self):
         for name in ("minutes", "every", "steps", "save_every", "inside_every"):
@@ -190,7 +190,7 @@ class Soak:
         return step
 
     def _new_step(self, furthest: int) -> int | None:
-        """Steps done, if all processes are in the middle of it and beyond `furthest`."""
+        """Return the steps done, if all processes live and are beyond step `furthest`; None otherwise."""
         beats = [read_beat(self._run_dir, rank) for rank in range(PROCESSES)]
         for beat in beats:
             if beat is None or beat.step <= furthest or not Path(f"/proc/{beat.pid}").exists():
@@ -198,7 +198,7 @@ class Soak:
         return min(beat.step for beat in beats if beat is not None)
 
     def _signal(self, number: signal.Signals, rank: int | None = None) -> str:
-        """To a random rank, if `rank` is none."""
+        """Send a signal to `rank`, or to a random one."""
         rank = self._random.randrange(PROCESSES) if rank is None else rank
         beat = read_beat(self._run_dir, rank)
         with contextlib.suppress(ProcessLookupError):
@@ -217,7 +217,7 @@ class Soak:
         return ""
 
     def _flip(self) -> str:
-        """One bit of one byte, and a kill, so that the checkpoint is read."""
+        """Flip one bit of the newest checkpoint, and kill a rank, so that the checkpoint is read."""
         steps = checkpoints(self._run_dir)
         detail = "(there were not two checkpoints yet)"
         if len(steps) > 1:
@@ -233,7 +233,7 @@ class Soak:
         return detail
 
     def _fill(self) -> str:
-        """Nothing can be saved for some seconds."""
+        """Fill the disk for some seconds, so that nothing can be saved."""
         assert self._disk is not None
         filler = self._disk / "filler"
         with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
@@ -245,7 +245,7 @@ class Soak:
 
 
 def plan(options: Options, chance: random.Random) -> str:
-    """Faults from inside, in the words of `US_FAULT`; those that have struck are left out by the run itself."""
+    """Plan faults from inside, in the words of `US_FAULT`; the run itself leaves out those that have struck."""
     faults = []
     for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]
@@ -257,13 +257,12 @@ def plan(options: Options, chance: random.Random) -> str:
 
 
 def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subprocess.Popen:
-    """The run under its supervisor, in a group of its own."""
+    """Start the run under its supervisor, in a process group of its own."""
     own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
-    own += ["--hang-s", str(HANG_S)]
     given = [options.recipe, "--run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
     given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
     given += ["--checkpoint.every", str(options.save_every)]
-    given += ["--watch.rerun", "--dist.heartbeat-s", "10"]
+    given += ["--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_PLATFORMS": "cpu",
@@ -278,7 +277,7 @@ def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subp
 
 
 def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
-    """The same run up to step `steps`, which nothing strikes."""
+    """Train the same run up to step `steps` without faults."""
     job = launch(options, run_dir)
     try:
         while job.poll() is None and max(rows_of(run_dir), default=0) < steps:
@@ -291,7 +290,7 @@ def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
 
 
 def end(job: subprocess.Popen) -> None:
-    """The supervisor is gone afterwards, and with it its processes."""
+    """Kill the supervisor, and with it its processes."""
     if job.poll() is None:
         job.kill()
     job.wait(timeout=60)
@@ -299,7 +298,7 @@ def end(job: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path):
-    """`folder` as a disk of its own, if that is allowed here; none otherwise."""
+    """Mount a disk at `folder`, and yield the folder; None where mounting is not allowed."""
     folder.mkdir(parents=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
     found = shutil.which("mount") is not None
@@ -312,7 +311,7 @@ def small_disk(folder: Path):
 
 
 def checkpoints(run_dir: Path) -> list[int]:
-    """Complete steps."""
+    """Return the steps of complete checkpoints."""
     folder = run_dir / "checkpoints"
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
@@ -322,7 +321,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
-    """The rows of each step, bit for bit; a step that stands in the file twice has two entries."""
+    """Return the rows of each step, bit for bit; a step that stands in the file twice has two entries."""
     rows = collections.defaultdict(list)
     for row in steps_of(run_dir):
         exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
@@ -331,7 +330,7 @@ def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
 
 
 def steps_of(run_dir: Path) -> Iterator[dict]:
-    """The rows of the steps in `metrics.jsonl`."""
+    """Yield the rows of the steps in `metrics.jsonl`."""
     for line in lines_of(run_dir / METRICS):
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
@@ -340,7 +339,7 @@ def steps_of(run_dir: Path) -> Iterator[dict]:
 
 
 def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int], list[int]]:
-    """Flipped checkpoints that the next start read and kept, and checkpoints put aside that nobody had flipped."""
+    """Return flipped checkpoints that the next start read and kept, and sound checkpoints that it put aside."""
     flips = [(strike.time, strike.flipped) for strike in strikes if strike.flipped is not None]
     aside = [(event["time"], event["step"]) for event in events if event["kind"] == "quarantined"]
     began = [
@@ -360,7 +359,7 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
 
 
 def saves_due(strikes: Sequence[Strike], rows: Iterable[dict], every: int) -> int:
-    """Saves that were due while the disk was full, of steps that were neither done again nor skipped."""
+    """Count the saves that were due while the disk was full, of steps neither done again nor skipped."""
     full = [(strike.time - FULL_S, strike.time - 2.0) for strike in strikes if strike.kind == FULL]
     due = [row["time"] for row in rows if row["step"] % every == 0 and not row.get("skipped")]
     return sum(first < time < last for time in due for first, last in full)
@@ -374,7 +373,7 @@ def verdict(
     disturbed: Path,
     quiet: Path,
 ) -> tuple[str, bool]:
-    """The report on a disturbed run of `wall_s` seconds, and whether all is as it should be."""
+    """Return the report on a disturbed run of `wall_s` seconds, and whether it kept all promises."""
     ours, reference = rows_of(disturbed), rows_of(quiet)
     differ = [step for step in ours if ours[step] != reference.get(step)]
     events = read_events(disturbed)
@@ -434,7 +433,7 @@ def _checks(
     differ: Sequence[int],
     events: Sequence[dict],
 ) -> dict[str, bool]:
-    """Each promise as a sentence, and whether the disturbed run kept it."""
+    """Return each promise as a sentence, and whether the disturbed run kept it."""
     last = max(ours, default=0)
     whole = sorted(ours) == list(range(1, last + 1)) and all(
         len(rows) == 1 for rows in ours.values()

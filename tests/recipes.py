@@ -20,6 +20,7 @@ MEANT_FOR = {
     "mixtral_8x7b": (None, (64, 512, 1024)),
     "qwen3_30b_a3b": (None, (16, 64, 512)),
     "deepseek_v3": (None, (2048,)),
+    "finetune": (None, (1, 8)),
     "gpt_peer": (None, (1,)),
 }
 """Recipe to the GiB that CUDA reports of one GPU, None for an H100's, and numbers of GPUs."""

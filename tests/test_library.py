@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ultrascale_jax
 from tests.attention_oracle import dense_attention
 from tests.runs import step_rows
 
@@ -41,7 +42,7 @@ def test_the_second_example_plans_a_13b_model_without_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("13.0 B: ")
-    assert done.stdout.splitlines()[1] == "activations: attention matrix products"
+    assert done.stdout.splitlines()[1] == "activations: mlp matrix products"
 
 
 def test_the_third_example_chooses_what_a_recipe_leaves_open_without_jax():
@@ -49,6 +50,10 @@ def test_the_third_example_chooses_what_a_recipe_leaves_open_without_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("--train.remat ") and "that fits 8 x h100" in done.stdout
+
+
+def test_every_public_name_leads_to_something():
+    assert all(getattr(ultrascale_jax, name) is not None for name in ultrascale_jax.__all__)
 
 
 @pytest.mark.slow
@@ -86,8 +91,7 @@ def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
 @pytest.mark.slow
 def test_attention_over_a_split_sequence_is_dense_attention():
     names: dict = {}
-    (source,) = examples(CONTEXT)
-    exec(compile(source, str(CONTEXT), "exec"), names)
+    exec(compile(examples(CONTEXT)[1], str(CONTEXT), "exec"), names)
     qkv = [np.asarray(names[name]) for name in ("q", "k", "v")]
     documents, order = names["documents"], names["order"]
     out = dense_attention(*qkv, np.zeros_like(qkv[0]), segment_ids=documents).out
@@ -96,6 +100,12 @@ def test_attention_over_a_split_sequence_is_dense_attention():
     for name in ("dq", "dk", "dv"):
         want = getattr(expected, name)[:, order]
         np.testing.assert_allclose(names[name], want, atol=1e-5 * np.abs(want).max(), rtol=0)
+
+
+def test_dealt_rows_of_packed_documents_are_less_uneven(capsys):
+    exec(compile(examples(CONTEXT)[0], str(CONTEXT), "exec"), {})
+    natural, dealt = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert 1 < dealt < 1.1 < natural
 
 
 @pytest.mark.slow

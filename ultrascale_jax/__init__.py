@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.context.layout import sequence_order
     from ultrascale_jax.parallel.experts.exchange import expert_layer
     from ultrascale_jax.parallel.pipeline.executor import pipeline
+    from ultrascale_jax.parallel.pipeline.orders import forward_only
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
-    from ultrascale_jax.parallel.pipeline.schedules import forward_only, layer_order, stage_layers
-    from ultrascale_jax.parallel.pipeline.schedules import read_csv as read_schedule
+    from ultrascale_jax.parallel.pipeline.schedules import layer_order, stage_layers
     from ultrascale_jax.parallel.pipeline.stages import Stages
+    from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
     from ultrascale_jax.plan.auto import choose_auto
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
@@ -126,7 +127,7 @@ _HOME = {
     "estimate_step": "plan.formulas.step_time:estimate",
     "expert_layer": "parallel.experts.exchange",
     "find_cluster": "plan.hardware",
-    "forward_only": "parallel.pipeline.schedules",
+    "forward_only": "parallel.pipeline.orders",
     "generate": "models.generate",
     "init_state": "train_step.state",
     "layer_order": "parallel.pipeline.schedules",
@@ -136,7 +137,7 @@ _HOME = {
     "memory_breakdown": "plan.formulas.memory:breakdown",
     "pipeline": "parallel.pipeline.executor",
     "read_hf_config": "huggingface.config:read_config",
-    "read_schedule": "parallel.pipeline.schedules:read_csv",
+    "read_schedule": "parallel.pipeline.table_csv:read_csv",
     "ring_attention": "parallel.context.attention",
     "save_hf": "huggingface.checkpoint:save",
     "sequence_order": "parallel.context.layout",

@@ -25,10 +25,10 @@ Row = dict[str, Any]
 """A row of `metrics.jsonl`: numbers by name."""
 
 Batch = dict[str, jax.Array]
-"""What a step trains on: int32 [B, T] by name, on the devices."""
+"""Input of a step: int32 [B, T] by name, on the devices."""
 
 Metrics = dict[str, Any]
-"""What the compiled step reports: arrays on the devices, by the names of columns."""
+"""Report of the compiled step: arrays on the devices, by the names of columns."""
 
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 """The compiled step: state and batch to the next state and the metrics of the step."""
@@ -113,17 +113,17 @@ class Run:
         self.device_wait_s = 0.0
         """Seconds so far in which this process waited for its devices."""
         self.summary: dict[str, Any] = {}
-        """What `train` returns."""
+        """Result of `train`."""
         self._stop = stop
         self._unread: tuple[Row, Metrics] | None = None
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows `step` in this process."""
+        """Return whether no step follows `step` in this process."""
         return self.stopped or self.step >= self.cfg.train.steps
 
     def every(self, n: int) -> bool:
-        """Whether `step` is a multiple of `n`; with 0 never."""
+        """Return whether `step` is a multiple of `n`; with 0 never."""
         return n > 0 and self.step % n == 0
 
     def check_stop(self) -> bool:
@@ -132,7 +132,7 @@ class Run:
         return self.stopped
 
     def is_busy(self) -> bool:
-        """Whether the devices still compute the step that was dispatched last."""
+        """Return whether the devices still compute the step that was dispatched last."""
         return self._unread is not None and not self._unread[1]["loss"].is_ready()
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The benchmark measures what it says, and its peers compute the same model."""
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -111,7 +112,9 @@ def test_without_a_gpu_the_gpu_suite_skips_its_parts_and_says_why(tmp_path):
         bench.grouped_gemm_part("Mixtral 8x7B, 8 experts", tiny=False),
     ):
         deadline = time.monotonic() + 60
-        with Process(part.module, part.spec, environ=ENVIRON, deadline=deadline) as process:
+        with Process(
+            part.module, json.dumps(part.spec), environ=ENVIRON, deadline=deadline
+        ) as process:
             with pytest.raises(bench.Unavailable, match="JAX sees no GPU, only cpu"):
                 process.ready()
 
@@ -152,7 +155,7 @@ def test_attentions_programs_compute_what_their_names_say():
             key = program.work, program.contestant
             given = turns.prepared(work, program.contestant, work.make(jax.random.key(0)))
             arguments[key] = given
-            found[key] = jax.jit(work.run(program.contestant))(*given)
+            found[key] = jax.jit(functools.partial(work.run, program.contestant))(*given)
 
     def same(got, want):
         want = np.asarray(want, np.float32)
@@ -287,8 +290,8 @@ def test_on_an_h100_our_kernels_take_the_shapes_that_are_timed(kernel, model):
             assert works.MOSAIC in work.contestants[1:]
             given = jax.eval_shape(lambda work=work: work.make(jax.random.key(0)))
             if work.prepare is not None:
-                given = jax.eval_shape(work.prepare(works.MOSAIC), *given)
-            text = str(jax.make_jaxpr(work.run(works.MOSAIC))(*given))
+                given = jax.eval_shape(functools.partial(work.prepare, works.MOSAIC), *given)
+            text = str(jax.make_jaxpr(functools.partial(work.run, works.MOSAIC))(*given))
             assert "Ref<gmem>" in text
 
 
@@ -354,12 +357,12 @@ def test_an_interrupt_keeps_what_is_measured(tmp_path):
 
 def test_a_contestant_that_fails_is_reported_with_its_last_words_and_fails_the_benchmark(tmp_path):
     deadline = time.monotonic() + 60
-    with Process(bench.BARE, {}, environ=ENVIRON, deadline=deadline) as process:
+    with Process(bench.BARE, "{}", environ=ENVIRON, deadline=deadline) as process:
         with pytest.raises(Failed, match="KeyError: 'model'") as failure:
             process.ready()
     assert not failure.value.out_of_memory
     with Process(
-        "ultrascale_jax.cli.bench_peers.nobody", {}, environ=ENVIRON, deadline=deadline
+        "ultrascale_jax.cli.bench_peers.nobody", environ=ENVIRON, deadline=deadline
     ) as process:
         with pytest.raises(Failed, match=r"ended with code 1: .*No module named"):
             process.ready()
@@ -369,7 +372,7 @@ def test_a_contestant_that_fails_is_reported_with_its_last_words_and_fails_the_b
 
 def test_a_contestant_is_stopped_when_time_is_up():
     begun = time.monotonic()
-    spec = PARTS[1].spec
+    spec = json.dumps(PARTS[1].spec)
     with Process(bench.BARE, spec, environ=ENVIRON, deadline=begun + 0.2) as process:
         with pytest.raises(OutOfTime):
             process.ready()

@@ -201,7 +201,7 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
         (["../demo"], "error: recipe='../demo': "),
         (
             ["ultrascale_jax.config"],
-            "error: recipe='ultrascale_jax.config': the module must expose",
+            "error: recipe='ultrascale_jax.config': must expose",
         ),
         (["--mesh", "auto", "--mesh.sp", "2"], "error: mesh='auto': chooses every axis; leave out"),
         (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
@@ -327,3 +327,9 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_it_starts(tmp_path, 
     ]
     assert len(said) == 1 and said[0].startswith(f"error: {message}")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_with_half_a_character_is_printed(capsys):
+    with pytest.raises(SystemExit), command_line.user_errors():
+        raise UserError("config.\ud800=None: is unknown")
+    assert capsys.readouterr().err == "error: config.\\ud800=None: is unknown\n"

@@ -11,28 +11,35 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file
 
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
+from ultrascale_jax.checkpoint.step_dirs import metadata
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.cli.convert_hf import (
     Export,
     export_checkpoint,
     import_checkpoint,
     main,
+    tokenizer_files,
     train_command,
     with_model,
 )
 from ultrascale_jax.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     LogConfig,
     MeshConfig,
     RopeScaling,
     TrainConfig,
+    UserError,
 )
 from ultrascale_jax.configs.demo import config as demo
+from ultrascale_jax.data.tokenizer import load_tokenizer
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
@@ -109,29 +116,86 @@ def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision
     np.testing.assert_array_equal(np.asarray(params.embed[...]), embed)
 
 
-@pytest.mark.slow
-def test_tokenizer_files_travel_along_in_both_directions(tmp_path):
-    folder, run_dir, out = tmp_path / "hf", tmp_path / "run", tmp_path / "out"
+def word_tokenizer(*words):
+    """The text of a `tokenizer.json` with these words."""
+    vocab = {word: number for number, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+
+
+FILES = {
+    "tokenizer.json": word_tokenizer("a", "</s>"),
+    "tokenizer_config.json": '{"eos_token": "</s>"}',
+    "chat_template.jinja": "{{ messages[0].content }}",
+    "generation_config.json": '{"eos_token_id": 1}',
+}
+TOKEN_IDS = {"bos_token_id": 7, "eos_token_id": [1, 5], "pad_token_id": 3}
+
+
+def with_tokenizer(folder, files=FILES):
+    """The folder of a checkpoint that brings a tokenizer, and code that nobody may run or copy."""
     shutil.copytree(FIXTURES / "llama3", folder)
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
-    }
-    files = {
-        "tokenizer.json": json.dumps(tokenizer),
-        "tokenizer_config.json": '{"eos_token": "</s>"}',
-        "generation_config.json": '{"eos_token_id": 1}',
-    }
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "modeling_evil.py").write_text("raise SystemExit")
-    cfg, mesh = imported(folder, run_dir, fsdp=2)
-    assert cfg.data.tokenizer == str(run_dir / "tokenizer.json")
-    export_checkpoint(Export(run_dir=str(run_dir), hf_dir=str(out)), mesh)
-    for place in (run_dir, out):
-        assert {name: (place / name).read_text() for name in files} == files
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | TOKEN_IDS))
+    return folder
+
+
+@pytest.mark.slow
+def test_tokenizer_and_token_ids_travel_along_and_the_printed_command_fine_tunes(
+    tmp_path, monkeypatch, capsys
+):
+    folder = with_tokenizer(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    main(["import", "hf", "run", "--data.seq-len", "1024"])
+    *notes, told, command = capsys.readouterr().out.splitlines()
+    assert "knows 512 positions" in notes[0] and "pad_token_id=3" in notes[1]
+    assert told.startswith("run is a run at step 0")
+    cfg, _ = command_line.parse(shlex.split(command)[2:], prog="test", options=train.Options)
+    assert cfg.data.tokenizer == "run/tokenizer.json" and cfg.optim.lr <= 1e-4
+    Path("own.json").write_text(word_tokenizer("a", "b", "</s>"))
+    meta = metadata(tmp_path / "run" / "checkpoints" / "0")
+    saved = config_from_dict(meta["config"])
+    own = DataConfig(source="text:own.txt", tokenizer="hf/tokenizer.json", seq_len=32)
+    free = dataclasses.replace(saved, data=own, train=dataclasses.replace(saved.train, seed=7))
+    same, other = (load_tokenizer(name).fingerprint for name in ("hf/tokenizer.json", "own.json"))
+    assert check_same_run(meta, free, "data", "run/0", tokenizer=same) == []
+    with pytest.raises(UserError, match=r"\n  data\.tokenizer: .* \(another than the"):
+        check_same_run(meta, free, "data", "run/0", tokenizer=other)
+    allow = CheckpointConfig(allow_change=("data.tokenizer",))
+    free = dataclasses.replace(free, checkpoint=allow)
+    assert len(check_same_run(meta, free, "data", "run/0", tokenizer=other)) == 1
+    export_checkpoint(Export(run_dir="run", hf_dir="out"), mesh_of(fsdp=2)[0])
+    for place in (tmp_path / "run", tmp_path / "out"):
+        assert {name: (place / name).read_text() for name in FILES} == FILES
         assert not (place / "modeling_evil.py").exists()
+    assert TOKEN_IDS.items() <= json.loads(Path("out/config.json").read_text()).items()
+    assert folder.is_dir()
+
+
+def test_a_run_with_a_tokenizer_of_its_own_describes_it_for_transformers(tmp_path):
+    """`AutoTokenizer` would take it for one of the model's family."""
+    own, run_dir, out = tmp_path / "own.json", tmp_path / "run", tmp_path / "out"
+    own.write_text(word_tokenizer("b", "a", "</s>"))
+    run_dir.mkdir()
+    for name, text in FILES.items():  # of the checkpoint with another tokenizer
+        (run_dir / name).write_text(text)
+    (run_dir / "hf_config.json").write_text(json.dumps(TOKEN_IDS))
+    data = DataConfig(tokenizer=str(own))
+    ids, files = tokenizer_files(Config(data=data), run_dir, 32)
+    assert ids == {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
+    out.mkdir()
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
+    assert (loaded.eos_token_id, loaded("a").input_ids, loaded.chat_template) == (2, [1], None)
+    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 2
+    assert tokenizer_files(Config(), tmp_path, 32) == ({**ids, "eos_token_id": 0}, {})
+    own.unlink()
+    with pytest.raises(UserError, match=r"data.tokenizer=.* there is no such file"):
+        tokenizer_files(Config(data=data), tmp_path, 32)
 
 
 @pytest.mark.slow
@@ -191,7 +255,7 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
         *("--optim.warmup-steps", "0"),
     )
     words = shlex.split(printed.splitlines()[-1])[2:]
-    command(*words, "--train.steps", "2", "--train.eval-batches", "1", "--sample", "0")
+    command("scripts.train", *words, "--train.steps", "2", "--train.eval-batches", "1")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2]
     command("scripts.convert_hf", "export", str(run_dir), str(out), "--devices", "2")
@@ -226,9 +290,7 @@ def broken(folder, damage):
     """A Hugging Face folder that cannot be imported into `demo`, whose text is bytes."""
     shutil.copytree(FIXTURES / "llama3", folder)
     config = json.loads((folder / "config.json").read_text())
-    if damage == "vocabulary":  # 256 bytes do not fit
-        config |= {"vocab_size": 128}
-    elif damage == "layers":
+    if damage == "layers":
         config |= {"num_hidden_layers": 10**9}
     elif damage == "more layers":
         config |= {"num_hidden_layers": config["num_hidden_layers"] + 1}
@@ -247,7 +309,6 @@ def broken(folder, damage):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("vocabulary", "outside model.vocab_size=128"),
         ("layers", "must be at most 10000"),
         ("more layers", "missing from the checkpoint"),
         ("width", "a positive integer, at most 2147483647"),
@@ -272,3 +333,10 @@ def test_without_a_command_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "convert-hf import HF_DIR RUN_DIR" in capsys.readouterr().out
+
+
+def test_the_help_of_import_lists_the_options_of_a_run(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["import", "--help"])
+    said = capsys.readouterr().out
+    assert "import HF_DIR RUN_DIR [RECIPE]" in said and "--data.source" in said

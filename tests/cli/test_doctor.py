@@ -1,11 +1,13 @@
 """The doctor reports what is wrong, in this process where it can, and as it is run."""
 
+import dataclasses
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.faults.conftest import environment, free_port
@@ -96,6 +98,13 @@ def test_links_are_measured_along_every_axis_that_joins_devices_and_not_judged_o
     names += ["all-reduce over fsdp=4", "all-gather over fsdp=4"]
     assert [finding.name for finding in found] == names
     assert set(verdicts(found).values()) == {"NOTE"}
+
+
+def test_links_of_a_known_gpu_are_judged_by_the_cluster_that_the_planner_makes_of_it(monkeypatch):
+    planned_as_h100 = dataclasses.replace(links.GPUS["h100"], kind=jax.devices()[0].device_kind)
+    monkeypatch.setattr(links, "GPUS", {"h100": planned_as_h100})
+    found = links.checks(make_mesh(MeshConfig(fsdp=8)))
+    assert [finding.text.count(" of the planned ") for finding in found] == [1, 1]
 
 
 @pytest.mark.parametrize(

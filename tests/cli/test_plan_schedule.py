@@ -7,6 +7,7 @@ import pytest
 from ultrascale_jax.cli import plan
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.table_csv import write_csv
 
 
 def answer(capsys, *arguments):
@@ -112,7 +113,7 @@ def test_nonsense_is_one_line(arguments, message, capsys):
 
 def test_an_illegal_entry_is_named(tmp_path, capsys):
     path = tmp_path / "own.csv"
-    schedules.write_csv(schedules.build("1f1b", 2, 2), path)
+    write_csv(schedules.build("1f1b", 2, 2), path)
     path.write_text(path.read_text().replace("1F0", "1F1", 1))
     with pytest.raises(SystemExit):
         plan.main(["schedule", str(path)])

@@ -147,7 +147,7 @@ def test_what_is_damaged_changed_or_taken_is_refused_and_the_rest_goes_on_bit_fo
     assert changed.wait() == [2], changed.outputs
     assert "data.seq_len: saved 32, now 16" in changed.outputs[0]
     assert "optim.name: saved 'adamw', now 'muon'" in changed.outputs[0]
-    assert "--checkpoint.allow-change data.seq_len optim.name" in changed.outputs[0]
+    assert "--checkpoint.allow-change" not in changed.outputs[0]  # Muon's state has other arrays
 
     with RunLock(folder):
         refused = job(folder, **alone)

@@ -12,13 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig
 from ultrascale_jax.parallel.pipeline.executor import pipeline
+from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.program import assemble
-from ultrascale_jax.parallel.pipeline.schedules import (
-    build,
-    forward_only,
-    layer_order,
-    stage_layers,
-)
+from ultrascale_jax.parallel.pipeline.schedules import build, layer_order, stage_layers
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.sharding.manual import smap

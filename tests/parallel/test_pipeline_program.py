@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from ultrascale_jax.config import SCHEDULES
+from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.program import MOST_SEGMENTS, PORTS, assemble
-from ultrascale_jax.parallel.pipeline.schedules import build, forward_only
+from ultrascale_jax.parallel.pipeline.schedules import build
 
 SIZES = ((2, 4), (3, 6), (4, 8), (4, 16))
 """Ranks and micro-batches."""

@@ -16,17 +16,16 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.schedules import (
-    Schedule,
-    ScheduleError,
     build,
-    forward_only,
     layer_order,
     of_config,
     stack_order,
     stack_rows,
     stage_layers,
 )
+from ultrascale_jax.parallel.pipeline.table import Schedule, ScheduleError
 
 RANKS = [
     # Odd, even, a power of 2 and none, few and many: the rules ask no more of a number of ranks.

@@ -16,13 +16,9 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.parallel.pipeline.schedules import (
-    build,
-    from_costs,
-    of_config,
-    read_csv,
-    write_csv,
-)
+from ultrascale_jax.parallel.pipeline.from_costs import from_costs
+from ultrascale_jax.parallel.pipeline.schedules import build, of_config
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
 
 TABLE = """\
 0F0,0F1,,,0B0,0B1
@@ -214,8 +210,7 @@ def legal(rows):
 def tables(draw):
     p, m, v = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 2))
     cost = [draw(st.floats(0.1, 10)) for _ in range(3)]
-    runtime = draw(st.sampled_from(("lockstep", "divergent", "dependencies")))
-    return from_costs(p, m, *cost, v + draw(st.integers(0, 9)), virtual=v, runtime=runtime)
+    return from_costs(p, m, *cost, v + draw(st.integers(0, 9)), virtual=v)
 
 
 @given(data=st.data(), table=tables())

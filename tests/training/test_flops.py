@@ -11,8 +11,8 @@ from ultrascale_jax.training.flops import (
     matmul_params,
     mean_keys,
     peak_tflops,
-    total_params,
 )
+from ultrascale_jax.training.model_shape import ModelShape
 
 MODEL = ModelConfig(
     vocab_size=11,
@@ -33,9 +33,9 @@ def test_matrix_parameters_are_counted_by_hand():
 
 def test_all_parameters_are_counted_by_hand():
     matrices = matmul_params(MODEL) + 11 * 5
-    assert total_params(MODEL) == matrices + 3 * 2 * 5 + 5
+    assert ModelShape.of(MODEL).num_params == matrices + 3 * 2 * 5 + 5
     tied = dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True, qk_norm="full")
-    assert total_params(tied) == matrices - 11 * 5 + 3 * (2 * 5 + 16 + 12) + 5
+    assert ModelShape.of(tied).num_params == matrices - 11 * 5 + 3 * (2 * 5 + 16 + 12) + 5
 
 
 def test_of_the_experts_those_count_that_a_token_visits():
@@ -45,7 +45,7 @@ def test_of_the_experts_those_count_that_a_token_visits():
     counted = 3 * attention + dense + 5 * 11 + 2 * router
     assert matmul_params(model) == counted + 2 * (2 + 2) * expert
     vectors = 3 * 2 * 5 + 2 * 6 + 5
-    assert total_params(model) == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
+    assert ModelShape.of(model).num_params == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
 
 
 @pytest.mark.parametrize("q_rank", [6, 0])
@@ -56,7 +56,7 @@ def test_latent_attention_is_counted_by_hand(q_rank):
     kv_a, kv_b, o = 5 * (3 + 2), 3 * 4 * (6 + 5), 4 * 5 * 5
     matrices = 3 * (q + kv_a + kv_b + o + 3 * 5 * 7) + 5 * 11
     assert matmul_params(model) == matrices
-    assert total_params(model) == matrices + 5 * 11 + 3 * (2 * 5 + q_rank + 3) + 5
+    assert ModelShape.of(model).num_params == matrices + 5 * 11 + 3 * (2 * 5 + q_rank + 3) + 5
     attention = 3 * 6 * 4 * (8 + 5) * 64 / 2  # scores of 8 dims, values of 5
     assert flops_per_token(model, 64) == 6 * matrices + attention
 
@@ -78,7 +78,7 @@ def test_latent_attention_is_counted_by_hand(q_rank):
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(model, total, active):
-    assert total_params(model) == total
+    assert ModelShape.of(model).num_params == total
     if active is not None:
         with_lookup = matmul_params(model) + model.vocab_size * model.d_model
         assert with_lookup / 1e9 == pytest.approx(active, abs=0.05)

@@ -34,6 +34,7 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.hooks import Hook
+from ultrascale_jax.kernels.document_classes import max_documents
 from ultrascale_jax.launch.sigterm import SigtermListener
 from ultrascale_jax.parallel.experts import capacity
 from ultrascale_jax.train_step.step import make_train_step
@@ -41,6 +42,7 @@ from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
+from ultrascale_jax.training.setup import fit_documents
 
 BASE = Config(
     model=MODEL,
@@ -245,6 +247,20 @@ def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_pa
     ):
         run(change(BASE, kernels={"attention": "cudnn"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_more_documents_than_packed_attention_has_room_for_get_a_mask_and_a_line():
+    cfg = change(BASE, data={"seq_len": 8192}, train={"precision": "bf16"})
+    room = max_documents(8192)
+    for never_packed in ({"mesh": {"cp": 8}}, {"train": {"precision": "fp32"}}):
+        assert fit_documents(change(cfg, **never_packed), room + 1)[1] == []
+    assert fit_documents(cfg, room) == (cfg, [])
+    masked, (line,) = fit_documents(cfg, room + 1)
+    assert masked == change(cfg, kernels={"attention": "cudnn"})
+    assert f"can have {room + 1} documents, and has room for {room}" in line
+    forced = change(cfg, kernels={"attention": "cudnn_packed"})
+    with pytest.raises(UserError, match=r"kernels\.attention='cudnn_packed'.*use auto or cudnn"):
+        fit_documents(forced, room + 1)
 
 
 @pytest.mark.slow

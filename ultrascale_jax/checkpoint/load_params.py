@@ -30,9 +30,8 @@ def load_params(
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
     the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
-    folder = Path(run_dir).resolve()
-    saved_config(folder)  # refuses what is no run directory
-    folder = folder_of(folder, CHECKPOINTS, make=False)
+    saved_config(Path(run_dir))  # refuses what is no run directory
+    folder = folder_of(Path(run_dir).resolve(), CHECKPOINTS, make=False)
     available = restoring.found_by_process0(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")

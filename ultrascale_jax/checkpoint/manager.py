@@ -20,7 +20,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
-from ultrascale_jax.checkpoint.layout import join, split
+from ultrascale_jax.checkpoint.layout import Groups, join, split, with_retired
 from ultrascale_jax.checkpoint.restoring import found_by_process0
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
@@ -315,10 +315,9 @@ class Checkpoints:
         What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
         checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
         """
-        like = saved_shapes(abstract, config_from_dict(meta["config"]))
+        like, shapes = _shapes(abstract, meta)
+        groups = restoring.load(self.folder / str(step), meta, shapes)
         order = abstract.params.layer_order_of
-        place, shapes = self.folder / str(step), split(checkpoint_layout_shapes(like, order))
-        groups = restoring.load(place, meta, shapes)
         state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)
         return reset_optional_state(state, abstract, self._cfg)
 
@@ -346,6 +345,20 @@ class _Rotation:
         del context
         oldest = len(checkpoints) - self._keep if self.on else 0
         return [number >= oldest for number in range(len(checkpoints))]
+
+
+def fits(abstract: TrainState, meta: dict) -> bool:
+    """Whether the arrays that the metadata of a checkpoint lists, if it does, are those of `abstract`."""
+    known = restoring.entries(meta)
+    return known is None or not restoring.misfits(
+        known, with_retired(_shapes(abstract, meta)[1], known)
+    )
+
+
+def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
+    """Return the state to load from a checkpoint with this metadata, and the arrays to read for it."""
+    like = saved_shapes(abstract, config_from_dict(meta["config"]))
+    return like, split(checkpoint_layout_shapes(like, abstract.params.layer_order_of))
 
 
 def checkpoint_folder(cfg: Config) -> Path:

@@ -271,20 +271,25 @@ def entries(meta: dict) -> dict[str, tuple] | None:
         raise Damaged(f"the list of arrays cannot be read ({error})") from None
 
 
-def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
+def misfits(known: Mapping[str, tuple], shapes: Groups) -> list[str]:
+    """Return, one a line, the arrays that a checkpoint holds in another shape than `shapes`, or not at all."""
     wanted = {name: tuple(s.shape) for name, s in named(shapes).items()}
     saved = {name: shape for name, (_, shape, _) in known.items() if name.split("/")[0] in shapes}
-    changes = [
+    return [
         f"{name}: saved {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
         for name in sorted(saved | wanted)
         if saved.get(name) != wanted.get(name)
     ]
+
+
+def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
+    changes = misfits(known, shapes)
     if changes:
         more = [f"and {len(changes) - 8} more"] if len(changes) > 8 else []
         raise UserError(
             "the checkpoint holds other arrays than this run has:\n  "
             + "\n  ".join(changes[:8] + more)
-            + "\nno option makes them fit; put the model and the optimizer back"
+            + "\nno option makes them fit; put the model and the optimizer back, or choose another --run-dir"
         )
 
 

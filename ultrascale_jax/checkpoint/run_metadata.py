@@ -24,6 +24,12 @@ Only the places of the data and the tokenizer may change, as long as the tokens 
 FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
 """Fields that a resumed run may change silently."""
 
+NO_DATA = "no data yet, tokenizer "
+"""Start of the fingerprint of a run that has read no data, before that of its tokenizer (empty: any)."""
+
+DATA_ORDER = ("data.", "train.seed", "train.global_batch")
+"""Fields that decide what is read and in which order."""
+
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -42,41 +48,62 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **libraries}
 
 
-def check_same_run(meta: dict, cfg: Config, fingerprint: str, place: object) -> list[str]:
+def check_same_run(
+    meta: dict,
+    cfg: Config,
+    fingerprint: str,
+    place: object,
+    *,
+    tokenizer: str = "",
+    fits: bool = True,
+) -> list[str]:
     """Return the changes since the checkpoint at `place` that are allowed but worth a line.
+
+    A checkpoint that has read no data (an import) takes any, if `tokenizer`, the fingerprint of the run's, is its own.
+    `fits` says whether the arrays of the checkpoint are those of `cfg`; the error offers only what can help.
 
     Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
     """
     saved, now = fields(config_from_dict(meta["config"])), fields(cfg)
-    allowed = cfg.checkpoint.allow_change
-    same_data = meta["data"]["fingerprint"] == fingerprint
+    allowed, old = cfg.checkpoint.allow_change, meta["data"]["fingerprint"]
+    fresh, same_data = old.startswith(NO_DATA), old == fingerprint
+    free = (*FREE, *DATA_ORDER) if fresh else FREE
     refused, noted = [], []
     for name in sorted({**saved, **now}):
         change = f"{name}: saved {saved.get(name)!r}, now {now.get(name)!r}"
-        if saved.get(name) == now.get(name) or name.startswith(FREE):
+        if saved.get(name) == now.get(name) or name.startswith(free):
             continue
         moved = same_data and name in ("data.source", "data.tokenizer")
         must_not = name.startswith(SAME) and not moved and name not in allowed
         (refused if must_not else noted).append(change)
-    if not same_data:
-        old = meta["data"]["fingerprint"]
+    if fresh and old not in (NO_DATA, NO_DATA + tokenizer):
+        name, changed = "data.tokenizer", cfg.data.tokenizer
+        own = f"another than the checkpoint's; prepare-data --tokenizer {saved[name]} makes shards for it"
+        change = f"{name}: saved {saved[name]!r}, now {changed!r} ({own})"
+        (noted if name in allowed else refused).append(change)
+    elif not (fresh or same_data):
         change = f"{DATA}: saved fingerprint {old}, now {fingerprint} (other tokens)"
         (noted if DATA in allowed else refused).append(change)
     if refused:
-        names = [change.partition(":")[0] for change in refused]
-        needed = " ".join([*names, *cfg.checkpoint.allow_change])
-        raise UserError(
-            f"the checkpoint {place} is of another run:\n  "
-            + "\n  ".join(refused)
-            + "\nput these back, choose another log.run_dir, start anew with checkpoint.resume=never, "
-            + f"or go on regardless with --checkpoint.allow-change {needed}"
-        )
+        raise UserError(_of_another_run(refused, cfg, place, fits))
     before = meta["versions"]
     return noted + [
         f"{name}: saved by {before[name]}, now {version}"
         for name, version in versions().items()
         if before.get(name, version) != version
     ]
+
+
+def _of_another_run(refused: list[str], cfg: Config, place: object, fits: bool) -> str:
+    names = [change.partition(":")[0] for change in refused]
+    needed = " ".join([*names, *cfg.checkpoint.allow_change])
+    regardless = f", or go on regardless with --checkpoint.allow-change {needed}" if fits else ""
+    return (
+        f"the checkpoint {place} is of another run:\n  "
+        + "\n  ".join(refused)
+        + "\nput these back, choose another --run-dir, start anew with --checkpoint.resume never"
+        + regardless
+    )
 
 
 def config_from_dict(values: dict) -> Config:
@@ -89,11 +116,14 @@ def config_from_dict(values: dict) -> Config:
 
 
 def saved_config(run_dir: Path) -> Config:
-    """Read the config of an earlier run. Raises `UserError` if it is missing or damaged."""
+    """Read the config of an earlier run. Raises `UserError` if it is missing, damaged or a Hugging Face model's."""
     path = run_dir / "config.json"
     fix = "holds no config.json; give the run directory of a training run"
     require(path.is_file(), "run_dir", str(run_dir), fix)
-    return config_from_dict(read_json(path))
+    values = read_json(path)
+    fix = f"is a Hugging Face checkpoint; make a run of it: ultrascale convert-hf import {run_dir} RUN_DIR"
+    require("model_type" not in values, "run_dir", str(run_dir), fix)
+    return config_from_dict(values)
 
 
 def fields(cfg: Config) -> dict[str, object]:

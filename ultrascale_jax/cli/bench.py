@@ -17,13 +17,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import json
 import os
 import re
 import resource
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -60,10 +58,10 @@ REMAT = ("none", "dots", "full")
 """Ways of recomputing that the suite gpu tries, by the memory that they need."""
 
 TORCH_SETTINGS = ({}, {"loss_chunks": 8}, {"loss_chunks": 8, "recompute": True})
-"""The same for PyTorch."""
+"""Settings of PyTorch that the suite gpu tries, by the memory that they need."""
 
 ATTENTION_TOKENS = (8192, 16384, 32768)
-"""Where attention is timed alone; a step makes so many calls that it takes the same time at each length."""
+"""Sequence lengths at which attention is timed alone; steps make so many calls that each length takes equal time."""
 
 GROUPED_GEMMS = {
     "Qwen3-30B-A3B, 16 of 128 experts": (65536, 16, 2048, 768),
@@ -85,7 +83,7 @@ KERNEL_SHAPES = {
 }
 
 KERNEL_MODELS = ("llama3_8b", "llama3_70b", "llama3_1b")
-"""Whose shapes are timed, first those that matter most."""
+"""Models whose shapes are timed, the most important first."""
 
 KERNEL_CALLS = 4
 
@@ -116,7 +114,7 @@ class Options:
     suite: Literal["peer", "gpu", "kernels"] = "peer"
     """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU; `kernels`: our kernels on one GPU."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Where to write the figures as JSON; none is out/bench/SUITE.json."""
+    """JSON file for the figures; none is out/bench/SUITE.json."""
     steps: int = 12
     """Steps to time of each contestant, after the first."""
     minutes: float = 8.0
@@ -152,7 +150,7 @@ class Bench:
         """Bytes or operations a second of each limit."""
 
     def peer(self) -> None:
-        """The suite `peer`."""
+        """Run the suite `peer`."""
         parts = peer_parts(self.options.tiny)
         with contextlib.ExitStack() as stack:
             running = []
@@ -178,7 +176,7 @@ class Bench:
             self._peer_goals()
 
     def gpu(self) -> None:
-        """The suite `gpu`."""
+        """Run the suite `gpu`."""
         seq_lens = (64, 128) if self.options.tiny else (4096, 8192)
         ours = {
             n: [gpu_part(n, remat, tiny=self.options.tiny) for remat in REMAT] for n in seq_lens
@@ -203,7 +201,7 @@ class Bench:
             self._gpu_goals(ours[n][0].workload)
 
     def kernels(self) -> None:
-        """The suite `kernels`."""
+        """Run the suite `kernels`."""
         tiny = self.options.tiny
         self._in_turns(kernel_part("roofline", "this GPU", (64 if tiny else ROOFLINE_SIZE,), tiny))
         for model in ("tiny",) if tiny else KERNEL_MODELS:
@@ -214,7 +212,7 @@ class Bench:
                     self._in_turns(grouped_gemm_part(name, tiny=tiny))
 
     def _first_that_fits(self, parts: Iterable[Part]) -> list[Part]:
-        """Measure the first part that memory suffices for, a failure without one; the parts that were tried."""
+        """Measure the first part that fits in memory; return the parts tried, of which the last failed if none fits."""
         tried, row = [], {}
         for part in parts:
             tried.append(part)
@@ -291,11 +289,12 @@ class Bench:
             raise Unavailable("torch is not installed")
         if time.monotonic() > self.deadline:
             raise Unavailable(f"the {self.options.minutes:g} minutes were over")
-        return Process(part.module, part.spec, environ=part.environ, deadline=self.deadline)
+        spec = json.dumps(part.spec)
+        return Process(part.module, spec, environ=part.environ, deadline=self.deadline)
 
     @contextlib.contextmanager
     def _recorded(self, row: dict):
-        """Whatever ends the block early is written into `row`, which is saved in any case."""
+        """Write the exception that ends the block early into `row`, and save the report in any case."""
         try:
             yield
         except (Unavailable, OutOfTime) as reason:
@@ -310,32 +309,17 @@ class Bench:
         """Time `ultrascale train` from its start to the first row of its metrics."""
         row = self.report.add(part.workload, FIRST_STEP, status="running")
         with self._recorded(row), tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "ultrascale_jax", "train", *part.spec["arguments"]]
-            command += ["--train.steps", "1", "--run-dir", folder]
-            metrics, log = Path(folder) / METRICS, Path(folder) / "log"
+            metrics = Path(folder) / METRICS
+            arguments = ["train", *part.spec["arguments"], "--train.steps", "1"]
+            arguments += ["--run-dir", folder]
             earlier = resource.getrusage(resource.RUSAGE_CHILDREN)
-            with one_core(), log.open("w") as output:
-                begun = time.monotonic()
-                process = subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **part.environ},
-                    start_new_session=True,
+            with one_core():
+                process = Process(
+                    "ultrascale_jax", *arguments, environ=part.environ, deadline=self.deadline
                 )
-            try:
-                while not (metrics.exists() and "\n" in metrics.read_text()):
-                    if time.monotonic() > self.deadline:
-                        raise OutOfTime("the benchmark's time was up")
-                    if process.poll() is not None:
-                        words = log.read_text()[-300:]
-                        raise Failed(f"ended with code {process.returncode}: {words}")
-                    time.sleep(0.01)
-                row |= {"status": "measured", "first_step_s": time.monotonic() - begun}
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with process:
+                seconds = process.wait_for(lambda: metrics.exists() and "\n" in metrics.read_text())
+            row |= {"status": "measured", "first_step_s": seconds}
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             # User and system time are the first two fields.
             row["first_step_cpu_s"] = sum(used[:2]) - sum(earlier[:2])
@@ -369,7 +353,7 @@ class Bench:
 
 
 def peer_parts(tiny: bool) -> list[Part]:
-    """The contestants of the suite `peer`, ours first."""
+    """Return the contestants of the suite `peer`, ours first."""
     arguments = ["gpt_peer", "--mesh", "fsdp=1"]
     if tiny:
         arguments += [*_tiny_model(), "--data.seq-len", "64"]
@@ -391,7 +375,7 @@ def peer_parts(tiny: bool) -> list[Part]:
 
 
 def gpu_part(seq_len: int, remat: str, *, tiny: bool) -> Part:
-    """Llama 3.2 1B on one GPU in this project."""
+    """Return the part that trains Llama 3.2 1B on one GPU in this project."""
     batch = (128 if tiny else GPU_TOKENS) // seq_len
     arguments = "llama32_1b --mesh fsdp=1 --data.source synthetic --data.tokenizer bytes".split()
     arguments += ["--data.seq-len", str(seq_len), "--data.no-document-mask", "--train.remat", remat]
@@ -409,7 +393,7 @@ def gpu_part(seq_len: int, remat: str, *, tiny: bool) -> Part:
 
 
 def gpu_torch_part(seq_len: int, settings: dict, *, tiny: bool) -> Part:
-    """The same in PyTorch."""
+    """Return the part that trains the same model in PyTorch."""
     ours = gpu_part(seq_len, "none", tiny=tiny)
     defaults = {"recompute": False, "loss_chunks": 1}
     spec = {**defaults, "compile": not tiny, "needs_gpu": not tiny, **settings}
@@ -423,7 +407,7 @@ def gpu_torch_part(seq_len: int, settings: dict, *, tiny: bool) -> Part:
 
 
 def attention_part(seq_len: int, *, tiny: bool) -> Part:
-    """Attention with the heads of Llama 3 8B on one sequence."""
+    """Return the part that times attention with the heads of Llama 3 8B on one sequence."""
     heads = (
         (4, 2, 16) if tiny else (LLAMA3_8B.num_heads, LLAMA3_8B.num_kv_heads, LLAMA3_8B.head_dim)
     )
@@ -433,13 +417,13 @@ def attention_part(seq_len: int, *, tiny: bool) -> Part:
 
 
 def grouped_gemm_part(name: str, *, tiny: bool) -> Part:
-    """Products of the experts of `GROUPED_GEMMS[name]`."""
+    """Return the part that times the products of the experts of `GROUPED_GEMMS[name]`."""
     shape = (512, 4, 64, 32) if tiny else GROUPED_GEMMS[name]
     return _turns_part(f"experts, {name}", "grouped_matmul", shape, GROUPED_GEMM_CALLS, tiny=tiny)
 
 
 def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> Part:
-    """A kernel on a shape."""
+    """Return the part that times a kernel on a shape."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     float8 = {"XLA_FLAGS": flags.strip()} if kernel in ("roofline", "fp8_matmul") else {}
     part = _turns_part(model, kernel, shape, KERNEL_CALLS, tiny=tiny)
@@ -450,7 +434,7 @@ def kernel_part(kernel: str, model: str, shape: tuple[int, ...], tiny: bool) -> 
 def _turns_part(
     workload: str, kernel: str, shape: tuple[int, ...], calls: int, *, tiny: bool
 ) -> Part:
-    """The programs of `bench_peers/works.py` for a kernel, which take turns in one process."""
+    """Return the part of a kernel's programs (`bench_peers/works.py`), which take turns in one process."""
     return Part(
         workload=f"{'tiny ' if tiny else ''}{workload}",
         contestant="all of its programs",
@@ -480,7 +464,7 @@ def _tiny_model() -> list[str]:
 
 
 def _numbers(cfg: Config) -> dict:
-    """A run in plain numbers, for contestants that know nothing of this project."""
+    """Describe a run in plain numbers, for contestants that do not import this project."""
     return {
         "model": dataclasses.asdict(cfg.model),
         "optim": dataclasses.asdict(cfg.optim),

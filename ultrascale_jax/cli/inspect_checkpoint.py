@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and whether they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`.
+"""List a run's checkpoints, and check that they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`.
 
 Lists step, size, age, versions and mesh of the run that saved it, and its state. Without --verify only names and sizes
 of files are compared with the manifest. Exit code 1: one is damaged or cannot be read, or there is none.
@@ -50,7 +50,7 @@ def state(place: Path, *, verify: bool) -> str:
 
 
 def line(place: Path, words: str) -> str:
-    """One row of the list: what the checkpoint says of itself, as far as it can be read, and its state."""
+    """Return one row of the list: the checkpoint's own metadata, as far as it can be read, and its state."""
     try:
         size = f"{sum(manifest.files(place).values()) / 1e6:,.1f} MB"
     except (Damaged, OSError):

@@ -36,15 +36,11 @@ class Options:
     """Give up after so many restarts."""
     give_up_s: Annotated[float, command_line.option("S")] = GIVE_UP_S
     """Give up when three restarts or more, and so many seconds, have brought no new step."""
-    hang_s: Annotated[float | None, command_line.option("S", "learned from the run")] = None
-    """Kill a process whose step, evaluation or save takes so many seconds and eight more."""
 
     def __post_init__(self):
         command_line.require_at_least(1, self, "processes", "devices_per_process")
         command_line.require_at_least(0, self, "max_restarts")
         require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
-        fix = "must be above 0"
-        require(self.hang_s is None or self.hang_s > 0, "hang_s", self.hang_s, fix)
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def supervisor_of(argv: Sequence[str]) -> Supervisor:
-    """The supervisor that the command line asks for."""
+    """Return the supervisor that the command line asks for."""
     arguments = list(argv)
     own, given = split(arguments)
     prog = "ultrascale launch"
@@ -104,7 +100,6 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
         run_dir,
         max_restarts=options.max_restarts,
         give_up_s=options.give_up_s,
-        hang_s=options.hang_s,
         fresh=resume == "never",
     )
 
@@ -115,7 +110,7 @@ def begun_anew(run_dir: Path) -> int:
 
 
 def places(options: Options, environ: Mapping[str, str], chosen: train.Options) -> Places:
-    """The ranks of this host, from `environ` and `--dist.*`; `UserError` if several are to start on an unknown host."""
+    """Return the ranks of this host, from `environ` and `--dist.*`; `UserError` if several start on an unknown host."""
     launch, here = detect(environ, chosen.dist), options.processes or 1
     if launch is None:
         return Places(tuple(range(here)), here, None)
@@ -138,7 +133,7 @@ def places(options: Options, environ: Mapping[str, str], chosen: train.Options) 
 def environments(
     options: Options, environ: Mapping[str, str], where: Places
 ) -> list[dict[str, str]]:
-    """The variables of each process of this host; those of a single one are the host's own."""
+    """Return the variables of each process of this host; those of a single one are the host's own."""
     here = len(where.ranks)
     address = where.address or f"127.0.0.1:{free_port()}"
     all_of_them = []
@@ -158,7 +153,7 @@ def environments(
 
 
 def free_port() -> int:
-    """A port that nobody listens at on this host."""
+    """Return a free port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -22,6 +22,7 @@ COMMANDS = {
     "goodput": "where the time of a run went                         RUN_DIR",
     "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
     "generate": "continue a text with a trained model                 RUN_DIR --prompt TEXT",
+    "evaluate": "held-out loss, perplexity and multiple choice       RUN_DIR --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",
     "bench": "time the trainer and its kernels beside peers        [peer|gpu|kernels]",
@@ -79,7 +80,7 @@ def _flush() -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the pipe behind stdout has no reader any more, as after `| head`."""
+    """Return whether the pipe behind stdout has lost its reader, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))

@@ -1,11 +1,11 @@
 """Plan a run without its GPUs: `ultrascale plan VERB ...`; `VERB --help` says more.
 
-memory    what one GPU holds, part by part, from formulas          [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
-compile   what XLA makes of the step: memory, collectives, time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
-search    which mesh, micro-batch and recomputation are fastest    [RECIPE] --gpus 64 --global-batch-tokens 4M
-schedule  pipeline schedules: tables, bubbles, figures             [NAME] --ranks 4 --microbatches 8
-sweep     a grid of runs, measured here or predicted, as CSV       [RECIPE] --gpus 8
-report    figures of any of these, as PNG and one HTML file        FILE... or RECIPE --gpus 64
+memory    predict the memory of one GPU, part by part, by formula  [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4M
+schedule  show pipeline schedules: tables, bubbles, figures        [NAME] --ranks 4 --microbatches 8
+sweep     measure a grid of runs here, or predict it, as CSV       [RECIPE] --gpus 8
+report    draw figures of any of these, as PNG and one HTML file   FILE... or RECIPE --gpus 64
 """
 
 import importlib
@@ -20,7 +20,7 @@ VERBS = ("memory", "compile", "search", "schedule", "sweep", "report")
 def main(
     argv: Sequence[str], more: Mapping[str, Callable[[list[str]], None]] | None = None
 ) -> None:
-    """Run the verb that the first word names; `more` has main functions of other verbs, or instead of ours."""
+    """Run the verb that the first word names; `more` has main functions of other verbs, or ones that replace ours."""
     arguments, more = list(argv), more or {}
     others = [verb for verb in more if verb not in VERBS]
     if arguments[:1] in (["-h"], ["--help"]):

@@ -107,7 +107,7 @@ class Bars(Figure):
 
 
 def _stack(ax: Any, bars: Sequence[Bar], look: Mapping[str, tuple[str, str]], top: float) -> None:
-    """The stacks of one panel, each with its total over it, or inside it where it is cut."""
+    """Draw the stacks of one panel, each with its total over it, or inside it where it is cut."""
     floor = [0.0] * len(bars)
     for part, (colour, hatch) in look.items():
         heights = [bar.parts.get(part, 0.0) for bar in bars]
@@ -144,7 +144,7 @@ class Point:
 
 
 def _name_groups(ax: Any, names: Sequence[str], hollow: str, **style: Any) -> None:
-    """Entries of the legend: a marker for each name, and what a hollow point means."""
+    """Add entries of the legend: a marker for each name, and the meaning of a hollow point."""
     for rank, name in enumerate(names):
         look = {"marker": MARKERS[rank % len(MARKERS)], **style}
         ax.plot([], [], color=SERIES[rank % len(SERIES)], label=name, **look)
@@ -161,9 +161,9 @@ class Lines(Figure):
     x: str
     y: str
     hollow: str = ""
-    """What a hollow point means."""
+    """Meaning of a hollow point."""
     scale: Literal["all", "row", "none"] = "all"
-    """Which panels have the same y axis; a row has three."""
+    """Panels that share a y axis; a row has three."""
 
     def table(self) -> Table:
         rows = [
@@ -208,7 +208,7 @@ def _line(ax: Any, rank: int, points: Sequence[Point]) -> None:
 
 
 def _powers(ax: Any, values: Sequence[float]) -> None:
-    """A logarithmic x axis with a tick at every value."""
+    """Make the x axis logarithmic, with a tick at every value."""
     ax.set_xscale("log", base=2)
     ticks = sorted(set(values))
     ax.set_xticks(ticks, [number(tick) for tick in ticks])
@@ -235,7 +235,7 @@ class Clouds(Figure):
 
     panels: Mapping[str, Cloud]
     hollow: str = ""
-    """What a hollow point means."""
+    """Meaning of a hollow point."""
     sheet: Table | None = None
     """A table that says more than the points."""
 
@@ -275,7 +275,7 @@ class Clouds(Figure):
 
 
 def _equal(ax: Any, points: Sequence[Point]) -> None:
-    """Logarithmic axes of one range, with the diagonal and 20% to either side."""
+    """Make both axes logarithmic over one range, with the diagonal and 20% to either side."""
     values = [value for p in points for value in (p.x, p.y)]
     low, high = 0.8 * min(values, default=1.0), 1.25 * max(values, default=10.0)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")

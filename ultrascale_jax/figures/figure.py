@@ -29,14 +29,14 @@ class Figure(ABC):
     """Of the PNG file and of the place on the page."""
     title: str
     caption: str
-    """What is to be seen, and under which assumptions; also the text for who cannot see it."""
+    """Content and assumptions of the figure; also its text for readers who cannot see it."""
 
     open: ClassVar[bool] = False
     """Whether the page shows the numbers at once."""
 
     @abstractmethod
     def table(self) -> Table:
-        """The numbers of the picture."""
+        """Return the numbers of the picture."""
 
     @abstractmethod
     def paint(self, canvas: Any) -> None:
@@ -89,7 +89,7 @@ def version() -> str:
 def grid(
     canvas: Any, count: int, height: float, columns: int, share: Any = True, widths: Any = None
 ) -> list[Any]:
-    """`count` axes in rows of `columns`; `share` as matplotlib's sharey, `widths` relative, of a single row."""
+    """Make `count` axes in rows of `columns`; `share` as matplotlib's sharey, `widths` relative, of a single row."""
     columns = min(columns, count)
     rows = -(-count // columns)
     canvas.set_size_inches(10.5 if count > 1 else 8, 0.6 + height * rows)
@@ -102,7 +102,7 @@ def grid(
 
 
 def rows_of(ax: Any, names: Sequence[str], xlabel: str, *, lines: bool = True) -> None:
-    """A row for each name from the top down; `lines` along the x axis' ticks."""
+    """Make a row for each name from the top down; `lines` along the x axis' ticks."""
     ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=xlabel)
     ax.set_yticks(range(len(names)), names)
     ax.xaxis.set_major_formatter("{x:,g}")
@@ -112,7 +112,7 @@ def rows_of(ax: Any, names: Sequence[str], xlabel: str, *, lines: bool = True) -
 
 
 def legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
-    """Right of all panels; the first `reverse` entries from the top of the stack down."""
+    """Draw the legend right of all panels; the first `reverse` entries from the top of the stack down."""
     handles, labels = ax.get_legend_handles_labels()
     order = [n for n, label in enumerate(labels) if hasattr(handles[n], "patches")]
     rest = [n for n in range(len(labels)) if n not in order]
@@ -123,14 +123,14 @@ def legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
 
 
 def check_numbers(*values: Any) -> None:
-    """Raises `ValueError` for a value that no axis can show: what is not a number, negative, infinite or nan."""
+    """Raise `ValueError` for a value that no axis can show: no number, or negative, infinite or nan."""
     for value in values:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{value!r} is no size")
 
 
 def number(value: Any) -> str:
-    """A number as a reader wants it: three significant digits, thousands apart."""
+    """Format a number: three significant digits, thousands apart."""
     if isinstance(value, str):
         return value
     if value is None or value != value:

@@ -30,7 +30,7 @@ class Page:
 
 
 def render(page: Page, figures: Sequence[tuple[Figure, str]]) -> str:
-    """The page; `figures` are figures with what `Figure.draw` returns."""
+    """Render the page; `figures` are figures with the result of `Figure.draw`."""
     links = "".join(
         f'<a href="#{f.name}">{html.escape(f.title.partition(":")[0])}</a>' for f, _ in figures
     )

@@ -71,12 +71,12 @@ STYLE = {
 
 
 def is_variable(part: str) -> bool:
-    """Whether the part belongs on top of a stack."""
+    """Return whether the part belongs on top of a stack."""
     return any(word in part.lower() for word in VARIABLE)
 
 
 def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and hatch of every part: its own, or the next free one of the warm or of the cool tones."""
+    """Return colour and hatch of every part: its own, or the next free one of the warm or of the cool tones."""
     chosen = {part: (OWN[part], "") for part in parts if part in OWN}
     taken = {colour for colour, _ in chosen.values()}
     free = {family: [c for c in family if c not in taken] for family in (COOL, WARM)}
@@ -91,7 +91,7 @@ def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """The colour of every kind of operation of a timeline."""
+    """Return the colour of every kind of operation of a timeline."""
     free = [c for c in (*SERIES, *WARM) if c not in KINDS.values()]
     others = [kind for kind in kinds if kind not in KINDS]
     named = {kind: free[n % len(free)] for n, kind in enumerate(others)}
@@ -99,7 +99,7 @@ def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
 
 
 def shade(colour: str, chunk: int, chunks: int) -> str:
-    """The colour of a rank's stage `chunk` of `chunks`: later ones lighter, and all light enough for black numbers."""
+    """Return the colour of a rank's stage `chunk` of `chunks`: later ones lighter, all light enough for black text."""
     white = 0.25 + 0.5 * chunk / max(1, chunks - 1)
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -69,7 +69,7 @@ class Streams(Figure):
         return Table(head=head, rows=body)
 
     def paint(self, canvas: Any) -> None:
-        """The whole step, and below it the part that is shown operation by operation."""
+        """Draw the whole step, and below it the part that is shown operation by operation."""
         windows = [(0.0, self.step_s)] + ([self.detail] if self.detail else [])
         canvas.set_size_inches(10.5, 0.6 + len(windows) * (0.7 + 0.42 * len(self.streams)))
         axes = canvas.subplots(len(windows), 1, squeeze=False).ravel()
@@ -91,7 +91,7 @@ class Streams(Figure):
         legend(canvas, axes[0])
 
     def picture(self, svg: str, label: str) -> str:
-        """The timeline as an SVG of 10,000 units for the step, which the page's script zooms."""
+        """Return the timeline as an SVG of 10,000 units for the step, which the page's script zooms."""
         scale, total, moves = 1e4 / self.step_s, ROW * len(self.streams), dict(MOVES)
         names = "".join(f"<span>{html.escape(name)}</span>" for name in self.streams)
         ticks = "".join(f"<span>{1e3 * self.step_s * n / 6:.1f} ms</span>" for n in range(7))
@@ -114,7 +114,7 @@ class Streams(Figure):
 <div class="ticks">{ticks}</div></div><div class="keys">{keys}</div></div>"""
 
     def _bars(self, scale: float) -> str:
-        """A rectangle for each operation, with a tooltip."""
+        """Return a rectangle for each operation, with a tooltip."""
         look, bars = self.colours, []
         for row, events in enumerate(self.streams.values()):
             for e in merged(events, self.step_s / FINEST):
@@ -131,7 +131,7 @@ MOVES = {"in": "zoom in", "out": "zoom out", "left": "←", "right": "→", "all
 
 
 def merged(events: Sequence[Event], shortest: float) -> list[Event]:
-    """`events` by start, neighbours of one kind that are shorter than `shortest` and touch drawn as one."""
+    """Sort `events` by start, and merge neighbours of one kind that touch and are shorter than `shortest`."""
     found: list[Event] = []
     counts: list[int] = []
     for event in sorted(events, key=lambda e: e.start):

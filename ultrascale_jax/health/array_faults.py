@@ -11,7 +11,7 @@ from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.train_step.state import TrainState
 
 FACTORS = {"nan": float("nan"), "spike": 20.0}
-"""What each kind multiplies the last norm's scales with, for one step."""
+"""Factor of the last norm's scales for one step, by kind."""
 
 BIT = 10
 """The bit of the mantissa that `flip` flips: a change of 1e-4 that no other check would see."""

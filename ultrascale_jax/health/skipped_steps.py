@@ -45,7 +45,7 @@ def reason(values: Mapping[str, Any]) -> str:
 
 
 def suspicious(values: Mapping[str, Any]) -> bool:
-    """Whether a step with these metrics was skipped, and not because float16 is looking for its loss scale."""
+    """Return whether a step with these metrics was skipped, and not because float16 is looking for its loss scale."""
     searching = values.get("loss_scale", LEAST) > LEAST and reason(values) == "not finite"
     return bool(values["skipped"]) and not searching
 
@@ -58,7 +58,7 @@ class SkippedSteps(Hook):
         self._loader, self._newest = loader, newest
         self._in_a_row = 0
         self._last: list[dict] = []
-        """Those in a row that this process has seen."""
+        """Skipped steps in a row that this process has seen."""
 
     def on_start(self, run: Run) -> None:
         self._in_a_row = int(run.state.skipped_in_a_row)

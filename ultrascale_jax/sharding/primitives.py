@@ -205,7 +205,7 @@ def keep_sharded(
 
 
 def is_gathered_param(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Whether an equation makes a parameter whole over the ZeRO axes, or hands one on: for policies of remat.
+    """Return whether an equation makes a parameter whole over the ZeRO axes, or hands one on: for policies of remat.
 
     In an Explicit program its type tells: `reduced` over fsdp. On pieces it is known by what is done with parameters:
     gathered, and handed on by operations that cost nothing.
@@ -223,7 +223,7 @@ _HANDED_ON = (
     *("pvary", "reduced_vary_cast", "stop_gradient"),
     *("reshape", "broadcast_in_dim", "dynamic_slice"),
 )
-"""What is done with a gathered parameter on the way to its product; it costs nothing to do it again."""
+"""Operations on a gathered parameter on the way to its product; repeating them costs nothing."""
 
 
 def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ PARAMETER: dict[str, tuple[str, ...]] = {
 
 
 def manual() -> bool:
-    """Whether values are this device's pieces: the call stands in a region that is manual over all axes."""
+    """Return whether values are this device's pieces: the call stands in a region that is manual over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
@@ -106,7 +106,7 @@ def zero_dim(dims: str) -> int:
 
 
 def is_matrix(dims: str) -> bool:
-    """Whether a parameter is a matrix: it maps the model dim, or a latent's, to others or back."""
+    """Return whether a parameter is a matrix: it maps the model dim, or a latent's, to others or back."""
     return bool(set("DQJ") & set(dims)) and len(dims.strip("L")) > 1
 
 

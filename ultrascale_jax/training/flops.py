@@ -34,18 +34,10 @@ sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8
 def matmul_params(model: ModelConfig) -> int:
     """Count the parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
 
-    Of the routed experts those that one token visits; `total_params` has all.
+    Of the routed experts it counts those that one token visits.
     """
-    return _shape(model).active_params
-
-
-def total_params(model: ModelConfig) -> int:
-    """Count all parameters; a tied embedding counts once."""
-    return _shape(model).num_params
-
-
-def _shape(model: ModelConfig) -> ModelShape:
-    return model if isinstance(model, ModelShape) else ModelShape.of(model)
+    shape = model if isinstance(model, ModelShape) else ModelShape.of(model)
+    return shape.active_params
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:

@@ -13,7 +13,6 @@ import optax
 
 from ultrascale_jax.cli.bench_peers.contestant import (
     Contestant,
-    moment,
     pipelined,
     resident_bytes,
     serve,
@@ -111,16 +110,14 @@ def make(spec: dict) -> Contestant:
         params, state, loss = step(params, state, *batch)
         return loss
 
-    loss, first_step = float(advance()), moment()
+    loss = float(advance())
     return Contestant(
         run=lambda n: pipelined(advance, jax.block_until_ready, n),
         peak_bytes=resident_bytes,
         compile_s=compile_s,
         loss=loss,
-        first_step=first_step,
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib", "optax"),
-        notes={},
     )
 
 

@@ -22,8 +22,13 @@ class Unavailable(Exception):
     """This contestant cannot run here; the message says why."""
 
 
+def moment() -> tuple[float, float]:
+    """Return the time of day and the CPU time that this process has used, in seconds."""
+    return time.time(), time.process_time()
+
+
 Limit = Literal["copy", "bf16 GEMM", "fp8 GEMM"]
-"""What bounds a work: a work of the `roofline`."""
+"""The work of the `roofline` that bounds a work."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Program:
     """One of several programs in one process that take turns (`turns.py`)."""
 
     work: str
-    """What it does; the first program of the same work is what the others are compared with."""
+    """Name of the work; the first program of a work is the one that the others are compared with."""
     contestant: str
     amount: int
     """Operations of one call, or least bytes of traffic where `limit` is `copy`."""
@@ -53,19 +58,19 @@ class Contestant:
     compile_s: float
     loss: float | None = None
     """Loss of the first step, in nats; none where nothing is trained."""
-    first_step: tuple[float, float]
-    """`moment()` when the first step was done."""
+    first_step: tuple[float, float] = field(default_factory=moment)
+    """`moment()` when the first step was done: now, unless it is given."""
     device: str
     libraries: tuple[str, ...]
     """Distributions whose versions are reported."""
-    notes: dict[str, str]
-    """What else distinguishes the run."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Other properties that distinguish the run."""
     programs: tuple[Program, ...] = ()
-    """Where several take turns: step i is that of program i % len(programs)."""
+    """Programs that take turns, if any: step i is that of program i % len(programs)."""
 
 
 def serve(make: Callable[[dict], Contestant]) -> None:
-    """Be the contestant that `make` makes of the specification in `sys.argv`."""
+    """Run the contestant that `make` makes of the specification in `sys.argv`."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -99,7 +104,7 @@ def serve(make: Callable[[dict], Contestant]) -> None:
 def pipelined[Handle](
     step: Callable[[], Handle], wait: Callable[[Handle], object], num_steps: int
 ) -> list[float]:
-    """Seconds of each of `num_steps` steps; as in training, one is dispatched before the last is waited for."""
+    """Return the seconds of each of `num_steps` steps; as in training, each is dispatched before the last one ends."""
     times, begun = [], time.perf_counter()
     pending = step()
     for n in range(num_steps):
@@ -111,19 +116,14 @@ def pipelined[Handle](
     return times
 
 
-def moment() -> tuple[float, float]:
-    """The time of day and the CPU time that this process has used, in seconds."""
-    return time.time(), time.process_time()
-
-
 def resident_bytes() -> int:
-    """Most memory that this process has held."""
+    """Return the most memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_bytes() -> int:
-    """Most memory that JAX's first device has held; of a CPU, this process."""
+    """Return the most memory that JAX's first device has held; on a CPU, that this process has."""
     import jax
 
     statistics = jax.local_devices()[0].memory_stats() or {}

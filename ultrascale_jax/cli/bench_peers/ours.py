@@ -7,7 +7,6 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.bench_peers.contestant import (
     Contestant,
     device_bytes,
-    moment,
     pipelined,
     require_gpu,
     serve,
@@ -40,13 +39,12 @@ def make(spec: dict) -> Contestant:
         state, metrics = step(state, batch)
         return metrics["loss"]
 
-    loss, first_step = float(advance(batch)), moment()
+    loss = float(advance(batch))
     return Contestant(
         run=lambda n: pipelined(lambda: advance(next(batches)[1]), jax.block_until_ready, n),
         peak_bytes=device_bytes,
         compile_s=compile_s,
         loss=loss,
-        first_step=first_step,
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib", "flax", "optax", "numpy"),
         notes={"remat": cfg.train.remat, "precision": cfg.train.precision},

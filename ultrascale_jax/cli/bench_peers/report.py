@@ -48,7 +48,7 @@ COLUMNS = {
 def figures(
     cfg: Config, facts: dict, step_s: Sequence[float], cpu_s: Sequence[float], peak_bytes: int
 ) -> dict:
-    """One row's figures.
+    """Return one row's figures.
 
     Args:
       cfg: the run, for its tokens a step and FLOPs.
@@ -75,7 +75,7 @@ def figures(
 
 
 def spread(step_s: Sequence[float]) -> dict:
-    """`num_steps`, and `step_s`: their median, p10 and p90."""
+    """Return `num_steps`, and `step_s`: the median, p10 and p90 of the steps."""
     deciles = (
         statistics.quantiles(step_s, n=10, method="inclusive") if len(step_s) > 1 else [*step_s] * 9
     )
@@ -111,7 +111,7 @@ class Report:
         self.save()
 
     def add(self, workload: str, contestant: str, **values: object) -> dict:
-        """A new row: its status is `measured`, `skipped`, `failed`, `out of memory`, or `running`."""
+        """Add a row, and return it: its status is `measured`, `skipped`, `failed`, `out of memory`, or `running`."""
         row = {"workload": workload, "contestant": contestant, "status": "measured", **values}
         self.rows.append(row)
         self.save()
@@ -142,7 +142,7 @@ class Report:
             raise SystemExit(128 + signal.SIGINT)
 
     def print(self, console: Console) -> None:
-        """The table, then the parts that have no figures, then the goals."""
+        """Print the table, then the parts that have no figures, then the goals."""
         measured = [row for row in self.rows if row["status"] == "measured"]
         used = {
             name: value
@@ -170,7 +170,7 @@ class Report:
 
 
 def _flat(row: dict) -> dict:
-    """A row with its step time as one cell."""
+    """Return a row with its step time as one cell."""
     if "step_s" not in row:
         return row
     median, p10, p90 = (1e3 * row["step_s"][name] for name in ("median", "p10", "p90"))
@@ -186,7 +186,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _processor() -> str:
-    """The model of this machine's processor, as exactly as the system tells."""
+    """Return the model of this machine's processor, as exactly as the system tells."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

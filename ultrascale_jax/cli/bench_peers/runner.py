@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
 
@@ -25,7 +25,7 @@ class Failed(Exception):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether a setting that needs less memory could work."""
+        """Return whether a setting that needs less memory could work."""
         return any(words in str(self).lower() for words in OUT_OF_MEMORY)
 
 
@@ -39,18 +39,17 @@ class Process:
     def __init__(
         self,
         module: str,
-        spec: Mapping[str, object],
-        *,
+        *arguments: str,
         environ: Mapping[str, str],
         deadline: float,
     ):
-        """Start `python -m module SPEC`; it is killed at `deadline` (of `time.monotonic`)."""
+        """Start `python -m module ARGUMENTS`; it is killed at `deadline` (of `time.monotonic`)."""
         self._late = False
         self._log = tempfile.TemporaryFile(mode="w+")
         self._cache = tempfile.TemporaryDirectory()
         self._started = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(spec)],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -77,36 +76,47 @@ class Process:
         self._cache.cleanup()
 
     def ready(self) -> dict:
-        """Wait for the first step: what the contestant says, and seconds and CPU-seconds from its start to there."""
+        """Wait for the first step; return the contestant's facts, with seconds and CPU-seconds since its start."""
         answer = self._read()
         at, cpu_s = answer.pop("first_step")
         return answer | {"first_step_s": at - self._started, "first_step_cpu_s": cpu_s}
 
     def run(self, num_steps: int) -> dict:
-        """Let it make steps: `step_s` of each, `cpu_s` of all together, `peak_bytes` so far."""
+        """Let it make steps; return `step_s` of each, `cpu_s` of all together, `peak_bytes` so far."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{num_steps}\n")
             self._process.stdin.flush()
         return self._read()
 
+    def wait_for(self, done: Callable[[], bool]) -> float:
+        """Wait until `done()`; return the seconds since the start."""
+        while self._process.poll() is None and not done():
+            time.sleep(0.01)
+        if not done():
+            raise self._end()
+        return time.time() - self._started
+
     def _read(self) -> dict:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if self._late:
-            raise OutOfTime("the benchmark's time was up")
-        answer = json.loads(line) if line else {"error": self._last_words()}
+        if self._late or not line:
+            raise self._end()
+        answer = json.loads(line)
         if "skipped" in answer:
             raise Unavailable(answer["skipped"])
         if "error" in answer:
             raise Failed(answer["error"][:500])
         return answer
 
-    def _last_words(self) -> str:
+    def _end(self) -> OutOfTime | Failed:
+        """Return why the process ended, once it has."""
         code = self._process.wait()
+        if self._late:
+            return OutOfTime("the benchmark's time was up")
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        return f"ended with code {code}: {lines[-1] if lines else 'no message'}"
+        return Failed(f"ended with code {code}: {lines[-1] if lines else 'no message'}"[:500])
 
     def _kill_late(self) -> None:
         self._late = True
@@ -120,7 +130,7 @@ class Process:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[int | None]:
-    """Processes started in this block run on one core, whose number it gives; none where the system cannot say."""
+    """Run processes started in this block on one core, and yield its number; None if the system cannot pin them."""
     if not hasattr(os, "sched_setaffinity"):
         yield None
         return

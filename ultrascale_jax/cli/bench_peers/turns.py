@@ -5,6 +5,7 @@ call is longer than its dispatch and does not find its input in the cache. Step 
 `i % len(programs)`, and makes `spec["calls"]` calls.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -21,7 +22,6 @@ from ultrascale_jax.cli.bench_peers.contestant import (
     Program,
     Unavailable,
     device_bytes,
-    moment,
     pipelined,
     require_gpu,
     serve,
@@ -55,7 +55,7 @@ def works(spec: dict) -> list[Work]:
 
 
 def programs(spec: dict) -> list[tuple[Work, Program]]:
-    """In the order of their turns; without a GPU those that can do without."""
+    """Return works and programs in the order of their turns; without a GPU only those that need none."""
     found = []
     for work in works(spec):
         copies = min(max(math.ceil(PROGRAM_S * RATES[work.limit] / work.amount), 1), MOST_COPIES)
@@ -85,7 +85,7 @@ def make(spec: dict) -> Contestant:
     begun = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         lowered = [
-            jax.jit(_each(work.run(program.contestant))).lower(*arguments)
+            jax.jit(_each(work, program.contestant)).lower(*arguments)
             for (work, program), arguments in zip(order, given, strict=True)
         ]
         compiled = list(pool.map(lambda program: program.compile(), lowered))
@@ -111,27 +111,25 @@ def make(spec: dict) -> Contestant:
         run=lambda n: pipelined(step, jax.block_until_ready, n),
         peak_bytes=device_bytes,
         compile_s=compile_s,
-        first_step=moment(),
         device=jax.devices()[0].device_kind,
         libraries=("jax", "jaxlib"),
-        notes={},
         programs=tuple(made),
     )
 
 
-def _each(run: Callable) -> Callable:
-    return lambda *sets: [run(*one) for one in sets]
+def _each(work: Work, contestant: str) -> Callable:
+    return lambda *sets: [work.run(contestant, *one) for one in sets]
 
 
 def prepared(work: Work, contestant: str, arguments: tuple) -> tuple:
     """Convert the work's `arguments` to those that `contestant` gets."""
     if work.prepare is None:
         return arguments
-    return jax.jit(work.prepare(contestant))(*arguments)
+    return jax.jit(functools.partial(work.prepare, contestant))(*arguments)
 
 
 def _figures(work: Work, program: Program, run: Any, result: Any, expected: Any) -> dict:
-    """The row's figures that are no times: `error`, `temporary_gb`, `fp8_products`."""
+    """Return the row's figures other than times: `error`, `temporary_gb`, `fp8_products`."""
     found: dict[str, float] = {}
     if work.compared != "none":
         found["error"] = _error(jax.tree.map(work.part, result), expected)
@@ -152,11 +150,11 @@ def _reference(work: Work, arguments: tuple):
         arguments = jax.jit(lambda args: jax.tree.map(lambda x: widened(work.part(x)), args))(
             arguments
         )
-        return jax.jit(work.run(XLA))(*prepared(work, XLA, arguments))
+        return jax.jit(functools.partial(work.run, XLA))(*prepared(work, XLA, arguments))
 
 
 def _error(got, expected) -> float:
-    """The largest relative error of any array, in the Frobenius norm."""
+    """Return the largest relative error of any array, in the Frobenius norm."""
 
     def plain(tree) -> list:
         return [

@@ -26,7 +26,7 @@ from ultrascale_jax.kernels import rms_norm as norm_kernels
 from ultrascale_jax.kernels.device import on_gpu
 from ultrascale_jax.sharding.manual import smap
 
-XLA, MOSAIC, CUDNN = "xla", "mosaic", "cudnn"
+XLA, MOSAIC, CUDNN, PACKED = "xla", "mosaic", "cudnn", "cudnn_packed"
 
 COPY, BF16, FP8 = "copy", "bf16 GEMM", "fp8 GEMM"
 """The works of the roofline."""
@@ -40,32 +40,28 @@ class Work:
 
     name: str
     contestants: tuple[str, ...]
-    """Who can do it on a GPU; the others' times are compared with the first's."""
+    """Contestants on a GPU; the others' times are compared with the first's."""
     on_cpu: tuple[str, ...] = (XLA,)
     make: Callable[[Any], tuple]
     """Arguments of one call, from a random key."""
-    run: Callable[[str], Callable]
-    """The function of a contestant, of these arguments, which is timed."""
+    run: Callable[..., Any]
+    """The function that is timed, of a contestant and these arguments."""
     limit: Limit
     amount: int
-    prepare: Callable[[str], Callable] | None = None
-    """What a contestant makes of the arguments beforehand: what its forward pass keeps, for a backward pass."""
+    prepare: Callable[..., tuple] | None = None
+    """Prepares the arguments of a contestant, untimed: for a backward pass, what its forward pass keeps."""
     compared: Literal["exact", "first", "none"] = "exact"
-    """What results are compared with: XLA's in float32, the first contestant's, or nothing."""
+    """Reference of the results: XLA's in float32, the first contestant's, or none."""
     part: Callable[[Any], Any] = lambda x: x
-    """What of arguments and results is compared; all, unless that would not fit."""
+    """Selects the part of arguments and results that is compared; all, unless that would not fit."""
 
 
 def rms_norm(M: int, D: int) -> list[Work]:
-    """The backward pass, which has the inputs, and recomputes what it needs; the forward pass is XLA's."""
+    """Return the backward pass, which recomputes from the inputs; the forward pass is XLA's."""
 
-    def kept(name: str) -> Callable:
+    def kept(name: str, x, dy, weight) -> tuple:
         norm = functools.partial(norm_kernels.rms_norm, eps=1e-5, implementation=name)
-
-        def run(x, dy, weight):
-            return jax.vjp(norm, x, weight)[1], dy
-
-        return run
+        return jax.vjp(norm, x, weight)[1], dy
 
     return [
         Work(
@@ -76,7 +72,7 @@ def rms_norm(M: int, D: int) -> list[Work]:
                 jnp.linspace(0.5, 1.5, D, dtype=jnp.float32),
             ),
             prepare=kept,
-            run=lambda name: lambda pull_back, dy: pull_back(dy),
+            run=lambda name, pull_back, dy: pull_back(dy),
             limit=COPY,
             amount=3 * M * D * 2,
         )
@@ -84,20 +80,20 @@ def rms_norm(M: int, D: int) -> list[Work]:
 
 
 def quantize_fp8(M: int, K: int) -> list[Work]:
-    """Activations and gradients by blocks in both orientations, weights by tiles: what `fp8_block` wants."""
+    """Return the quantisers of `fp8_block`: activations and gradients by blocks, both ways round, weights by tiles."""
 
     def work(function: str, scaling: Scaling, amount: int) -> Work:
-        def run(name: str) -> Callable:
-            def call(x):
-                return getattr(quantize_kernels, function)(x, scaling, implementation=name)
+        def run(name: str, x):
+            return getattr(quantize_kernels, function)(x, scaling, implementation=name)
 
-            return call
-
-        def make(key) -> tuple:
-            return normals(key, (M, K))
-
-        name, both = f"{function}, {scaling}", (XLA, MOSAIC)
-        return Work(name=name, contestants=both, make=make, run=run, limit=COPY, amount=amount)
+        return Work(
+            name=f"{function}, {scaling}",
+            contestants=(XLA, MOSAIC),
+            make=lambda key: normals(key, (M, K)),
+            run=run,
+            limit=COPY,
+            amount=amount,
+        )
 
     read, blocks, tiles = M * K * 2, M * K // 128, M * K // 128**2
     return [
@@ -107,7 +103,7 @@ def quantize_fp8(M: int, K: int) -> list[Work]:
 
 
 def fp8_matmul(M: int, N: int, K: int) -> list[Work]:
-    """Products with scales of blocks, beside bfloat16 and one scale a tensor on cuBLASLt."""
+    """Return products with scales of blocks, beside bfloat16 and one scale a tensor on cuBLASLt."""
 
     def product(name: str, a: Scaling, b: Scaling, m: int, n: int, k: int, out: str) -> Work:
         def make(key) -> tuple:
@@ -115,15 +111,12 @@ def fp8_matmul(M: int, N: int, K: int) -> list[Work]:
             quantize = quantize_kernels.quantize_fp8
             return x, y, quantize(x, a), quantize(y, b)
 
-        def run(name: str) -> Callable:
-            def call(x, y, a, b):
-                if name == BF16_DOT:
-                    return transposed_dot(x, y, out)
-                if name == TENSORWISE:
-                    return tensorwise_dot(a.values, b.values, out)
-                return fp8_kernel.fp8_matmul(a, b, out_dtype=out, implementation=name)
-
-            return call
+        def run(name: str, x, y, a, b):
+            if name == BF16_DOT:
+                return transposed_dot(x, y, out)
+            if name == TENSORWISE:
+                return tensorwise_dot(a.values, b.values, out)
+            return fp8_kernel.fp8_matmul(a, b, out_dtype=out, implementation=name)
 
         contestants = (BF16_DOT, TENSORWISE, XLA, MOSAIC)
         return Work(
@@ -146,7 +139,7 @@ BF16_DOT, TENSORWISE = "bf16 dot", "fp8 dot, one scale a tensor"
 
 
 def linear_cross_entropy(M: int, D: int, V: int) -> list[Work]:
-    """The head's product and the loss; three products with the gradients, whatever is computed twice."""
+    """Return the head's product with the loss; with gradients it counts three products, whatever is computed twice."""
 
     def make(key) -> tuple:
         x, head = normals(key, (M, D), (D, V))
@@ -158,24 +151,15 @@ def linear_cross_entropy(M: int, D: int, V: int) -> list[Work]:
             x, head, targets, weight=jnp.float32(1 / M), z_loss=1e-4, implementation=name
         )
 
-    def both(name: str) -> Callable:
-        def run(x, head, targets):
-            def objective(x, head):
-                return loss(name, x, head, targets)
-
-            (value, bare), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(x, head)
-            return value, bare, *grads
-
-        return run
+    def both(name: str, x, head, targets) -> tuple:
+        gradients = jax.value_and_grad(functools.partial(loss, name), (0, 1), has_aux=True)
+        (value, bare), grads = gradients(x, head, targets)
+        return value, bare, *grads
 
     product = 2 * M * D * V
     names = functools.partial(Work, contestants=(XLA, MOSAIC), make=make, limit=BF16)
     return [
-        names(
-            name="linear_cross_entropy, forward",
-            run=lambda name: functools.partial(loss, name),
-            amount=product,
-        ),
+        names(name="linear_cross_entropy, forward", run=loss, amount=product),
         names(name=LOSS, run=both, amount=3 * product),
     ]
 
@@ -187,7 +171,7 @@ DOCUMENTS = 8
 
 
 def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
-    """Causal, and with documents, where cuDNN takes a mask `[T, S]`."""
+    """Return attention, causal and with documents, for which cuDNN takes a mask `[T, S]` or their lengths."""
 
     def ends() -> list[int]:
         inside = np.random.default_rng(0).choice(np.arange(1, T), DOCUMENTS - 1, replace=False)
@@ -199,26 +183,19 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
             ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), np.diff(ends()))
             return *normals(key, *shapes), jnp.broadcast_to(ids, (B, T))
 
-        def run(name: str) -> Callable:
-            def call(q, k, v, dout, ids):
-                def attend(q, k, v):
-                    return attention_kernel.attention(
-                        q,
-                        k,
-                        v,
-                        q_index=jnp.arange(T, dtype=jnp.int32),
-                        segment_ids=(ids, ids) if kind == "documents" else None,
-                        implementation=name,
-                    )
-
-                return attend(q, k, v) if passes == "forward" else _both(attend, q, k, v, dout)
-
-            return call
+        def run(name: str, q, k, v, dout, ids):
+            attend = functools.partial(
+                attention_kernel.attention,
+                q_index=jnp.arange(T, dtype=jnp.int32),
+                segment_ids=(ids, ids) if kind == "documents" else None,
+                implementation=name,
+            )
+            return attend(q, k, v) if passes == "forward" else _both(attend, q, k, v, dout)
 
         products = 2 if passes == "forward" else 7
         return Work(
             name=f"attention, {kind}, {passes}",
-            contestants=(CUDNN, MOSAIC),
+            contestants=(CUDNN, PACKED, MOSAIC) if kind == "documents" else (CUDNN, MOSAIC),
             make=make,
             run=run,
             limit=BF16,
@@ -233,7 +210,7 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
 
 
 def _both(attend: Callable, q, k, v, dout) -> tuple:
-    """Result and gradients."""
+    """Return the result and the gradients."""
     out, pull_back = jax.vjp(attend, q, k, v)
     return out, *pull_back(dout)
 
@@ -249,12 +226,12 @@ causal block of T."""
 
 
 def one_rank() -> jax.sharding.Mesh:
-    """A mesh of one device with an automatic axis `cp`: no array gets a sharding, as where cuDNN is called directly."""
+    """Make a mesh of one device with an automatic axis `cp`: no array gets a sharding, as in a direct call of cuDNN."""
     return jax.make_mesh((1,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 
 
 def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
-    """Attention of one sequence on `one_rank`, which is to cost nothing more, and the blocks of a zigzag ring."""
+    """Return attention of one sequence on `one_rank`, beside cuDNN's own call, and the blocks of a zigzag ring."""
     which = "cudnn" if on_gpu() else "xla"
 
     def make(key) -> tuple:
@@ -268,11 +245,11 @@ def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
         local = functools.partial(RING[name], implementation=which)
         return smap(local, in_specs=(pieces,) * 3, out_specs=pieces, axes=("cp",))
 
-    def forward(name: str) -> Callable:
-        return lambda q, k, v, dout: attend(name)(q, k, v)
+    def forward(name: str, q, k, v, dout):
+        return attend(name)(q, k, v)
 
-    def both(name: str) -> Callable:
-        return lambda *arrays: _both(attend(name), *arrays)
+    def both(name: str, *arrays) -> tuple:
+        return _both(attend(name), *arrays)
 
     def block(name: str, q, k, v, *_) -> tuple:
         mask = attention_kernel.BlockMask(causal=name == BLOCKS[0])
@@ -283,19 +260,14 @@ def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
         backward = attention_kernel.attention_backward
         return backward(q, k, v, out, lse, dout, mask, implementation=which)
 
-    def with_results(name: str) -> Callable:
-        """Each block's arrays, so that no program has to cut any, with its result and log-sum-exp."""
-
-        def prepare(*arrays):
-            halves = zip(*(jnp.split(x, 2, axis=1) for x in arrays), strict=True)
-            return tuple(
-                (*b, *block(name, *b)) for b in ([arrays] if name == BLOCKS[0] else halves)
-            )
-
-        return prepare
+    def with_results(name: str, *arrays) -> tuple:
+        """Cut each block's arrays beforehand, and add its result and log-sum-exp."""
+        halves = zip(*(jnp.split(x, 2, axis=1) for x in arrays), strict=True)
+        blocks = [arrays] if name == BLOCKS[0] else halves
+        return tuple((*arrays, *block(name, *arrays)) for arrays in blocks)
 
     def of_blocks(compute: Callable) -> Callable:
-        return lambda name: lambda *blocks: [compute(name, *arrays) for arrays in blocks]
+        return lambda name, *blocks: [compute(name, *arrays) for arrays in blocks]
 
     product = 2 * (N * T**2 // 2) * H
     whole, blocks = (
@@ -319,7 +291,7 @@ SPREAD = 0.3
 
 
 def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
-    """The experts' products, of rows in groups of uneven sizes as a router makes them."""
+    """Return the experts' products, of rows in groups of uneven sizes as a router makes them."""
 
     def make(key) -> tuple:
         shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
@@ -333,14 +305,14 @@ def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
         which = name.rpartition(" ")[2]
         return functools.partial(grouped_kernel.grouped_matmul, implementation=which)
 
-    def forward(name: str) -> Callable:
-        return lambda x, w, sizes, dy: multiply(name)(x, w, sizes)
+    def forward(name: str, x, w, sizes, dy):
+        return multiply(name)(x, w, sizes)
 
-    def x_gradient(name: str) -> Callable:
-        return lambda x, w, sizes, dy: jax.vjp(lambda x: multiply(name)(x, w, sizes), x)[1](dy)
+    def x_gradient(name: str, x, w, sizes, dy):
+        return jax.vjp(lambda x: multiply(name)(x, w, sizes), x)[1](dy)
 
-    def w_gradient(name: str) -> Callable:
-        return lambda x, w, sizes, dy: jax.vjp(lambda w: multiply(name)(x, w, sizes), w)[1](dy)
+    def w_gradient(name: str, x, w, sizes, dy):
+        return jax.vjp(lambda w: multiply(name)(x, w, sizes), w)[1](dy)
 
     product = functools.partial(
         Work,
@@ -356,11 +328,8 @@ def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
 
 
 def roofline(size: int) -> list[Work]:
-    """A copy of as many bytes as two matrices of 16 bits have, and products of square matrices."""
+    """Return a copy of as many bytes as two matrices of 16 bits have, and products of square matrices."""
     square = (size, size)
-
-    def run_fp8(name: str) -> Callable:
-        return lambda x, y: tensorwise_dot(x, y, "bfloat16")
 
     def eighths(key) -> tuple:
         return tuple(x.astype(jnp.float8_e4m3fn) for x in normals(key, square, square))
@@ -370,18 +339,24 @@ def roofline(size: int) -> list[Work]:
         alone(
             name=COPY,
             make=lambda key: normals(key, (2 * size, size)),
-            run=lambda name: lambda x: -x,  # a copy proper could be left out
+            run=lambda name, x: -x,  # a copy proper could be left out
             limit=COPY,
             amount=2 * 2 * 2 * size**2,
         ),
         alone(
             name=BF16,
             make=lambda key: normals(key, square, square),
-            run=lambda name: lambda x, y: transposed_dot(x, y, "bfloat16"),
+            run=lambda name, x, y: transposed_dot(x, y, "bfloat16"),
             limit=BF16,
             amount=2 * size**3,
         ),
-        alone(name=FP8, make=eighths, run=run_fp8, limit=FP8, amount=2 * size**3),
+        alone(
+            name=FP8,
+            make=eighths,
+            run=lambda name, x, y: tensorwise_dot(x, y, "bfloat16"),
+            limit=FP8,
+            amount=2 * size**3,
+        ),
     ]
 
 
@@ -398,18 +373,18 @@ WORKS: dict[str, Callable[..., list[Work]]] = {
 
 
 def transposed_dot(x, y, out: str):
-    """x `[M, K]` times the transpose of y `[N, K]`."""
+    """Multiply x `[M, K]` by the transpose of y `[N, K]`."""
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
 def tensorwise_dot(x, y, out: str):
-    """The same of float8 values whose scales are 1, in the one form that XLA makes a float8 product of cuBLASLt of."""
+    """Multiply float8 values with scales of 1, in the one form that XLA turns into a float8 product of cuBLASLt."""
     one = jnp.bfloat16(1)
     return transposed_dot(x.astype(jnp.bfloat16) * one, y.astype(jnp.bfloat16) * one, out)
 
 
 def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Random bfloat16 arrays."""
+    """Draw random bfloat16 arrays of these shapes."""
     keys = jax.random.split(key, len(shapes))
     return tuple(
         jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)

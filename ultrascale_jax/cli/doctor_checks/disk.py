@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written where they are to go, and whether all hosts see the same folder."""
+"""Check that checkpoints can be written to the run directory, and that all hosts see the same folder."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ SEEN_S = 30.0
 
 
 def checkpoint_bytes(cfg: Config, mesh: Mesh) -> int:
-    """Size of one checkpoint of `cfg`."""
+    """Return the bytes of one checkpoint of `cfg`."""
     leaves = jax.tree.leaves(abstract_state(cfg, mesh))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 @contextlib.contextmanager
 def as_before(folder: Path) -> Iterator[None]:
-    """Folders that the block made are gone after it, if nothing is left in them."""
+    """Remove the folders that the block made, if nothing is left in them."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     gather(None)
     yield
@@ -64,7 +64,7 @@ def _write(folder: Path) -> list[Finding]:
 
 
 def _try(folder: Path) -> float | str:
-    """MB/s of a file that is written, synced and renamed, or what does not work."""
+    """Write, sync and rename a file; return its MB/s, or the error in words."""
     path = folder / f".doctor-{uuid.uuid4().hex}"
     renamed = path.with_suffix(".renamed")
     try:
@@ -87,7 +87,7 @@ def _try(folder: Path) -> float | str:
 
 
 def _shared(folder: Path) -> list[Finding]:
-    """Whether a file of process 0 is seen by all."""
+    """Check that all processes see a file of process 0."""
     if jax.process_count() == 1:
         return []
     path = folder / f".doctor-shared-{gather(uuid.uuid4().hex)[0]}"

@@ -11,21 +11,19 @@ import jax
 
 from ultrascale_jax.launch.multihost import gather
 
-VERDICTS = ("OK", "NOTE", "WARN", "FAIL")
-"""From best to worst; a NOTE judges nothing."""
-
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
     verdict: str
+    """OK, NOTE, WARN or FAIL; a NOTE judges nothing."""
     name: str
     text: str
     fix: str = ""
 
     def line(self) -> str:
-        """The finding for people."""
+        """Return the line that people read."""
         return f"{self.verdict:4}  {self.name}: {self.text}{self.fix and f'. {self.fix}'}"
 
 
@@ -35,7 +33,7 @@ def judged(bad: object, name: str, text: str, fix: str, verdict: str = "WARN") -
 
 
 def of_all(own: Sequence[Finding]) -> list[Finding]:
-    """The findings of all processes, each once, with the processes that have it where they are not all."""
+    """Return the findings of all processes, each once; a finding of some names these processes."""
     ranks: dict[Finding, list[int]] = {}
     processes = gather([asdict(finding) for finding in own])
     for rank, found in enumerate(processes):

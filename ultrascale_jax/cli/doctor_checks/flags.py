@@ -1,4 +1,4 @@
-"""Whether XLA knows its flags; asked before this process makes a device, as it aborts on one that it does not know."""
+"""Check XLA's flags before this process makes a device: XLA aborts on a flag that it does not know."""
 
 import re
 import subprocess

@@ -32,7 +32,7 @@ FILES = 4096
 
 
 def versions() -> list[Finding]:
-    """Whether JAX, its library and its CUDA plugin fit each other."""
+    """Check that the versions of JAX, jaxlib and the CUDA plugin fit each other."""
     found = {name: _version(name) for name in ("jax", "jaxlib", *PLUGINS)}
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     text += f", Python {platform.python_version()}"
@@ -48,7 +48,7 @@ def versions() -> list[Finding]:
 
 
 def environment(environ: Mapping[str, str], num_processes: int) -> list[Finding]:
-    """Variables and limits that make a run slow, or hang."""
+    """Check the environment variables that make a run slow, or hang."""
     proxies = sorted(name for name in environ if name.lower() in PROXIES)
     text = f"{', '.join(proxies)} set; gRPC does not use it here" if proxies else "no proxies"
     fix = "Collectives do not know proxies; unset what nothing needs"
@@ -63,7 +63,7 @@ def environment(environ: Mapping[str, str], num_processes: int) -> list[Finding]
 
 
 def limits(on_gpus: bool, num_processes: int) -> list[Finding]:
-    """Shared memory, locked memory and open files of this host."""
+    """Check the limits of shared memory, locked memory and open files on this host."""
     found = []
     if Path("/dev/shm").is_dir():
         room = os.statvfs("/dev/shm")
@@ -84,7 +84,7 @@ def limits(on_gpus: bool, num_processes: int) -> list[Finding]:
 
 
 def devices(launch: Launch | None, dist: DistConfig, environ: Mapping[str, str]) -> list[Finding]:
-    """The devices of the job, and the ones that it should have and has not."""
+    """Check the devices of the job against those that it should have."""
     every = jax.devices()
     kinds = Counter(device.device_kind for device in every)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())

@@ -15,7 +15,7 @@ from ultrascale_jax.cli.doctor_checks.findings import Finding
 from ultrascale_jax.config import AXES
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.plan.formulas.costs import collective_seconds
-from ultrascale_jax.plan.hardware import GPUS, Cluster
+from ultrascale_jax.plan.hardware import GPUS, find_cluster
 from ultrascale_jax.plan.workload import Group
 from ultrascale_jax.sharding.manual import smap
 
@@ -28,7 +28,7 @@ GOOD, BAD = 0.7, 0.4
 
 
 def checks(mesh: Mesh) -> list[Finding]:
-    """One line for each axis that joins devices and each of the two collectives that training needs most."""
+    """Measure each axis that joins devices, by the two collectives that training needs most."""
     with jax.set_mesh(mesh):
         return [
             _find(mesh, axis, kind)
@@ -39,7 +39,7 @@ def checks(mesh: Mesh) -> list[Finding]:
 
 
 def _measure(mesh: Mesh, axis: str, kind: str) -> tuple[int, float]:
-    """Bytes of the larger side on a device, and the seconds that one collective takes on the slowest process."""
+    """Return bytes of the larger side on a device, and the seconds of one collective on the slowest process."""
     ranks = mesh.shape[axis]
     numbers = SIZE[mesh.devices.flat[0].platform] // 4 // ranks * ranks
     own = numbers if kind == "all-reduce" else numbers // ranks
@@ -64,18 +64,13 @@ def _program(axis: str, kind: str) -> Callable[[jax.Array], jax.Array]:
 def _find(mesh: Mesh, axis: str, kind: str) -> Finding:
     size, seconds = _measure(mesh, axis, kind)
     ranks, device = mesh.shape[axis], mesh.devices.flat[0]
-    gpu = next((gpu for gpu in GPUS.values() if gpu.kind == device.device_kind), None)
+    known = next((name for name, gpu in GPUS.items() if gpu.kind == device.device_kind), None)
     planned = None
-    if gpu is not None:
-        cluster = Cluster(
-            gpu=gpu,
-            num_gpus=mesh.size,
-            gpus_per_node=gpu.domain,
-            intra_gbs=gpu.nvlink_gbs,
-            inter_gbs=gpu.network_gbs,
-        )
-        planned = collective_seconds(cluster, kind, size, _group(mesh, axis, gpu.domain))
-    # What NCCL calls bus bandwidth: bytes that each link must carry, over the time.
+    if known is not None:
+        cluster = find_cluster(None, known, mesh.size)
+        members = _group(mesh, axis, cluster.gpus_per_node)
+        planned = collective_seconds(cluster, kind, size, members)
+    # NCCL's bus bandwidth: the bytes that each link must carry, over the time.
     moved = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
     return judge(f"{kind} over {axis}={ranks}", size, moved, seconds, planned)
 
@@ -97,7 +92,7 @@ def judge(name: str, size: int, moved: float, seconds: float, planned: float | N
 
 
 def _group(mesh: Mesh, axis: str, domain: int) -> Group:
-    """The first group of the axis; devices of a process are on one node, and processes of a host too."""
+    """Return the first group of the axis; devices of a process are on one node, and processes of a host too."""
     column = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     devices = column.reshape(-1, mesh.shape[axis])[0]
     if domain > 8:

@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def tiny(cfg: Config, run_dir: Path) -> Config:
-    """A small model that the mesh of `cfg` can divide, with the same parallelisms, precision and optimizer."""
+    """Return a small model that the mesh of `cfg` can divide, with the same parallelisms, precision and optimizer."""
     mesh, run = cfg.mesh, cfg.train
     heads = mesh.tensor * mesh.cp
     model = ModelConfig(

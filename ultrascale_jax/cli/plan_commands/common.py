@@ -1,4 +1,4 @@
-"""What the verbs of `ultrascale plan` share: the options that describe a planned run, and how they become a `Run`."""
+"""Options that all verbs of `ultrascale plan` share, and the `Run` that they describe."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from ultrascale_jax.training.model_shape import ModelShape
 MIB = 2**20
 
 INTERRUPTED = 128 + signal.SIGINT
-"""What a shell expects of a process that SIGINT ended."""
+"""Exit code of a process that SIGINT ended, as shells expect it."""
 
 
 MOST_GPUS = 2**20
@@ -33,12 +33,12 @@ SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True, kw_only=True)
 class Options(command_line.Options):
-    """The machine that is planned for, and short names for what plans are made of."""
+    """Options that name the machine to plan for, and short names of fields that plans vary."""
 
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """How many GPUs."""
+    """Number of GPUs."""
     gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
-    """Which GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
+    """Name of the GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
     cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
     """The machine's name, or its nodes and the GB/s of one GPU within and between them."""
     global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
@@ -60,7 +60,7 @@ class Options(command_line.Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions(Options):
-    """What the formulas can plan and the trainer's configuration does not say."""
+    """Properties of a run that the formulas can plan and the trainer's configuration cannot say."""
 
     plain_mlp: command_line.Flag = False
     """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
@@ -69,7 +69,7 @@ class Assumptions(Options):
 def parse[O: Options](
     argv: Sequence[str], verb: str, options: type[O], description: str | None
 ) -> tuple[Config, O, Cluster]:
-    """The recipe with the options' short names applied, the options, and the machine."""
+    """Return the recipe with the options' short names applied, the options, and the machine."""
     cfg, chosen = command_line.parse(
         argv, prog=f"ultrascale plan {verb}", options=options, description=description or ""
     )
@@ -99,14 +99,14 @@ def parse[O: Options](
 
 
 def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
-    """The model, as the assumptions have it."""
+    """Return the shape of the model under the assumptions."""
     return ModelShape.of(cfg.model, gated=not options.plain_mlp)
 
 
 def chosen(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
-    """`cfg` with what is open chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
+    """Return `cfg` with its `auto` fields chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
 
-    Where nothing fits, it is what needs the least memory.
+    Where nothing fits, the choice is the one that needs the least memory.
     """
     shape = shape_of(cfg, options) if isinstance(options, Assumptions) else None
     choose_mesh = options.mesh == "auto"
@@ -120,23 +120,23 @@ def tell(why: str) -> None:
 
 
 def planned(cfg: Config, options: Assumptions) -> Run:
-    """The run that a configuration and the assumptions describe; call it inside `user_errors`."""
+    """Return the run that a configuration and the assumptions describe; call it inside `user_errors`."""
     return Run.of(cfg, options.gpus, shape_of(cfg, options))
 
 
 def size(count: float) -> str:
-    """A number of bytes in words."""
+    """Format a number of bytes."""
     unit, many = unit_of(count)
     return f"{count / many:.1f} {unit}"
 
 
 def unit_of(largest: float) -> tuple[str, int]:
-    """The unit for sizes up to `largest` bytes, and the bytes of it."""
+    """Return the unit for sizes up to `largest` bytes, and its bytes."""
     return ("GiB", GIB) if abs(largest) >= GIB else ("MiB", MIB)
 
 
 def tokens(text: str) -> int:
-    """`4M` as a number of tokens.
+    """Parse a number of tokens, such as `4M`.
 
     Raises `UserError` for anything else than a positive number with K, M, G or nothing behind it.
     """

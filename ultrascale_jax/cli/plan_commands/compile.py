@@ -1,4 +1,4 @@
-"""`ultrascale plan compile`: what XLA makes of a step on GPUs that are not there, and how long that takes."""
+"""Compile a step for GPUs that are not there, and predict its time: `ultrascale plan compile`."""
 
 import contextlib
 import json
@@ -25,10 +25,17 @@ MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Options):
-    """Where to keep what was found out."""
+    """Options of `ultrascale plan compile`."""
 
     dump: Annotated[str | None, command_line.option("DIR")] = None
     """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
+    document_tokens: Annotated[int | None, command_line.option("N", "a whole row")] = None
+    """Simulate packed documents of this length, which no program tells."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.document_tokens is not None:
+            command_line.require_at_least(1, self, "document_tokens")
 
 
 def main(argv: list[str]) -> None:
@@ -59,12 +66,12 @@ def main(argv: list[str]) -> None:
 
 
 def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
-    """The `CompiledStep` and its `Timeline`."""
+    """Return the `CompiledStep` and its `Timeline`."""
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
 
     hosts = cluster.gpus_per_host
     step = compile_step(cfg, options.gpus, cluster.gpu.name, gpus_per_host=hosts)
-    return step, simulate_step(step, cluster)
+    return step, simulate_step(step, cluster, document_tokens=options.document_tokens)
 
 
 def interruptible[T](work: Callable[[], T]) -> T:
@@ -82,7 +89,7 @@ def interruptible[T](work: Callable[[], T]) -> T:
 
 
 def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
-    """A `CompiledStep` and its `Timeline` as numbers: bytes of one GPU, seconds and collectives of one step."""
+    """Summarize a `CompiledStep` and its `Timeline`: bytes of one GPU, seconds and collectives of one step."""
     from ultrascale_jax.plan.compiled.compile import predict_step
 
     found = [c for c in step.collectives if c.times]  # the others wait for experts out of balance
@@ -105,6 +112,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
         "synchronous_in_loops": sum(bool(c.loops) for c in waiting),
         "asynchronous": len(found) - len(waiting),
         "compile_s": step.compile_s,
+        "comm_streams": len(set(step.comm_streams.values())),
         "collectives": [
             {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
         ],
@@ -120,14 +128,14 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
 
 
 def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
-    """Tables for people."""
+    """Print the summary as tables."""
     console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
     unit, count = common.unit_of(summary["peak_bytes"])
     memory = Table("memory of one GPU", unit)
     for name in MEMORY:
         memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / count:.2f}")
-    fits = summary["peak_bytes"] <= summary["usable_bytes"]
-    usable = f"usable: the peak {'fits' if fits else 'does not fit'}"
+    memory.add_row("cuDNN's workspaces, at least", f"{summary['workspace_bytes'] / count:.2f}")
+    usable = f"usable: the peak {'fits' if summary['fits'] else 'does not fit'}"
     memory.add_row(usable, f"{summary['usable_bytes'] / count:.2f}")
     console.print(memory)
     if summary["collectives"]:
@@ -158,7 +166,7 @@ def _communication(summary: dict[str, Any]) -> Table:
 
 
 def _time(summary: dict[str, Any]) -> Table:
-    """Where the time of one step goes."""
+    """Return the table of the parts of a step's time."""
     exposed = sum(summary["exposed_s"].values())
     rows = {
         "matrix products": summary["busy_s"].get("gemm", 0.0),
@@ -167,6 +175,10 @@ def _time(summary: dict[str, Any]) -> Table:
         "exposed communication": exposed,
         "waiting for copies": summary["idle_s"] - exposed,
         "step": summary["step_s"],
+        f"step, collectives on one stream (XLA's: {summary['comm_streams']})": summary[
+            "one_stream_s"
+        ],
+        "step, collectives of both links side by side": summary["side_by_side_s"],
     }
     table = Table("predicted time", "ms")
     for name, seconds in rows.items():
@@ -177,7 +189,7 @@ def _time(summary: dict[str, Any]) -> Table:
 
 
 def _folder(name: str) -> Path:
-    """The directory, made if need be; whether it can be written to shows before the compilation."""
+    """Make the directory and check that it can be written to, before XLA compiles for minutes."""
     require(name != "", "dump", name, "name a directory")
     folder = Path(name)
     try:

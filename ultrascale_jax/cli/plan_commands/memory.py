@@ -1,12 +1,11 @@
-"""What one GPU holds, part by part, from formulas, and through a step: `ultrascale plan memory`.
+"""Predict the memory of one GPU by formulas, part by part and through a step: `ultrascale plan memory`.
 
-No JAX, no GPU: the answer is there at once.
+It needs neither JAX nor a GPU, and answers at once.
 """
 
-import dataclasses
-import itertools
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,34 +15,25 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import AUTO, Config, UserError, require
+from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas import memory, pipeline
-from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import Run
-
-LIGHTER = {"none": ("selective", "full"), "dots": ("selective", "full"), "selective": ("full",)}
-"""Recomputation that keeps less than the policy, most first."""
-
-HEAVIER = {"full": ("none", "selective"), "selective": ("none",), "dots": ("none",)}
-"""Recomputation that keeps more than the policy, most first."""
-
-
-SPREAD = (*(("sp", n) for n in (1, 2, 4, 8)), *(("cp", n) for n in (2, 4, 8, 16, 32, 64)))
-"""Axes that may take GPUs from fsdp, and how many times as many, gentlest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
-    """What to count."""
+    """Options of `ultrascale plan memory`."""
 
     software: Annotated[str, tyro.conf.arg(metavar="NAME")] = "ultrascale"
-    """Whose trainer: ultrascale; in a checkout, by `python -m scripts.plan memory`, also nanotron."""
+    """The trainer: ultrascale; in a checkout, by `python -m scripts.plan memory`, also nanotron."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """How one framework uses a GPU's memory."""
+    """One framework's use of a GPU's memory."""
 
     breakdown: Callable[[Run], memory.Breakdown]
     timeline: Callable[[Run], list[tuple[str, int]]]
@@ -76,7 +66,7 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
             fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
         require(options.software in models, "software", options.software, fix)
         cfg, why = common.chosen(cfg, options, cluster)
-        summary = summarize(cfg, options, cluster.gpu, models[options.software])
+        summary = summarize(cfg, options, cluster, models[options.software])
         common.tell(why)
     if options.json:
         print(output.verb_json("memory", summary))
@@ -90,17 +80,19 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
     console.print(_verdict(summary), soft_wrap=True)
 
 
-def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> dict[str, Any]:
-    """Bytes on one GPU by part and by moment, whether they fit, and what to change; `UserError` if it cannot run."""
+def summarize(
+    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel
+) -> dict[str, Any]:
+    """Return one GPU's bytes by part and by moment, whether they fit, and a hint. `UserError` for an illegal run."""
     run = common.planned(cfg, options)
-    usable, held = model.usable_bytes(gpu), model.breakdown(run)
+    usable, held = model.usable_bytes(cluster.gpu), model.breakdown(run)
     fits = held.peak_bytes <= usable
-    hint, hint_bytes = _hint(cfg, options, model, usable, fits=fits)
+    hint, hint_bytes = _hint(cfg, options, cluster, model, fits=fits)
     return {
         "label": run.label,
         "software": options.software,
         "gpus": options.gpus,
-        "gpu": gpu.name,
+        "gpu": cluster.gpu.name,
         "parts": held.parts,
         "timeline": model.timeline(run),
         "in_flight": model.in_flight(run),
@@ -113,44 +105,25 @@ def summarize(cfg: Config, options: Options, gpu: Gpu, model: MemoryModel) -> di
 
 
 def _hint(
-    cfg: Config, options: Options, model: MemoryModel, usable: int, *, fits: bool
+    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel, *, fits: bool
 ) -> tuple[str, int]:
-    """Options, gentlest first, with which the run fits, or a faster one does, and its bytes; ("", 0) without any."""
-    for changed in _faster(cfg) if fits else _smaller(cfg, options.gpus):
-        with warnings.catch_warnings():
+    """Find the options of a faster run that fits, or of any, and its bytes; ("", 0) without one.
+
+    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then with a mesh.
+    """
+    own = with_changes(cfg, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
+    sharded = with_changes(own, mesh=cfg.mesh, zero=3)
+    shape = common.shape_of(cfg, options)
+    tries = [(own, False)] if fits else [(own, False), (sharded, False), (sharded, True)]
+    for tried, choose_mesh in tries:
+        with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
-            try:
-                peak = model.breakdown(common.planned(changed, options)).peak_bytes
-            except UserError:
-                continue
-        if peak <= usable:
-            mesh = [] if changed.mesh == cfg.mesh else ["--mesh", changed.mesh.text]
-            return " ".join(mesh + command_line.changes("train", cfg.train, changed.train)), peak
+            found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh, shape=shape)
+            peak = model.breakdown(common.planned(found, options)).peak_bytes
+            if peak <= model.usable_bytes(cluster.gpu):
+                mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
+                return " ".join(mesh + command_line.changes("train", cfg.train, found.train)), peak
     return "", 0
-
-
-def _faster(cfg: Config) -> Iterator[Config]:
-    for remat in HEAVIER.get(cfg.train.remat, ()):
-        yield with_changes(cfg, mesh=cfg.mesh, remat=remat)
-    if cfg.train.microbatches % 2 == 0:
-        yield with_changes(cfg, mesh=cfg.mesh, microbatches=cfg.train.microbatches // 2)
-
-
-def _smaller(cfg: Config, num_gpus: int) -> Iterator[Config]:
-    """Smaller micro-batches, with those more sharding, more recomputation, and at last more of `sp` or `cp`."""
-    train, mesh = cfg.train, cfg.mesh.resolve(num_gpus)
-    for axis, more in SPREAD:
-        if mesh.fsdp % more:
-            continue
-        sizes = {"fsdp": mesh.fsdp // more, axis: mesh.sizes[axis] * more}
-        spread = dataclasses.replace(mesh, **sizes)
-        counts = [train.microbatches * more]
-        while train.global_batch % (spread.batch * 2 * counts[-1]) == 0:
-            counts.append(2 * counts[-1])
-        policies = (train.remat, *LIGHTER.get(train.remat, ()))
-        for remat, zero, count in itertools.product(policies, range(train.zero, 4), counts):
-            chosen = spread if more > 1 else cfg.mesh
-            yield with_changes(cfg, mesh=chosen, microbatches=count, zero=zero, remat=remat)
 
 
 def _parts(summary: dict[str, Any]) -> Table:
@@ -179,5 +152,5 @@ def _verdict(summary: dict[str, Any]) -> str:
     if summary["fits"]:
         more = f"; there is room for {hint}" if summary["hint"] else ""
         return f"fits, {common.size(space)} left{more}"
-    nothing = "no change of micro-batch, ZeRO, recomputation, sp or cp is enough"
+    nothing = "no mesh, micro-batch, ZeRO stage or recomputation is enough"
     return f"does not fit, {common.size(-space)} short; {f'try {hint}' if summary['hint'] else nothing}"

@@ -1,6 +1,6 @@
-"""Figures as PNG files and one HTML page.
+"""Draw figures as PNG files and one HTML page: `ultrascale plan report`.
 
-`report FILE...` shows what other verbs wrote: JSON of memory, compile, search and validate, CSV of sweep or of
+`report FILE...` draws the output of other verbs: JSON of memory, compile, search and validate, CSV of sweep or of
 measured runs. `report RECIPE ...` computes everything by formulas. A page needs no network and holds no date.
 """
 
@@ -27,29 +27,29 @@ from ultrascale_jax.plan.report import files, plans
 from ultrascale_jax.plan.workload import GIB
 
 type Tell = Callable[[str], None]
-"""Shows what is being done."""
+"""Shows the progress on the terminal."""
 
 PROG = "ultrascale plan report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Figures of files."""
+    """Options of `ultrascale plan report FILE...`."""
 
     files: tyro.conf.Positional[tuple[str, ...]]
     """JSON of a verb or CSV of runs."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
-    """Where report.html and the PNG files go."""
+    """Directory for report.html and the PNG files."""
     json: command_line.Flag = False
     """Print the list of files as one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(common.Assumptions):
-    """Figures of a recipe."""
+    """Options of `ultrascale plan report RECIPE`."""
 
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
-    """Where report.html and the PNG files go."""
+    """Directory for report.html and the PNG files."""
     models: Annotated[str | None, command_line.option("RECIPE,...", "the recipe alone")] = None
     """Rows of the heat map of the fastest configurations."""
     max_nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 64
@@ -68,7 +68,7 @@ def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -
 
 
 def _positional(argv: list[str]) -> list[str]:
-    """The words that are neither options nor values of options."""
+    """Return the words that are neither options nor values of options."""
     before = ["", *argv]
     return [
         word
@@ -79,7 +79,7 @@ def _positional(argv: list[str]) -> list[str]:
 
 
 def _is_file(word: str) -> bool:
-    """Whether the word names a file rather than a recipe."""
+    """Return whether the word names a file rather than a recipe."""
     path = Path(word)
     return path.is_file() or "/" in word or path.suffix in (".json", ".csv", ".txt", ".html")
 
@@ -139,7 +139,7 @@ def _of_recipe(argv: list[str]) -> None:
 
 
 def _model(scenario: plans.Scenario, recipe: str, arguments: list[str]) -> plans.Scenario:
-    """Another recipe with the same command line."""
+    """Return the scenario of another recipe with the same options."""
     cfg, options, cluster = common.parse([recipe, *arguments], "report", RecipeOptions, "")
     cfg, why = common.chosen(cfg, options, cluster)
     common.tell(why)
@@ -150,7 +150,7 @@ def _model(scenario: plans.Scenario, recipe: str, arguments: list[str]) -> plans
 def _write(
     make: Callable[[Tell], Iterable[Figure]], around: page.Page, out: str, as_json: bool
 ) -> None:
-    """Draws the figures one after the other; an interrupt keeps those that are done, on a page of their own."""
+    """Draw the figures one after the other; an interrupt keeps the finished ones, on a page of their own."""
     require(out != "", "out", out, "name a directory")
     folder = Path(out)
     drawn: list[tuple[Figure, str]] = []

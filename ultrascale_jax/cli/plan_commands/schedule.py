@@ -1,7 +1,7 @@
-"""Pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
+"""Show pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
 
-Without a name all schedules side by side; with one its table and its numbers. `auto` makes a table for --costs and
---memory-cap. --csv writes a table that can be edited and trained with: --pp.schedule FILE.csv.
+Without a name it compares all schedules; with one it prints the table and its numbers. `auto` makes a table for --costs
+and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.from_costs import from_costs
+from ultrascale_jax.parallel.pipeline.table import Schedule
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
 from ultrascale_jax.plan.formulas import pipeline
 
 WHEN = {
@@ -31,10 +33,10 @@ WHEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which schedule, and what for."""
+    """Options of `ultrascale plan schedule`."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.csv")] = ""
-    """One of the schedules, a table, or `auto`, made for the costs; without it all schedules side by side."""
+    """Name of a schedule, a table, or `auto`, made for the costs; without it all schedules side by side."""
     ranks: Annotated[int | None, command_line.option("N", "4")] = None
     """Pipeline ranks (p); a table brings its own."""
     microbatches: Annotated[int | None, command_line.option("N", "8")] = None
@@ -52,7 +54,7 @@ class Options:
     runtime: Annotated[Literal["lockstep", "dependencies"], tyro.conf.arg(metavar="NAME")] = (
         "lockstep"
     )
-    """How the figure has it: in lock step, as this trainer runs it, or with true dependencies alone."""
+    """Runtime that the figure shows: lock step, as this trainer runs, or true dependencies alone."""
     csv: Annotated[Path | None, command_line.option("FILE.csv")] = None
     """Write the table."""
     json: command_line.Flag = False
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def times(text: str) -> tuple[float, float, float]:
-    """`1,1,1` as times of F, B and W."""
+    """Parse the times of F, B and W, such as `1,1,1`."""
     try:
         f, b, w = (float(part) for part in text.split(","))
     except ValueError:
@@ -101,21 +103,21 @@ def times(text: str) -> tuple[float, float, float]:
 
 
 def one(options: Options, costs: tuple[float, float, float]) -> Schedule:
-    """The schedule that the options ask for."""
+    """Return the schedule that the options ask for."""
     name, p, m = options.name, options.ranks or 4, options.microbatches or 8
     if name.endswith(".csv"):
-        return schedules.read_csv(Path(name))
+        return read_csv(Path(name))
     if name == "auto":
         virtual = options.virtual or 1
         cap = options.memory_cap or 2 * p + (virtual - 1) * p
-        return schedules.from_costs(p, m, *costs, cap, virtual=virtual)
+        return from_costs(p, m, *costs, cap, virtual=virtual)
     fix = f"choose one of {', '.join(SCHEDULES)}, auto, or a table FILE.csv"
     require(name in SCHEDULES, "schedule", name, fix)
     return schedules.build(name, p, m, options.virtual or 0, options.group)
 
 
 def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, Any]:
-    """The schedule's numbers; bubbles are idle over ideal time, activations are counted in chunks of each rank."""
+    """Return the schedule's numbers; bubbles are idle over ideal time, activations count chunks of each rank."""
     return {
         "name": schedule.name,
         "ranks": schedule.ranks,
@@ -134,7 +136,7 @@ def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, 
 
 
 def describe(numbers: dict[str, Any]) -> str:
-    """The numbers of one schedule in words."""
+    """Describe the numbers of one schedule in words."""
     bubble, virtual = numbers["bubble"], numbers["virtual"]
     formula = "" if bubble["formula"] is None else f"formula {bubble['formula']:.1%}, "
     chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
@@ -151,11 +153,11 @@ def describe(numbers: dict[str, Any]) -> str:
 
 
 def write(schedule: Schedule, costs: tuple[float, float, float], options: Options) -> list[str]:
-    """Write what is asked for, and say where."""
+    """Write the CSV file and the figure that the options ask for; return a line about each."""
     said = []
     try:
         if options.csv is not None:
-            schedules.write_csv(schedule, options.csv)
+            write_csv(schedule, options.csv)
             said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
         if options.figure is not None:
             from ultrascale_jax.plan.report.schedules import drawing
@@ -170,7 +172,7 @@ def write(schedule: Schedule, costs: tuple[float, float, float], options: Option
 
 
 def overview(options: Options, costs: tuple[float, float, float]) -> None:
-    """All schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
+    """Print all schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
     p, m = options.ranks or 4, options.microbatches or 8
     found: list[tuple[str, dict[str, Any] | str]] = []
     for name in SCHEDULES:
@@ -197,7 +199,7 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
 
 
 def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
-    """The table of all schedules."""
+    """Return the table of all schedules."""
     numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
     table = output.table(["schedule"], numbers, ["when"])
     table.title = title

@@ -1,4 +1,4 @@
-"""Which mesh, micro-batch, ZeRO stage and recomputation train the model fastest: `ultrascale plan search`.
+"""Find the mesh, micro-batch, ZeRO stage and recomputation that train the model fastest: `ultrascale plan search`.
 
 Formulas rank every legal configuration; the best few are compiled and timed. --fixed pins what is settled already.
 """
@@ -31,15 +31,15 @@ WIDE = 140
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
-    """What to search."""
+    """Options of `ultrascale plan search`."""
 
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
     """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
-    a2a_groups."""
+    a2a_groups, ulysses."""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
-    """How many meshes to list."""
+    """Number of meshes to list."""
     compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """How many of the best to compile and time; 0 trusts the formulas."""
+    """Number of the best to compile and time; 0 trusts the formulas."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 
 def _require_free(cfg: Config, recipe: Config) -> None:
-    """Raise a `UserError` if the command line sets what the search would set again."""
+    """Raise a `UserError` if the command line sets a field that the search chooses."""
     fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,microbatches=4"
     require(cfg.mesh == recipe.mesh, "mesh", cfg.mesh.text, fix)
     for name in ("zero", "microbatches"):
@@ -84,7 +84,7 @@ def _require_free(cfg: Config, recipe: Config) -> None:
 
 
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:
-    """Rank by formula, then compile the `most` best; whether it was interrupted."""
+    """Rank by formula, then compile the `most` best; return whether Ctrl-C interrupted it."""
     with output.progress(transient=True) as progress:
         try:
             formulas = progress.add_task("formulas", total=None)
@@ -103,7 +103,7 @@ def run(search: Search, evaluate: Evaluate, most: int) -> bool:
 
 
 def compiler(recipe: str, options: Options) -> Evaluate:
-    """What compiles one configuration: the verb `compile` in a process of its own, which may crash."""
+    """Return a function that compiles one configuration by the verb `compile`, in its own process: XLA may crash."""
     machine = ["--gpus", str(options.gpus)]
     machine += ["--gpu", options.gpu] if options.gpu else []
     machine += ["--cluster", options.cluster] if options.cluster else []
@@ -129,13 +129,16 @@ def compiler(recipe: str, options: Options) -> Evaluate:
             step_s=result["step_s"],
             parts=result["time_s"],
             peak_bytes=result["peak_bytes"],
+            workspace_bytes=result["workspace_bytes"],
+            one_stream_s=result["one_stream_s"],
+            side_by_side_s=result["side_by_side_s"],
         )
 
     return evaluate
 
 
 def illegal(search: Search, num_gpus: int) -> str:
-    """Why there is no candidate at all."""
+    """Say why there is no candidate at all."""
     reasons = {name.removeprefix("illegal: "): n for name, n in search.counts.items() if n}
     most = sorted(reasons, key=reasons.__getitem__, reverse=True)
     refused = ", ".join(most[:3]) or "the product of the axes"
@@ -144,7 +147,7 @@ def illegal(search: Search, num_gpus: int) -> str:
 
 
 def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
-    """The search as numbers; sizes in GiB on one GPU, seconds of one step."""
+    """Summarize the search; sizes in GiB on one GPU, seconds of one step."""
     sections = search.rows(options.top)
     winner = search.winner
     return {
@@ -164,7 +167,7 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
 
 
 def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
-    """One candidate as numbers."""
+    """Return the numbers of one candidate."""
     run = candidate.run
     correction = 1.0 if candidate.compiled else search.correction(run)
     found = candidate.best.scaled(correction)
@@ -174,6 +177,7 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
         "microbatches": run.microbatches,
         "zero": run.zero,
         "remat": run.remat,
+        "exchange": " ".join(run.exchange),
         "schedule": " ".join(run.pipeline),
         "peak_gib": found.peak_bytes / GIB,
         "correction": correction,
@@ -182,12 +186,12 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
 
 
 def train(recipe: str, cfg: Config) -> str:
-    """The command line that trains `cfg`."""
+    """Return the command line that trains `cfg`."""
     return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
 def answer(search: Search) -> str:
-    """The search's result in one line."""
+    """Describe the search's result in one line."""
     winner, usable = search.winner, f"{search.usable_bytes / GIB:.1f} GiB"
     if winner is not None:
         unsure = f"; by formula, since it does not compile: {winner.failure}"
@@ -205,11 +209,12 @@ def answer(search: Search) -> str:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """The table, the counts and the winner's command."""
+    """Print the table, the counts and the winner's command."""
     wide = console.width >= WIDE
     columns = ("mbs", "micro", "zero", "remat", "schedule", "GiB", "step s", "tok/s/GPU", "MFU")
     shown = ("mesh", *columns, "source") if wide else ("configuration", "GiB", "tok/s/GPU")
     table = Table(*shown, "verdict")
+    table.columns[0].overflow = "fold"  # a policy by name is one long word
     for column in table.columns:
         if column.header in columns[5:]:
             column.justify, column.no_wrap = "right", True
@@ -225,6 +230,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             continue
         work = map(str, (r["sequences"], r["microbatches"], r["zero"], r["remat"]))
         axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
+        axes += f" {r['exchange']}" if r["exchange"] else ""
         speed = (f"{r['step_s']:.3g}", rate, f"{r['mfu']:.1%}")
         source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
         cells = (axes, *work, r["schedule"], gib, *speed)

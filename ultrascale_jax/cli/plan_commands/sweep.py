@@ -53,27 +53,27 @@ COLUMNS = (
     *("mfu_pct", "tok_s_gpu", "tok_s", "mem_gb"),
     *("mesh", "schedule", "remat", "seq_len", "device", "status", "source", "command"),
 )
-"""Those of the benchmark (`dp` is dp*fsdp*ep, `tp` is sp*tp, memory in GiB, nan where a run failed), then ours."""
+"""Columns of the benchmark (`dp` is dp*fsdp*ep, `tp` is sp*tp, memory in GiB, nan where a run failed), then ours."""
 
 KEY = ("command", "schedule", "device", "source")
-"""What tells one row from another."""
+"""Columns that identify a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
-    """What to run."""
+    """Options of `ultrascale plan sweep`."""
 
     grid: Annotated[str | None, command_line.option("'FIELD=VALUE,... ...'", "all meshes")] = None
     """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
-    a2a_groups; the rest is the recipe's."""
+    a2a_groups, ulysses; the rest is the recipe's."""
     out: Annotated[Path | None, command_line.option("FILE.csv", "out/sweep/RECIPE.csv")] = None
-    """Where the rows are written, and found if they are there already."""
+    """File for the rows; rows that it has already are not run again."""
     predict: command_line.Flag = False
     """Ask the formulas about --gpus GPUs, and run nothing."""
     devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
-    """Run on so many fake CPU devices, to try a sweep on a laptop."""
+    """Number of fake CPU devices, to try a sweep on a laptop."""
     minutes: Annotated[float, tyro.conf.arg(metavar="N")] = 15.0
-    """A configuration that takes longer has failed."""
+    """Time limit of a configuration; a longer one has failed."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -126,12 +126,12 @@ class Table:
         require(names is None or tuple(names) == COLUMNS, "out", str(path), fix)
 
     def find(self, key: Mapping[str, str]) -> dict[str, str] | None:
-        """The row whose `KEY` is that of `key`, if there is one."""
+        """Return the row whose `KEY` is that of `key`, if there is one."""
         same = (row for row in self.rows if all(row[name] == key[name] for name in KEY))
         return next(same, None)
 
     def add(self, row: dict[str, str]) -> None:
-        """Write one more row."""
+        """Append one row to the file."""
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
@@ -180,15 +180,17 @@ def one(
     recipe: str,
     options: Options,
 ) -> dict[str, str]:
-    """The row of one run: from the table, or made and added to it."""
+    """Return the row of one run from the table; if it is not there, make the run and add its row."""
     candidate = configured(cfg, run)
     arguments = words(recipe, candidate)
     fake = ["--devices", str(options.devices)] if options.devices and not options.predict else []
+    # A command of the trainer cannot say this.
+    assumed = ", plain_mlp=True" if options.plain_mlp else ""
     said = {
         "model": model_name(cfg.model, recipe),
         "device": machine.device,
         "schedule": " ".join(run.pipeline),
-        "source": ", ".join(["formula", *assumed(options)]) if options.predict else "measured",
+        "source": f"formula{assumed}" if options.predict else "measured",
         "command": shlex.join(["ultrascale", "train", *arguments, *fake]),
     }
     if (known := table.find(said)) is not None:
@@ -205,7 +207,7 @@ def one(
 
 
 def model_name(model: ModelConfig, recipe: str) -> str:
-    """The benchmark's name of a model that has the sizes of one of its, or else the recipe's."""
+    """Return the benchmark's name of a model with the same sizes, or else the recipe's name."""
     sizes = (
         *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
         *("head_dim", "tied_embeddings"),
@@ -218,16 +220,8 @@ def model_name(model: ModelConfig, recipe: str) -> str:
     return next(same, recipe)
 
 
-def assumed(options: Options) -> list[str]:
-    """The assumptions that are not the usual ones; a command of the trainer cannot say them."""
-    shared, usual = {f.name for f in dataclasses.fields(common.Options)}, common.Assumptions()
-    names = [f.name for f in dataclasses.fields(common.Assumptions) if f.name not in shared]
-    given = {name: getattr(options, name) for name in names}
-    return [f"{name}={value}" for name, value in given.items() if value != getattr(usual, name)]
-
-
 def find_machine(options: Options, cluster: Cluster) -> Machine:
-    """The planned cluster, fake devices, or what JAX finds here, in a process of its own: it keeps the memory."""
+    """Return the planned cluster, fake devices, or this host's: another process asks JAX, which would keep memory."""
     if options.predict:
         return Machine(cluster=cluster, device=cluster.name, environ={})
     if options.devices:
@@ -245,8 +239,8 @@ def find_machine(options: Options, cluster: Cluster) -> Machine:
 
 
 def measure(run: Run, arguments: list[str], machine: Machine, seconds: float) -> Outcome:
-    """Ten steps of one run, after the first three."""
-    spec = {"arguments": arguments, "needs_gpu": False}
+    """Time ten steps of one run, after the first three."""
+    spec = json.dumps({"arguments": arguments, "needs_gpu": False})
     deadline = time.monotonic() + seconds
     try:
         with Process(OURS, spec, environ=machine.environ, deadline=deadline) as process:
@@ -272,7 +266,7 @@ def report(
     machine: Machine,
     options: Options,
 ) -> None:
-    """The rows of this grid, the fastest first, as a table or as JSON; a figure that is missing is null there."""
+    """Print the rows of this grid, the fastest first, as a table or as JSON, where a missing figure is null."""
     if options.json:
         label = f"{recipe} on {machine.cluster.num_gpus} {machine.device}"
         rows = [{name: _number(value) for name, value in row.items()} for row in made]
@@ -306,7 +300,7 @@ def grid(
     choices: Choices,
     shape: ModelShape | None = None,
 ) -> Space:
-    """Every legal run of `choices`; what they do not name is as in `cfg`, every value of what is `auto` there.
+    """Enumerate every legal run of `choices`; other fields are as in `cfg`, with every value of those that are `auto`.
 
     An axis that they do not name is 1. If they name none, all meshes are tried that split no sequence over cp.
     """
@@ -326,7 +320,7 @@ def predict(run: Run, cluster: Cluster) -> Outcome:
 
 
 def row_of(run: Run, cluster: Cluster, outcome: Outcome, **said: str) -> dict[str, str]:
-    """One row of the table; `said` gives `model`, `device`, `source` and `command`."""
+    """Return one row of the table; `said` gives `model`, `device`, `source` and `command`."""
     mesh = run.mesh
     speed = run.step_tokens / outcome.step_s
     values = {

@@ -1,4 +1,4 @@
-"""Words of the command line for a configuration (`--train.zero 3`), and for the choices of a search (`tp=8,pp=1`)."""
+"""Write a configuration as words of the command line (`--train.zero 3`); parse a search's choices (`tp=8,pp=1`)."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import SCHEDULES, Config, TrainConfig, require
+from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, TrainConfig, require
 from ultrascale_jax.plan.search.search_space import FIELDS, STASHES
 
 ALWAYS = ("global_batch", "microbatches", "zero", "remat")
@@ -14,12 +14,12 @@ ALWAYS = ("global_batch", "microbatches", "zero", "remat")
 
 
 def recipe_of(argv: list[str]) -> str:
-    """The recipe that the command line `argv` begins with, or the default one."""
+    """Return the recipe that the command line `argv` begins with, or the default one."""
     return argv[0] if argv and not argv[0].startswith("-") else command_line.DEFAULT_RECIPE
 
 
 def words(recipe: str, cfg: Config) -> list[str]:
-    """The recipe, the mesh, and every field in which `cfg` differs from the recipe."""
+    """Return the recipe, the mesh, and every field in which `cfg` differs from the recipe."""
     found = [recipe, "--mesh", cfg.mesh.text]
     default = command_line.load_recipe(recipe)
     for section in dataclasses.fields(cfg):
@@ -34,7 +34,7 @@ NAMES = {"schedule": SCHEDULES, "stash": STASHES}
 
 
 def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
-    """`tp=8,pp=1` or `fsdp=1,2,4 remat=none,full` as choices; a `UserError` begins with `name`."""
+    """Parse choices, as `tp=8,pp=1` or `fsdp=1,2,4 remat=none,full`; a `UserError` begins with `name`."""
     found: dict[str, tuple[Any, ...]] = {}
     key = ""
     for word in re.split(r"[,\s]+", text.strip()):
@@ -44,7 +44,10 @@ def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
             require(key in FIELDS, name, text, f"{left!r} is none of {', '.join(FIELDS)}")
             require(key not in found, name, text, f"{key!r} is given twice")
         require(bool(key and right), name, text, "write it as tp=8,pp=1")
-        found[key] = (*found.get(key, ()), _value(name, text, key, right))
+        values = found.get(key, ())
+        if key == "remat" and values and right.partition("+")[0] in REMAT_NAMES:
+            values, right = values[:-1], f"{values[-1]},{right}"  # one more name of save:q,k,v
+        found[key] = (*values, _value(name, text, key, right))
     return found
 
 

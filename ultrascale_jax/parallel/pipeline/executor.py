@@ -30,8 +30,8 @@ from jax import lax
 
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.program import Program, Segment, assemble
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
+from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
 
 ENOUGH = {"h": 0.9, "d": 0.2}

@@ -1,7 +1,7 @@
 """Schedule by list scheduling: make a table for measured costs of F, B and W and a limit on memory.
 
-Several rules make tables, and the one with the smallest bubble in the wanted runtime wins. 1F1B and the named
-schedules that fit the limit take part, so the result is never worse than those.
+Several rules make tables, and the one with the smallest bubble in lock step wins. 1F1B and the named schedules that fit
+the limit take part, so the result is never worse than those.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ultrascale_jax.config import require
 from ultrascale_jax.parallel.pipeline import orders as named
-from ultrascale_jax.parallel.pipeline.table import KINDS, Cell, Placement, Runtime, Schedule
+from ultrascale_jax.parallel.pipeline.table import KINDS, Cell, Schedule
 
 type Job = tuple[int, int]
 """(microbatch, stage)."""
@@ -26,8 +26,6 @@ def from_costs(
     memory_cap: int,
     *,
     virtual: int = 1,
-    placement: Placement = "loop",
-    runtime: Runtime = "lockstep",
 ) -> Schedule:
     """Return the table with the smallest bubble that the rules find, checked.
 
@@ -43,57 +41,29 @@ def from_costs(
         require(value >= 1, field, value, "must be at least 1")
     for field, value in {"f": f, "b": b, "w": w}.items():
         require(0 < value < math.inf, field, value, "must be a positive time")
-    require(placement in ("loop", "v"), "placement", placement, "must be loop or v")
     fix = f"must be at least {virtual}: one microbatch in all chunks of a rank"
     require(memory_cap >= virtual, "memory_cap", memory_cap, fix)
-    table = Schedule(
-        name="from_costs",
-        ranks=ranks,
-        virtual=virtual,
-        microbatches=microbatches,
-        placement=placement,
-    )
-    found = [
-        made
-        for made in _candidates(table, (f, b, w), memory_cap, runtime)
-        if max(made.held) <= memory_cap
-    ]
-    best = min(
-        found, key=lambda s: (round(s.bubble(f, b, w, runtime), 9), max(s.held), len(s.ticks))
-    )
+    table = Schedule(name="from_costs", ranks=ranks, virtual=virtual, microbatches=microbatches)
+    found = [made for made in _candidates(table, memory_cap) if max(made.held) <= memory_cap]
+    best = min(found, key=lambda s: (round(s.bubble(f, b, w), 9), max(s.held), len(s.ticks)))
     return dataclasses.replace(best, name="from_costs").check()
 
 
-def _candidates(
-    table: Schedule, costs: tuple[float, float, float], cap: int, runtime: Runtime
-) -> Iterator[Schedule]:
-    split = dataclasses.replace(table, split=True)
+def _candidates(table: Schedule, cap: int) -> Iterator[Schedule]:
     yield from _named(table)
     if table.virtual == 1:
         yield _unfused(table, cap)
-    if runtime == "lockstep":
-        yield _rounds(table, cap)
-    if runtime != "dependencies":
-        yield _by_ticks(table, cap)
-        yield _by_ticks(split, cap)
-    if runtime != "lockstep":
-        yield _by_time(table, costs, cap, 0.0)
-        for patience in (0.0, 0.5, 1.0):
-            yield _by_time(split, costs, cap, patience)
+    yield _rounds(table, cap)
+    yield _by_ticks(table, cap)
+    yield _by_ticks(dataclasses.replace(table, split=True), cap)
 
 
 def _named(like: Schedule) -> Iterator[Schedule]:
-    """Return the named schedules with the placement and the virtual stages of `like`."""
+    """Yield the named schedules with the virtual stages of `like` that are made for lock step."""
     p, m, v = like.ranks, like.microbatches, like.virtual
-    if like.placement == "v":
-        if v == 2:
-            yield named.zb_v(p, m)
-        if v == 2 and m >= 2 * p:
-            yield named.dualpipe_v(p, m)
-    elif v == 1:
+    if v == 1:
         yield named.one_f_one_b(p, m)
         yield named.zb_uniform(p, m, 1, m)
-        yield named.zb_h1(p, m)
     elif m % p == 0:
         yield named.interleaved(p, m, v, p)
         yield named.zb_uniform(p, m, v, p)
@@ -138,16 +108,14 @@ class _Simulation:
         for i in range(m):
             self._offer("F", (i, 0))
 
-    def _offer(self, kind: str, job: Job) -> int:
-        """Make `job` ready; returns its rank."""
+    def _offer(self, kind: str, job: Job) -> None:
+        """Make `job` ready."""
         i, stage = job
         s = self.table
         chunk = s.chunk_of(stage)
         # Groups of p microbatches chunk by chunk, as Megatron orders them; W in the order of the B.
         key = (-self.left,) if kind == "W" else (i // s.ranks, chunk if kind == "F" else -chunk, i)
-        rank = s.rank_of(stage)
-        heapq.heappush(self.ready[kind][rank], (key, job))
-        return rank
+        heapq.heappush(self.ready[kind][s.rank_of(stage)], (key, job))
 
     def next(self, kind: str, rank: int) -> Job | None:
         """Return the best `kind` that `rank` could run now."""
@@ -196,18 +164,14 @@ class _Simulation:
             if self.table.split:
                 self._offer("W", job)
 
-    def follower(self, kind: str, job: Job) -> tuple[str, Job] | None:
-        """Return the job that waits for `job` on another rank, or for the loss."""
+    def finish(self, kind: str, job: Job) -> None:
+        """Make the job that waited for `job` ready."""
         i, stage = job
         if kind == "F":
             last = stage == self.table.num_stages - 1
-            return ("B", job) if last else ("F", (i, stage + 1))
-        return ("B", (i, stage - 1)) if kind == "B" and stage > 0 else None
-
-    def finish(self, kind: str, job: Job) -> int | None:
-        """Make the jobs that waited for `job` ready; return the rank that can run the next one."""
-        after = self.follower(kind, job)
-        return self._offer(*after) if after else None
+            self._offer(*(("B", job) if last else ("F", (i, stage + 1))))
+        elif kind == "B" and stage > 0:
+            self._offer("B", (i, stage - 1))
 
 
 def _by_ticks(table: Schedule, cap: int) -> Schedule:
@@ -237,51 +201,3 @@ def _by_ticks(table: Schedule, cap: int) -> Schedule:
                 s.finish(kind, job)
         ticks.append([*row])
     return table.with_ticks(ticks)
-
-
-def _by_time(
-    table: Schedule, costs: tuple[float, float, float], cap: int, patience: float
-) -> Schedule:
-    """Run one operation at a time on each rank: B before F before W, as soon as it can.
-
-    A W does not start where something else arrives within `patience` times its length.
-    """
-    s = _Simulation(table, cap)
-    f, b, w = costs
-    cost = {"F": f, "B": b if table.split else b + w, "W": w}
-    orders: list[list[Cell]] = [[] for _ in range(table.ranks)]
-    running: list[tuple[float, int, str, Job]] = []
-    idle, awake = set(range(table.ranks)), set(range(table.ranks))
-    now = 0.0
-    while s.left:
-        for rank in sorted(awake & idle):
-            kind, job = _choice(s, rank, running, now + patience * w)
-            if job:
-                s.start(kind, rank, job)
-                orders[rank].append({kind: job})
-                heapq.heappush(running, (now + cost[kind], rank, kind, job))
-                idle.discard(rank)
-        now = running[0][0]
-        awake = set()
-        # Sums of the same costs in another order differ by rounding.
-        while running and running[0][0] <= now * (1 + 1e-12):
-            _, rank, kind, job = heapq.heappop(running)
-            idle.add(rank)
-            woken = s.finish(kind, job)
-            awake |= {rank} if woken is None else {rank, woken}
-    return named.pack(table, orders)
-
-
-def _choice(
-    s: _Simulation, rank: int, running: list[tuple[float, int, str, Job]], until: float
-) -> tuple[str, Job | None]:
-    for kind in ("B", "F"):
-        job = s.next(kind, rank)
-        if job:
-            return kind, job
-    job = s.next("W", rank)
-    if job:
-        soon = (s.follower(kind, other) for end, _, kind, other in running if end < until)
-        if any(after and s.table.rank_of(after[1][1]) == rank for after in soon):
-            return "W", None
-    return "W", job

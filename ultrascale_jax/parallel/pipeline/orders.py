@@ -211,7 +211,7 @@ def _v_table(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
-    """Run forwards alone: of what a rank can run in a tick, the stage furthest down the chain."""
+    """Run forwards alone, for evaluation: of what a rank can run in a tick, the stage furthest down the chain."""
     table = Schedule(
         name="forward",
         ranks=ranks,
@@ -231,7 +231,7 @@ def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: i
             stage = 1 - minus_stage
             if stage < table.num_stages:
                 heapq.heappush(waiting[table.rank_of(stage)], (-stage, i))
-    return table.with_ticks(ticks)
+    return table.with_ticks(ticks).check()
 
 
 def pack(table: Schedule, orders: Sequence[Sequence[Cell]]) -> Schedule:

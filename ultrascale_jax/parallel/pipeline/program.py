@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.table import Schedule
 
 MOST_SEGMENTS = 8
 """Tables with more runs of like ticks (one operation a tick, drawn for divergent ranks) become one run."""

@@ -1,44 +1,13 @@
-"""Build pipeline schedules as tables: by name, from measured costs, or from the user's file.
+"""Build pipeline schedules as tables: by name, or from the user's file; where each layer lies in them.
 
 A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs any of them. Standard
 library only, so that the planner and the command line can use it anywhere.
 """
 
 from ultrascale_jax.config import GROUPED, Config, PipelineConfig, require
-from ultrascale_jax.parallel.pipeline import orders as orders
-from ultrascale_jax.parallel.pipeline.from_costs import from_costs
-from ultrascale_jax.parallel.pipeline.table import (
-    KINDS,
-    Cell,
-    Op,
-    Placement,
-    Runtime,
-    Schedule,
-    ScheduleError,
-    stage_of,
-)
-from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
-
-__all__ = [
-    "KINDS",
-    "Cell",
-    "Op",
-    "Placement",
-    "Runtime",
-    "Schedule",
-    "ScheduleError",
-    "build",
-    "forward_only",
-    "from_costs",
-    "layer_order",
-    "of_config",
-    "read_csv",
-    "stack_order",
-    "stack_rows",
-    "stage_layers",
-    "write_csv",
-]
-
+from ultrascale_jax.parallel.pipeline import orders
+from ultrascale_jax.parallel.pipeline.table import Placement, Schedule, stage_of
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 
 type LayerOrder = tuple[int | None, ...]
 """The layer at each position of a stack, rank after rank; None is one of zeros, which no stage runs."""
@@ -79,11 +48,6 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int
     }
     require(name in makers, "pp.schedule", name, f"must be one of {', '.join(makers)}")
     return makers[name]().check()
-
-
-def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
-    """Return a schedule of forwards alone, for evaluation; a rank runs the furthest possible stage of the chain."""
-    return orders.forward_only(ranks, virtual, placement, microbatches).check()
 
 
 def of_config(cfg: Config) -> Schedule:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.parallel.pipeline.schedules import Schedule
+from ultrascale_jax.parallel.pipeline.table import Schedule
 
 type Tree = Any
 
