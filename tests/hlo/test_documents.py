@@ -1,8 +1,5 @@
 """The H100 program of packed documents: a call for each class of lengths, and no array of T x S."""
 
-import re
-from collections import Counter
-
 import pytest
 
 from tests.hlo.conftest import MODEL
@@ -14,6 +11,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     TrainConfig,
 )
+from ultrascale_jax.hlo.attention import attention_calls
 from ultrascale_jax.kernels.document_classes import class_lengths, class_segments
 
 T, GPUS = 2048, 8
@@ -22,20 +20,6 @@ MESHES = {
     "ulysses": MeshConfig(fsdp=4, cp=2),
     "pipeline": MeshConfig(pp=2, fsdp=4),
 }
-SEGMENTS = re.compile(r'"max_seg_per_batch": *"?(\d+)')
-
-
-def attention_calls(step) -> Counter:
-    """Count the calls by direction, dims of q, and segments in a row."""
-    found = Counter()
-    for body in step.module.computations.values():
-        operands = {i.name: i for i in body}
-        for i in body:
-            if "cudnn$fmha" in i.attributes:
-                q, room = operands[i.operands[0]].arrays[0], SEGMENTS.search(i.attributes)
-                way = "backward" if "Backward" in i.attributes else "forward"
-                found[way, q.dims, int(room[1]) if room else 0] += 1
-    return found
 
 
 def squares(step) -> list[str]:
@@ -71,11 +55,12 @@ def test_documents_are_a_call_for_each_class_of_lengths_and_no_mask(compile_once
     mesh = MESHES[place]
     tokens = 8 // mesh.batch * T
     heads = MODEL.num_heads // mesh.cp
-    classes = zip(class_lengths(T), class_segments(T), strict=True)
-    wanted = {((tokens // L, L, heads, MODEL.head_dim), M) for L, M in classes}
-    calls = attention_calls(step)
-    assert {(way, *call) for way, *call in calls} == {
-        (way, *call) for way in ("forward", "backward") for call in wanted
+    classes = list(zip(class_lengths(T), class_segments(T), strict=True))
+    calls = attention_calls(step.module)
+    assert {(call.backward, call.operands[0].dims, call.segments) for call in calls} == {
+        (backward, (tokens // L, L, heads, MODEL.head_dim), M)
+        for backward in (False, True)
+        for L, M in classes
     }
 
 

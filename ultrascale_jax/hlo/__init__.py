@@ -1,4 +1,4 @@
-"""Scheduled HLO text, read: instructions and loops, matrix products, collectives, and bytes moved."""
+"""Scheduled HLO text, read: instructions and loops, matrix products, attention, collectives, and bytes moved."""
 
 from ultrascale_jax.hlo.program import Array as Array
 from ultrascale_jax.hlo.program import Dot as Dot

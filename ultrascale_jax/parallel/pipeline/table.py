@@ -208,9 +208,13 @@ class Schedule:
             step = max((op.end for op in self.timeline(f, b, w)), default=0.0)
         return step / (self.microbatches * sum(self._work(f, b, w))) - 1
 
-    def timeline(self, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> list[Op]:
-        """Return start and end of every operation if ranks wait only for their data; costs as in `bubble`."""
+    def timeline(
+        self, f: float = 1.0, b: float = 1.0, w: float = 1.0, runtime: Runtime = "dependencies"
+    ) -> list[Op]:
+        """Return start and end of every operation; costs and runtime (not `divergent`) as in `bubble`."""
         cost = self._cost(f, b, w)
+        if runtime == "lockstep":
+            return self._in_lock_step(cost)
         free = [0.0] * self.ranks
         end: dict[tuple[str, int, int], float] = {}
         ops = []
@@ -220,6 +224,17 @@ class Schedule:
             free[rank] = end[kind, microbatch, stage] = start + cost[kind]
             ops.append(Op(rank, tick, kind, microbatch, stage, start, free[rank]))
         return ops
+
+    def _in_lock_step(self, cost: Mapping[str, float]) -> list[Op]:
+        """Return the operations of each tick one kind after the other, each as long as on any rank."""
+        found, now = [], 0.0
+        for tick, row in enumerate(self.ticks):
+            for kind in KINDS:
+                end = now + cost[kind]
+                ran = [(rank, cell[kind]) for rank, cell in enumerate(row) if kind in cell]
+                found += [Op(rank, tick, kind, *operation, now, end) for rank, operation in ran]
+                now = end if ran else now
+        return found
 
     def _work(self, f: float, b: float, w: float) -> tuple[float, float]:
         return f, 0.0 if self.forward else b + w

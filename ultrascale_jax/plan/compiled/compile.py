@@ -29,10 +29,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.streams import dumped_streams
 from ultrascale_jax.launch.distributed import GPU_FLAGS
-from ultrascale_jax.plan.compiled.op_costs import attention_workspace
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
@@ -97,7 +97,7 @@ class CompiledStep:
     @cached_property
     def workspace_bytes(self) -> int:
         """Memory that cuDNN's attention needs beside XLA's plan, at least."""
-        return attention_workspace(self.module)
+        return unplanned_workspace(self.module)
 
     @cached_property
     def collectives(self) -> list[Collective]:

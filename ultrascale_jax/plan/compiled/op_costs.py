@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Literal
 
 from ultrascale_jax.hlo import Dot, Instruction, Module, is_heavy
+from ultrascale_jax.hlo.attention import AttentionCall, attention_call, attention_calls
 from ultrascale_jax.hlo.collectives import FREE
 from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.formulas import costs
@@ -52,8 +53,8 @@ class Operations:
     @cached_property
     def _packed_lengths(self) -> list[int]:
         """The longest document of each class that attention takes in a call of its own."""
-        calls = (i for body in self.module.computations.values() for i in body)
-        return sorted({attention_scores(i)[0][-1] for i in calls if packed_segments(i) > 1})
+        calls = attention_calls(self.module)
+        return sorted({call.scores[3] for call in calls if call.segments > 1})
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], Operation | None]:
@@ -74,8 +75,8 @@ class Operations:
         ):
             return None
         device, host = touched(self.module, computation, i)
-        if "cudnn$fmha" in i.attributes:
-            return self._attention(computation, i, device)
+        if call := attention_call(self.module, computation, i):
+            return self._attention(call, device)
         dots = self.module.dots(i, computation) if is_heavy(i, self.module.heavy) else []
         if dots:
             return _products(self.gpu, i, dots, device)
@@ -84,44 +85,37 @@ class Operations:
         seconds = costs.LAUNCH_S + max(memory, pcie, arithmetic_seconds(i))
         return Operation(kind="other", seconds=seconds, device_bytes=device, host_bytes=host)
 
-    def _attention(self, computation: str, i: Instruction, device: int) -> Operation:
+    def _attention(self, call: AttentionCall, device: int) -> Operation:
         """Time attention, and one pass over what the causal mask leaves of an array that masks documents.
 
         That is a bound from below: every head may read the array again.
         """
-        if packed_segments(i) > 1:
-            return self._packed_attention(computation, i, device)
-        arrays = [self.module.by_name[computation][name].arrays[0] for name in i.operands]
-        (*_, queries, keys), seen = attention_scores(i)
-        head_dim, backward = arrays[0].dims[-1], "Backward" in i.attributes
-        flops = attention_flops(i, head_dim)
-        seconds = costs.attention_seconds(self.gpu, flops, backward=backward, head_dim=head_dim)
-        if "fmhaScaleBias" in i.attributes:
-            masks = (array.bytes for array in arrays if array.dims[-2:] == (queries, keys))
-            seconds += costs.memory_seconds(self.gpu, seen / keys * sum(masks))
+        if call.segments > 1:
+            return self._packed_attention(call, device)
+        flops = attention_flops(call)
+        seconds = self._attention_seconds(call, flops)
+        if call.mask_bytes:
+            masked = seen_keys(call) / call.scores[3] * call.mask_bytes
+            seconds += costs.memory_seconds(self.gpu, masked)
         return Operation(kind="attention", seconds=seconds, flops=flops, device_bytes=device)
 
-    def _packed_attention(self, computation: str, i: Instruction, device: int) -> Operation:
+    def _packed_attention(self, call: AttentionCall, device: int) -> Operation:
         """Time the call of one class of documents; all documents have the same length, so one class has all the work.
 
         The backward pass of each clears the float32 gradients of all its segments.
         """
-        (rows, heads, longest, _), _ = attention_scores(i)
-        head_dim = self.module.by_name[computation][i.operands[0]].arrays[0].dims[-1]
-        backward = "Backward" in i.attributes
-        cleared = workspace_bytes(i, head_dim) if backward else 0
-        seconds = costs.LAUNCH_S + costs.memory_seconds(self.gpu, cleared)
+        seconds = costs.LAUNCH_S + costs.memory_seconds(self.gpu, call.workspace_bytes)
         tokens = min(self.document_tokens or math.inf, self._packed_lengths[-1])
         flops = 0.0
-        if longest == min(length for length in self._packed_lengths if length >= tokens):
-            products = 5 if backward else 2
-            flops = (
-                products * 2.0 * rows * heads * longest * mean_keys(int(tokens), None) * head_dim
-            )
-            seconds += costs.attention_seconds(
-                self.gpu, flops, backward=backward, head_dim=head_dim
-            )
+        if call.scores[3] == min(length for length in self._packed_lengths if length >= tokens):
+            flops = attention_flops(call, mean_keys(int(tokens), None))
+            seconds += self._attention_seconds(call, flops)
         return Operation(kind="attention", seconds=seconds, flops=flops, device_bytes=device)
+
+    def _attention_seconds(self, call: AttentionCall, flops: float) -> float:
+        return costs.attention_seconds(
+            self.gpu, flops, backward=call.backward, head_dim=call.head_dim
+        )
 
 
 def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operation:
@@ -154,57 +148,17 @@ def arithmetic_seconds(instruction: Instruction) -> float:
     return record["compute_time_us"] * 1e-6 if record else 0.0
 
 
-def attention_scores(instruction: Instruction) -> tuple[tuple[int, ...], float]:
-    """Return batch, heads, queries and keys of cuDNN's attention, and the keys that a query sees on average."""
-    text = instruction.attributes
-    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": *\[([\d", ]+)\]', text)
-    assert scores  # every such call has them
-    dims = tuple(map(int, re.findall(r"\d+", scores[1])))
-    window = re.search(r'"sliding_window_length": *"?(\d+)', text)
-    if re.search(r'"mask_type": *"[A-Z_]*CAUSAL', text):
-        return dims, mean_keys(dims[-1], int(window[1]) if window and int(window[1]) else None)
-    return dims, float(dims[-1])
+def seen_keys(call: AttentionCall) -> float:
+    """Return the keys that a query sees on average."""
+    keys = call.scores[3]
+    return mean_keys(keys, call.window) if call.causal else float(keys)
 
 
-def packed_segments(instruction: Instruction) -> int:
-    """Return the documents in a row for which a call of cuDNN's attention has room; 1 unless they are packed."""
-    found = re.search(r'"max_seg_per_batch": *"?(\d+)', instruction.attributes)
-    return int(found[1]) if found and "cudnn$fmha" in instruction.attributes else 1
-
-
-def attention_flops(instruction: Instruction, head_dim: int) -> float:
-    """Count the FLOPs of cuDNN's attention: two products over the scores that the mask leaves, backward five."""
-    (batch, heads, queries, _), seen = attention_scores(instruction)
-    products = 5 if "Backward" in instruction.attributes else 2
-    return products * 2.0 * batch * heads * queries * seen * head_dim
-
-
-def attention_workspace(module: Module) -> int:
-    """Return the largest workspace of cuDNN's attention that the text, made without a device, has as `u8[0]`.
-
-    That is a bound from below: the kernel that cuDNN chooses may want more; only cuDNN on a device can say how much.
-    """
-    sizes = [0]
-    for computation, body in module.computations.items():
-        for i in body:
-            if (
-                "cudnn$fmha" in i.attributes
-                and "Backward" in i.attributes
-                and not i.arrays[-1].bytes
-            ):
-                queries = module.by_name[computation][i.operands[0]].arrays[0]
-                sizes.append(workspace_bytes(i, queries.dims[-1]))
-    return max(sizes)
-
-
-def workspace_bytes(backward: Instruction, head_dim: int) -> int:
-    """Return the known workspace of a backward pass: the queries' gradients in float32, and a float32 of each query.
-
-    Both are for every segment at full length (cuDNN 9; `get_fe_workspace_size_node` of
-    scaled_dot_product_flash_attention.h in NVIDIA/cudnn-frontend 1.12 to 1.23).
-    """
-    (batch, heads, queries, _), _ = attention_scores(backward)
-    return 4 * packed_segments(backward) * batch * heads * queries * (head_dim + 1)
+def attention_flops(call: AttentionCall, seen: float | None = None) -> float:
+    """Count the FLOPs of all products over the scores; a query sees `seen` keys, by default those of the mask."""
+    batch, heads, queries, _ = call.scores
+    seen = seen_keys(call) if seen is None else seen
+    return call.products * 2.0 * batch * heads * queries * seen * call.head_dim
 
 
 def _precision(dtype: str) -> str:
