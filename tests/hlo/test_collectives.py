@@ -95,6 +95,19 @@ def test_sequence_parallel_half_blocks_gather_before_and_scatter_after(compiled)
 
 
 @pytest.mark.slow
+def test_parameters_travel_behind_the_reductions_of_sequence_parallel_layers(compiled):
+    """All share a stream: attention, which `full` runs again, and the MLP's input gradient would wait for them."""
+    cfg, step = compiled(8, {"fsdp": 2, "sp": 4})
+    _, backward = layer_loops(step, cfg)
+    behind, travelling = 0, set()
+    for c in backward:
+        behind += c in pick([c], "reduce-scatter", "sp")
+        travelling |= {behind % 3} if pick([c], c.kind, "fsdp") else set()
+    # Of a layer's three scatters over sp the second is that of the MLP's input gradient.
+    assert (behind, travelling) == (3 * LAYERS, {2})
+
+
+@pytest.mark.slow
 def test_sequence_parallel_layers_never_all_reduce(compiled):
     cfg, step = compiled(8, {"fsdp": 2, "sp": 4})
     assert not [c for loop in layer_loops(step, cfg) for c in loop if c.kind == "all-reduce"]

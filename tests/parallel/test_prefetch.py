@@ -1,5 +1,7 @@
 """The scan that gathers ahead computes what a plain scan computes, and so do its gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,24 +9,25 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
+from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
 from ultrascale_jax.sharding.mesh import make_mesh
 
 B, D = 4, 8
 
 
-def gather(matrix, constant):
-    """A matrix whole over fsdp, and an integer that has no gradient."""
-    return jax.reshard(matrix, P(None, None, reduced=frozenset({"fsdp"}))), constant
+def gather(params, constant):
+    """Matrices whole over fsdp, and an integer that has no gradient."""
+    whole = P(None, None, reduced=frozenset({"fsdp"}))
+    return {name: jax.reshard(p, whole) for name, p in params.items()} | {"constant": constant}
 
 
 def run(gathered, x, context):
-    matrix, constant = gathered
-    y = jnp.einsum("bd,de->be", x, matrix, out_sharding=P("fsdp", None)) + constant * x
+    product = functools.partial(jnp.einsum, "bd,de->be", out_sharding=P("fsdp", None))
+    y = product(product(x, gathered["up"]), gathered["down"]) + gathered["constant"] * x
     return x + jnp.tanh(y) * context, jnp.sum(jnp.square(y), axis=1), jnp.max(y, axis=1)
 
 
-def plain_scan(layer, params, constants, x, context, *, unroll):
+def plain_scan(layer, params, constants, x, context):
     def body(x, row):
         y, *out = layer.run(layer.gather(*row), x, context)
         return y, tuple(out)
@@ -33,24 +36,36 @@ def plain_scan(layer, params, constants, x, context, *, unroll):
 
 
 @pytest.mark.parametrize("num", [1, 2, 5])
-@pytest.mark.parametrize("unroll", [True, False])
-def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll):
-    keys = jax.random.split(jax.random.key(0), 3)
+@pytest.mark.parametrize(
+    ("unroll", "delay"),
+    [
+        (True, None),
+        (False, None),
+        (True, Delay("down", ("down",), scatters=False)),
+        (True, Delay("down", ("up", "down"), scatters=True)),
+    ],
+)
+def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay):
+    keys = jax.random.split(jax.random.key(0), 4)
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])):
-        params = jax.random.normal(keys[0], (num, D, D), out_sharding=P(None, "fsdp", None))
+        params = {
+            name: jax.random.normal(key, (num, D, D), out_sharding=P(None, "fsdp", None))
+            for name, key in zip(("up", "down"), keys[2:], strict=True)
+        }
         x = jax.random.normal(keys[1], (B, D), out_sharding=P("fsdp", None))
         constants, context = jnp.arange(num), jnp.float32(0.7)
-        weights = jax.random.normal(keys[2], (num, B), out_sharding=P(None, "fsdp"))
+        weights = jax.random.normal(keys[0], (num, B), out_sharding=P(None, "fsdp"))
 
-        def value_and_grad(scan):
+        def value_and_grad(scan, **how):
             def loss(params, x):
                 layer = Layer(gather, run)
-                y, (aux, statistics) = scan(layer, params, constants, x, context, unroll=unroll)
+                y, (aux, statistics) = scan(layer, params, constants, x, context, **how)
                 return jnp.sum(jnp.sin(y)) + jnp.sum(aux * weights), statistics
 
             return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-        found, expected = value_and_grad(prefetch_scan), value_and_grad(plain_scan)
+        found = value_and_grad(prefetch_scan, unroll=unroll, delay=delay)
+        expected = value_and_grad(plain_scan)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
     )

@@ -27,7 +27,7 @@ from ultrascale_jax.models.layers import gather_sequence, param, rms_norm, zero_
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
-from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
+from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, gather_param, reshard
 from ultrascale_jax.sharding.rules import mesh_size, stored_spec
 
@@ -141,11 +141,13 @@ class Transformer(nnx.Module):
         *,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         prefetch: bool = False,
+        delay: Delay | None = None,
     ) -> ModelOutputs:
         """Run the model on token ids (int32).
 
         `remat` wraps a layer's function, to say what its backward pass recomputes. With `prefetch` a layer's parameters
-        are gathered while the one before computes (`parallel/prefetch.py`); not with a cache.
+        are gathered while the one before computes (`parallel/prefetch.py`), in the backward pass with `delay`; not with
+        a cache.
         """
         assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
@@ -159,7 +161,8 @@ class Transformer(nnx.Module):
             first_of_kind = start - self.layers_with(kind).start
             block = self.blocks.layers(kind, count, start, first_of_kind)
             part = block, cut(alike.stacked, start, start + count)
-            scan = self._prefetched if prefetch and count > 1 else self._scanned
+            ahead = functools.partial(self._prefetched, delay=delay)
+            scan = ahead if prefetch and count > 1 else self._scanned
             with jax.named_scope("layers"):
                 x_BRD, out = scan(x_BRD, part, alike, remat)
             found.append(out)
@@ -187,7 +190,14 @@ class Transformer(nnx.Module):
 
         return jax.lax.scan(remat(layer), x_BRD, part)
 
-    def _prefetched(self, x_BRD: jax.Array, part: tuple, inputs: LayerInputs, remat: Callable):
+    def _prefetched(
+        self,
+        x_BRD: jax.Array,
+        part: tuple,
+        inputs: LayerInputs,
+        remat: Callable,
+        delay: Delay | None,
+    ):
         """Run layers that are alike, the parameters of the next one gathered while this one computes."""
         block, own = part
 
@@ -202,7 +212,7 @@ class Transformer(nnx.Module):
         around = dataclasses.replace(inputs, fp8=None)
         ring, _ = inputs.context.ranks(mesh_size("cp"))
         x_BRD, (balance_LBR, *statistics) = prefetch_scan(
-            layer, block, own, x_BRD, around, unroll=ring == 1
+            layer, block, own, x_BRD, around, unroll=ring == 1, delay=delay
         )
         return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 

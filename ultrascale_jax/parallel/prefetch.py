@@ -27,8 +27,31 @@ class Layer(NamedTuple):
     """`(gathered, x, context) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
 
 
+class Delay(NamedTuple):
+    """What travels in a layer's backward pass only when a part of the layer has its gradient.
+
+    XLA has one stream for all collectives, so the reductions that a layer waits for come behind what travels already.
+    With a tensor group the MLP's input gradient is reduced halfway through the backward pass; what would still travel
+    then starts behind that, beside the MLP's weight gradients and attention.
+    """
+
+    until: str
+    """Part of the parameters, by name."""
+    gathers: tuple[str, ...]
+    """Parts of the next layer's parameters that are gathered then."""
+    scatters: bool
+    """Whether the gradients of the layer before are scattered then."""
+
+
 def prefetch_scan(
-    layer: Layer, params: Any, constants: Any, x: jax.Array, context: Any, *, unroll: bool
+    layer: Layer,
+    params: Any,
+    constants: Any,
+    x: jax.Array,
+    context: Any,
+    *,
+    unroll: bool,
+    delay: Delay | None = None,
 ) -> tuple[jax.Array, tuple]:
     """Run `layer` for each row of `params` and `constants`, in order.
 
@@ -41,11 +64,12 @@ def prefetch_scan(
       unroll: whether XLA writes two layers into the body of the compiled loop, so that nothing which one hands to the
         next is copied. Not where the layer has loops of its own, which would be unrolled too: the hops of a ring then
         wait in the open.
+      delay: what travels later in the backward pass; by default all of it starts with the layer.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
     """
-    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll)
+    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll, delay)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -61,8 +85,8 @@ def prefetch_scan(
 class _Loop:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(self, layer: Layer, num: int, unroll: bool):
-        self.layer, self.num, self.unroll = layer, num, unroll
+    def __init__(self, layer: Layer, num: int, unroll: bool, delay: Delay | None):
+        self.layer, self.num, self.unroll, self.delay = layer, num, unroll, delay
 
     def forward(self, params, constants, x, context, *, keep: bool):
         """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
@@ -104,10 +128,10 @@ class _Loop:
         def body(carry, given):
             dx, now, waiting, grads = carry
             i, kept, daux = given
-            following = self.gathered(stacks, jnp.maximum(i - 1, 0))
+            own, dx = gradients(now, kept, dx, daux)
+            row, waiting = self.delayed(_row(stacks, jnp.maximum(i - 1, 0)), waiting, now, own)
             grads = _put(grads, scatter(waiting), jnp.minimum(i + 1, self.num - 1))
-            waiting, dx = gradients(now, kept, dx, daux)
-            return (dx, following, waiting, grads), None
+            return (dx, self.layer.gather(*row), own, grads), None
 
         waiting, _ = jax.eval_shape(gradients, last, *_row((kept,), 0), dy, daux[0])
         grads = jax.tree.map(lambda a: _zeros(a, self.num), jax.eval_shape(scatter, waiting))
@@ -123,6 +147,28 @@ class _Loop:
         metadata = {"_xla_loop_unroll_strategy": "double-buffer"} if self.unroll else {}
         with set_xla_metadata(**metadata):
             return jax.lax.scan(body, carry, rows, reverse=reverse)
+
+    def delayed(self, row: tuple, waiting: list, now: Any, own: list) -> tuple[tuple, list]:
+        """Return a row of the stacks, and gradients that wait to be scattered, which `delay` lets travel later.
+
+        `own` are the gradients of this layer's parameters `now`.
+        """
+        if self.delay is None:
+            return row, waiting
+        floats = [path for path, leaf in jax.tree.leaves_with_path(now) if _is_float(leaf)]
+        until = own[[_part(path) for path in floats].index(self.delay.until)]
+        late = [leaf for path, leaf in jax.tree.leaves_with_path(row[0]) if self.is_late(path)]
+        held = waiting if self.delay.scatters else []
+        late, held, _ = jax.lax.optimization_barrier((late, held, until))
+        rest = iter(late)
+        params = jax.tree.map_with_path(
+            lambda path, leaf: next(rest) if self.is_late(path) else leaf, row[0]
+        )
+        return (params, row[1]), held or waiting
+
+    def is_late(self, path: tuple) -> bool:
+        """Return whether the parameter at `path` is gathered when `delay` says."""
+        return self.delay is not None and _part(path) in self.delay.gathers
 
     def gathered(self, stacks, i):
         """Return the parameters of layer `i` as it uses them."""
@@ -141,6 +187,11 @@ class _Loop:
 
         floats, others = _split(gathered)
         return LayerVJP(run, floats, x, (others, context), split=False)
+
+
+def _part(path: tuple) -> str:
+    """Return the first name of a leaf's path."""
+    return jax.tree_util.keystr(path[:1], simple=True)
 
 
 def _row(stacks: Any, i: jax.Array | int) -> Any:

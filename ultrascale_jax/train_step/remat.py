@@ -40,6 +40,12 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
     return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
+def keeps(cfg: Config, name: str) -> bool:
+    """Return whether a layer keeps its tensor of that name, one of `REMAT_NAMES`, in some memory."""
+    saved, offloaded = cfg.train.remat_names()
+    return cfg.train.remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
+
+
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:
     """Keep every value except parameters gathered over the ZeRO axes."""
     return primitive.name == "dot_general" or not is_gathered_param(primitive, *inputs, **params)
