@@ -1,4 +1,4 @@
-"""Llama 3.1 405B, meant for 512 to 8,192 GPUs of 80 GB: tensor and sequence parallel inside a node, sharded across.
+"""Llama 3.1 405B, meant for 512 to 4,096 GPUs of 80 GB: tensor and sequence parallel over pairs, sharded across.
 
 16 M tokens a step; learning rate, warm-up and final rate are those of arXiv 2407.21783, section 3.4.
 Recomputation and micro-batches are the fastest that fit the GPUs at hand.
@@ -18,7 +18,7 @@ from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA3_405B,
-    mesh=MeshConfig(fsdp=-1, sp=8),
+    mesh=MeshConfig(fsdp=-1, sp=2),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
     optim=OptimConfig(lr=8e-5, min_lr_ratio=0.01, warmup_steps=8000),
     train=TrainConfig(

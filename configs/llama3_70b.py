@@ -1,6 +1,7 @@
-"""Llama 3 70B, meant for 64 to 2,048 GPUs of 80 GB: tensor and sequence parallel inside a node, sharded across.
+"""Llama 3 70B, meant for 64 to 1,024 GPUs of 80 GB: tensor and sequence parallel over pairs of GPUs, sharded across.
 
-4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand.
+4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand. Beyond 512 GPUs replicas
+are faster: `--mesh dp=2,fsdp=256,sp=2`, or `--mesh auto`.
 """
 
 from ultrascale_jax.config import (
@@ -17,7 +18,7 @@ from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.LLAMA3_70B,
-    mesh=MeshConfig(fsdp=-1, sp=8),
+    mesh=MeshConfig(fsdp=-1, sp=2),
     data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
     optim=OptimConfig(lr=1.5e-4, warmup_steps=2000),
     train=TrainConfig(

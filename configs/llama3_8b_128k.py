@@ -1,6 +1,7 @@
 """Llama 3.1 8B at 131,072 tokens, meant for 8 to 64 GPUs of 80 GB: each sequence split over the 8 GPUs of a node.
 
 A batch of 32 sequences (4 M tokens), in as few micro-batches as fit: GPUs of 80 GB take one sequence a node at a time.
+The GPUs of a node exchange heads for sequence.
 It is the stage that stretches 8,192 tokens to 131,072, from a checkpoint of `ultrascale convert-hf import`. Attention
 crosses documents, as in arXiv 2504.06214: it is then plain causal, without a mask, and every sequence shows the model
 all distances; positions that restart show only those inside a document.
@@ -10,6 +11,7 @@ from ultrascale_jax.config import (
     AUTO,
     CheckpointConfig,
     Config,
+    ContextConfig,
     DataConfig,
     LogConfig,
     MeshConfig,
@@ -21,6 +23,7 @@ from ultrascale_jax.configs import shapes
 config = Config(
     model=shapes.LLAMA31_8B,
     mesh=MeshConfig(cp=8, fsdp=-1),
+    cp=ContextConfig(ulysses=8),
     data=DataConfig(
         source="tokens:data/long",
         tokenizer="data/tokenizer.json",

@@ -149,7 +149,7 @@ def test_more_replicas_and_shards_are_not_faster_per_gpu():
 
     slow, quick = shards("playbook"), shards("eos")
     assert slow == sorted(slow, reverse=True)
-    assert slow[2] < 0.6 * slow[0] and quick[2] > 0.95 * quick[0]
+    assert slow[2] < 0.6 * slow[0] and quick[2] > 0.9 * quick[0]
 
 
 def test_a_fixed_batch_on_more_gpus_is_less_efficient():

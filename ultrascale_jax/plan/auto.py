@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, REMAT_POLICIES, Config, UserError
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
@@ -27,6 +27,9 @@ count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
 
 SAFE_PIPED_EXPERTS = 0.75
 """The same for experts in a pipeline, where XLA's program of the recipe `deepseek_v3` takes 1.22 times the formula."""
+
+EQUAL = 1.02
+"""Times the step of the fastest that a mesh with fewer axes may take: the formulas' own error is larger."""
 
 MODEL = "h100"
 """The GPU that devices stand for which the planner does not know: the large recipes are meant for its memory."""
@@ -94,8 +97,8 @@ def choose_auto(
 
 
 def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
-    """Return what stays as it is, and policies of recomputation that have a name: they were compiled more often."""
-    choices = {"remat": REMAT_POLICIES, "ulysses": (cfg.cp.ulysses,)} | pinned(cfg)
+    """Return what stays as it is."""
+    choices = {"ulysses": (cfg.cp.ulysses,)} | pinned(cfg)
     if choose_mesh:
         return choices
     sizes = cfg.mesh.resolve(cluster.num_gpus).sizes
@@ -109,15 +112,27 @@ def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
     usable, tried = search.usable_bytes, f"{search.counts['candidates']:,} tried"
     safe = [step for step in fits if step.peak_bytes <= _safe_share(step.run) * usable]
     if fits:
-        found = min(safe or fits, key=lambda step: step.step_s if safe else step.peak_bytes)
+        best = min(safe or fits, key=lambda step: step.step_s if safe else step.peak_bytes)
+        found = _simplest(best, safe)
         run, peak = found.run, found.peak_bytes
         why = f"the fastest that fits {on}" if safe else f"it just fits {on}, the leanest"
+        if found is not best:
+            why = f"the simplest within {EQUAL - 1:.0%} of {why}"
         why += f" of {tried}, {found.step_s:.3g} s a step,"
     else:
         assert search.closest is not None  # all candidates are misses
         peak, run = search.closest
         why = f"nothing fits {on}, the leanest of {tried},"
     return run, f"{why} {peak / GIB:.1f} of {usable / GIB:.1f} GiB a GPU"
+
+
+def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPrediction:
+    """Return the fastest of those with the fewest axes that are as fast as `best` within `EQUAL`."""
+
+    def place(step: StepPrediction) -> tuple[int, float]:
+        return sum(size > 1 for size in step.run.mesh.sizes.values()), step.step_s
+
+    return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
 
 
 def _safe_share(run: Run) -> float:

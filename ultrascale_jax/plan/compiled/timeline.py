@@ -9,7 +9,7 @@ that XLA starts and finishes apart runs beside it:
 
 * Two collectives over the same link queue, for they share the wire, and so do two that XLA put on one stream. Only
   collectives of different links and streams run side by side. XLA's limit of collectives in flight is in the schedule.
-* While a collective runs, NCCL keeps `NCCL_CORES` multiprocessors, and matrix products and attention that much slower.
+* While a collective runs, NCCL keeps `costs.NCCL_CORES` multiprocessors; products and attention are that much slower.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
   is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
   a conditional's branches the slowest counts unless the caller says in which share of the iterations it is taken.
@@ -28,9 +28,6 @@ from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Group
-
-NCCL_CORES = 16
-"""Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
 
 COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
     "compute",
@@ -167,7 +164,7 @@ class _Replay:
             (c.computation, c.name): (c, *_on_link(c, cluster))
             for c in collectives.find_collectives(self.module, axes)
         }
-        self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - NCCL_CORES)
+        self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - costs.NCCL_CORES)
         self.comm_streams, self.share, self.shown = comm_streams, share, shown
         self.trips: tuple[int, ...] = ()
         self.now = 0.0

@@ -22,6 +22,9 @@ Fitted on the calibration half of the playbook's runs, whose products are cuBLAS
 MEMORY_SHARE = 0.85
 """Of the data sheet's bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
 
+NCCL_CORES = 16
+"""Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
+
 LAUNCH_S = 3e-6
 """From one kernel to the next of the same stream (XLA's own estimate of a launch)."""
 

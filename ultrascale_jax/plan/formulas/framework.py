@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ultrascale_jax.config import REMAT_NAMES
+from ultrascale_jax.plan.formulas import costs
 
 RESULTS = {
     "qkv": ("q", "k", "v"),
@@ -41,6 +42,8 @@ class FrameworkProfile:
     """The same where half of them travel while experts work on the other half."""
     hide: float
     """Share of the arithmetic beside it that communication of parameters and gradients can hide behind."""
+    nccl_cores: int = 0
+    """Multiprocessors that hidden communication of parameters and gradients keeps from matrix products."""
     step_s: float
     """Once a step: optimizer launches, data, logging."""
 
@@ -53,6 +56,7 @@ ULTRASCALE = FrameworkProfile(
     travel=0.85,
     overlapped=0.7,
     hide=0.9,
+    nccl_cores=costs.NCCL_CORES,
     step_s=5e-3,
 )
 """This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA

@@ -4,7 +4,7 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
-from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.config import REMAT_NAMES, TrainConfig
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
@@ -130,6 +130,9 @@ class Step:
             "exposed fsdp": self.layer_parameters(forward_s, backward_s),
             "exposed offload": self.offload(forward_s + backward_s),
         }
+        moved = self.moved(self.layer_params())
+        hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
+        parts["cores lent to NCCL"] = self.profile.nccl_cores / self.gpu.cores * max(0.0, hidden)
         parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
         return parts
 
@@ -169,8 +172,7 @@ class Step:
             seconds = passes.forward + self.tensor_group() / 2
         if remat == "none":
             return seconds
-        groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
-        kept = {name for names in groups for name in names}
+        kept = self.kept
         seconds += passes.traffic / 3
         if "attn_core" not in kept:
             seconds += passes.attention + self.exchanged()[0]
@@ -180,6 +182,13 @@ class Step:
             seconds += passes.products[product] * again
         gathered = 2 if "attn_out" in kept else 3
         return seconds + gathered / self.profile.tensor_passes * self.tensor_group()
+
+    @property
+    def kept(self) -> set[str]:
+        """Names of what a layer keeps for its backward pass."""
+        remat = self.run.remat
+        groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
+        return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
 
     def offload(self, layer: float) -> float:
         """Time copying activations to the host and back, beyond the time of the layer."""
@@ -247,8 +256,24 @@ class Step:
         """The parameters of a layer; routed experts hide behind all of it where the layer before gathers them."""
         params = self.layer_params()
         if self.run.prefetches:
-            return self.parameters(params, forward, backward)
+            return self.parameters(params, *self.beside(forward, backward))
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
+
+    def beside(self, forward: float, backward: float) -> tuple[float, float]:
+        """Return what of a layer's passes a neighbour's parameters and gradients travel beside, on XLA's one stream.
+
+        Behind a ring, whose hops would wait for them; and if attention runs again between sp's reductions, behind the
+        MLP's input gradient (`delay_of` in train_step/step.py).
+        """
+        passes, products = self.passes, self.passes.products
+        one = passes.backward_products / sum(products.values())
+        if self.run.ring[0] > 1:
+            behind = one * products["qkv"] + passes.attention_backward / 2
+            return forward - products["qkv"], behind
+        if self.mesh.sp > 1 and self.shape.experts is None and "attn_out" not in self.kept:
+            before = self.recomputed() + one * (products["up"] + products["down"]) / 2
+            return forward, backward - before
+        return forward, backward
 
     def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
