@@ -28,11 +28,11 @@ config = Config(
         seq_len=4096,
         document_mask=False,
     ),
-    optim=OptimConfig(lr=2.2e-4, schedule="wsd", warmup_steps=2000, decay_steps=68_000),
+    optim=OptimConfig(lr=2.2e-4, schedule="wsd:68000", warmup_steps=2000),
     train=TrainConfig(
         steps=235_000, global_batch=15360, microbatches=AUTO, zero=1, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(a2a_groups=8, aux_loss=0.0001, aux_over="sequence", bias_rate=0.001),
+    moe=MoEConfig(a2a_groups=8, aux_loss=(0.0001, "sequence"), bias_rate=0.001),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/deepseek_v3"),
 )

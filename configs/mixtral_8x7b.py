@@ -25,7 +25,7 @@ config = Config(
     train=TrainConfig(
         steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(aux_loss=0.02),
+    moe=MoEConfig(aux_loss=(0.02, "batch")),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/mixtral_8x7b"),
 )

@@ -33,11 +33,23 @@ OLD = {
         "rms_norm": "mosaic",
         "cross_entropy": "mosaic",
     },
-    "optim": {"min_lr": 0.05, "moment_dtype": "bfloat16", "stochastic_rounding": True},
+    "optim": {
+        "schedule": "wsd",
+        "decay_steps": 9,
+        "min_lr": 0.05,
+        "moment_dtype": "bfloat16",
+        "stochastic_rounding": True,
+    },
     "train": {"loss_scale": 4.0, "loss_scale_window": 100, "max_skipped": 3},
     "fp8": {"gradients": "auto", "first_layers": 1, "last_layers": 2, "implementation": "xla"},
     "pp": {"group": 8, "divergent": True},
-    "moe": {"bound": 1.5, "nodes": 2, "implementation": "xla"},
+    "moe": {
+        "aux_loss": 0.1,
+        "aux_over": "sequence",
+        "bound": 1.5,
+        "nodes": 2,
+        "implementation": "xla",
+    },
     "checkpoint": {"dir": "checkpoints"},
     "watch": {"spike_sigma": 6.0, "spike_window": 64, "straggler_every": 7},
 }
@@ -50,10 +62,10 @@ TODAY = Config(
         experts=Experts(top_k=3, groups=4, groups_per_token=2),
         latent=LatentAttention(),
     ),
-    optim=OptimConfig(min_lr_ratio=0.05, moment_dtype="bfloat16_stochastic"),
+    optim=OptimConfig(schedule="wsd:9", min_lr_ratio=0.05, moment_dtype="bfloat16_stochastic"),
     fp8=Fp8Config(bf16_layers=(1, 2)),
     pp=PipelineConfig(per_rank_control_flow=True),
-    moe=MoEConfig(capacity_factor=1.5, a2a_groups=2),
+    moe=MoEConfig(aux_loss=(0.1, "sequence"), capacity_factor=1.5, a2a_groups=2),
     kernels=KernelsConfig(
         attention="xla", norm="mosaic", loss="mosaic", grouped_matmul="xla", fp8_matmul="xla"
     ),
@@ -125,11 +137,11 @@ def test_what_no_field_of_today_can_say_is_refused_by_name(values, message):
 def test_the_table_leads_from_names_of_before_to_names_of_today():
     today = {*leaves(Config)}
     assert {*RENAMED.values(), *JOINED} <= today
-    assert OLD_NAMES & today == {"optim.moment_dtype"}
+    assert OLD_NAMES & today == {"moe.aux_loss", "optim.moment_dtype", "optim.schedule"}
     assert {*fields(TODAY)} >= {name for name in today if name.startswith("kernels.")}
 
 
-@pytest.mark.parametrize("old", sorted(OLD_NAMES - {"optim.moment_dtype"}))
+@pytest.mark.parametrize("old", sorted(OLD_NAMES - {*leaves(Config)}))
 def test_an_old_option_is_one_line_that_says_what_to_write(capsys, old):
     with pytest.raises(SystemExit) as stop:
         command_line.parse(["debug", f"--{old}", "1"], prog="test")

@@ -66,12 +66,12 @@ FAMILIES = {
     },
     "mixtral": {
         "model": MIXTRAL,
-        "moe": {"aux_loss": 0.1, "aux_over": "sequence", "z_loss": 0.01},
+        "moe": {"aux_loss": (0.1, "sequence"), "z_loss": 0.01},
     },
     # Balanced over a micro-batch, so there is only one.
     "mixtral_batch": {
         "model": MIXTRAL,
-        "moe": {"aux_loss": 0.1},
+        "moe": {"aux_loss": (0.1, "batch")},
         "train": {"microbatches": 1},
     },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},

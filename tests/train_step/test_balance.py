@@ -107,7 +107,9 @@ STEPS = 60
     [
         pytest.param(MoEConfig(bias_rate=0.002), 1e-3, id="bias"),
         # Its gradient is in models/test_moe.py.
-        pytest.param(MoEConfig(bias_rate=0, aux_loss=1.0), 1e-2, id="loss", marks=pytest.mark.wide),
+        pytest.param(
+            MoEConfig(bias_rate=0, aux_loss=(1.0, "batch")), 1e-2, id="loss", marks=pytest.mark.wide
+        ),
     ],
 )
 def test_balancing_evens_the_load_of_a_router_with_a_favourite(mesh, moe, lr):

@@ -279,7 +279,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
             {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1},
         ),
         (
-            {"schedule": "wsd", "warmup_steps": 10, "decay_steps": 20},
+            {"schedule": "wsd:20", "warmup_steps": 10},
             {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
         ),
         ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),

@@ -272,22 +272,23 @@ class MoEConfig:
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
     """Halve the batch: one half travels while the experts work on the other."""
-    aux_loss: float = 0.0
-    """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
-    aux_over: AuxOver = "batch"
-    """Tokens to balance: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
+    aux_loss: tuple[float, AuxOver] = (0.0, "batch")
+    """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4), and the tokens to balance: a
+    micro-batch over all devices (batch), or each of its sequences (sequence, DeepSeek-V3)."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
     bias_rate: float = 0.001
     """Change of an expert's bias in a step: up if the expert had less than the mean, down otherwise."""
 
     def __post_init__(self):
-        kinds = {"dispatch": Dispatch, "aux_over": AuxOver}
-        for name, kind in kinds.items():
-            value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
-            require(value in get_args(kind), f"moe.{name}", value, fix)
+        fix = f"must be one of {', '.join(get_args(Dispatch))}"
+        require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
+        weight, over = self.aux_loss
+        fix = "must be a weight, 0 or more, and batch or sequence"
+        sound = weight >= 0 and over in get_args(AuxOver)
+        require(sound, "moe.aux_loss", self.aux_loss, fix)
         require_at_least(1, "moe", self, ("capacity_factor", "a2a_groups"))
-        require_at_least(0, "moe", self, ("aux_loss", "z_loss", "bias_rate"))
+        require_at_least(0, "moe", self, ("z_loss", "bias_rate"))
         fix = "allgather has no levels; use 1, or another dispatch"
         flat = self.a2a_groups == 1 or self.dispatch != "allgather"
         require(flat, "moe.a2a_groups", self.a2a_groups, fix)

@@ -36,6 +36,10 @@ def _moments(dtype: str, stochastic: bool) -> str:
     return f"{dtype}_stochastic" if stochastic else dtype
 
 
+def _schedule(name: str, decay_steps: int) -> str:
+    return f"{name}:{decay_steps}" if name == "wsd" and decay_steps else name
+
+
 def _pair(*values: Any) -> list[Any]:
     return list(values)
 
@@ -46,12 +50,16 @@ JOINED = {
         _pair,
         "LOW HIGH",
     ),
+    "optim.schedule": Joined(
+        {"optim.schedule": "cosine", "optim.decay_steps": 0}, _schedule, "wsd:STEPS"
+    ),
     "optim.moment_dtype": Joined(
         {"optim.moment_dtype": "float32", "optim.stochastic_rounding": False},
         _moments,
         "bfloat16_stochastic",
     ),
     "fp8.bf16_layers": Joined({"fp8.first_layers": 0, "fp8.last_layers": 0}, _pair, "FIRST LAST"),
+    "moe.aux_loss": Joined({"moe.aux_loss": 0.0, "moe.aux_over": "batch"}, _pair, "WEIGHT OVER"),
     "watch.spike_guard": Joined(
         {"watch.spike_sigma": 0.0, "watch.spike_window": 128}, _pair, "SIGMA STEPS"
     ),

@@ -1,5 +1,6 @@
 """Options of the training step: optimizer, batch and precision."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +34,11 @@ class OptimConfig:
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
     """Final learning rate over the peak."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the last step, stable then linear decay (wsd), or constant."""
+    schedule: str = "cosine"
+    """After the warm-up: `cosine` to the last step, `constant`, or stable and then linear decay: `wsd`, over the last
+    fifth of the run, or `wsd:STEPS`."""
     warmup_steps: int = 0
     """Steps of linear warm-up (W): step k has k/W of the peak."""
-    decay_steps: int = 0
-    """Length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: float = 1e-8
@@ -57,12 +57,20 @@ class OptimConfig:
             require(value > 0, f"optim.{name}", value, "must be positive")
         fix = "is the last rate over optim.lr, from 0 to 1"
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, fix)
-        names = ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")
+        names = ("warmup_steps", "weight_decay", "clip_norm")
         require_at_least(0, "optim", self, names)
+        known = re.fullmatch(r"cosine|constant|wsd(:[1-9]\d{0,8})?", self.schedule)
+        fix = "must be cosine, constant, wsd or wsd:STEPS"
+        require(known is not None, "optim.schedule", self.schedule, fix)
         inside = all(0 <= beta < 1 for beta in self.betas)
         require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
         rounds = self.name == "adamw" or not self.stochastic_rounding
         require(rounds, "optim.moment_dtype", self.moment_dtype, "needs optim.name=adamw")
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
+        return int(self.schedule.partition(":")[2] or 0)
 
     @property
     def stochastic_rounding(self) -> bool:

@@ -138,9 +138,10 @@ def _experts(experts: Experts, moe: MoEConfig, product: Product | None, x_BRD, r
     )
     chosen_BRX = chosen_BRX.reshape(B, R, -1)
     aux_BR = jnp.zeros((B, R), jnp.float32)
-    if moe.aux_loss:
+    weight, over = moe.aux_loss
+    if weight:
         probabilities_BRX = probabilities.reshape(B, R, -1)
-        aux_BR += moe.aux_loss * _imbalance(probabilities_BRX, chosen_BRX, moe.aux_over)
+        aux_BR += weight * _imbalance(probabilities_BRX, chosen_BRX, over)
     if moe.z_loss:
         lse = jax.nn.logsumexp(logits, axis=1)
         aux_BR += moe.z_loss * jnp.square(lse).reshape(B, R)

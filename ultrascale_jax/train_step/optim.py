@@ -24,7 +24,7 @@ def schedule(cfg: Config) -> optax.Schedule:
     rest = max(steps - optim.warmup_steps, 1)
     if optim.schedule == "cosine":
         after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr_ratio)
-    elif optim.schedule == "wsd":
+    elif optim.schedule.startswith("wsd"):
         decay = min(optim.decay_steps or max(steps // 5, 1), rest)
         down = optax.linear_schedule(optim.lr, optim.min_lr_ratio * optim.lr, decay)
         after = optax.join_schedules([optax.constant_schedule(optim.lr), down], [rest - decay])
