@@ -23,12 +23,18 @@ from ultrascale_jax.train_step.state import (
 
 
 def load_params(
-    run_dir: str | Path, mesh: Mesh, step: int | None = None
+    run_dir: str | Path,
+    mesh: Mesh,
+    step: int | None = None,
+    *,
+    like: Transformer | None = None,
 ) -> tuple[Config, Transformer]:
     """Load config and model of a run's checkpoint (default: the newest good one) on `mesh`, without optimizer state.
 
-    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers. Nothing is renamed:
-    the run may be going on. Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
+    The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers, unless `like` has the
+    shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on.
+
+    Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
     saved_config(Path(run_dir))  # refuses what is no run directory
     folder = folder_of(Path(run_dir).resolve(), CHECKPOINTS, make=False)
@@ -39,7 +45,7 @@ def load_params(
 
     def take(step: int) -> tuple[Config, Transformer]:
         meta, note = restoring.opened(folder / str(step))
-        found = _params(folder, mesh, step, meta)
+        found = _params(folder, mesh, step, meta, like)
         _warn(note)
         return found
 
@@ -59,7 +65,9 @@ def _warn(note: str | None) -> None:
         print(f"warning: {note}", flush=True)
 
 
-def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Transformer]:
+def _params(
+    folder: Path, mesh: Mesh, step: int, meta: dict, like: Transformer | None
+) -> tuple[Config, Transformer]:
     cfg = config_from_dict(meta["config"])
     cfg = dataclasses.replace(
         cfg,
@@ -67,10 +75,12 @@ def _params(folder: Path, mesh: Mesh, step: int, meta: dict) -> tuple[Config, Tr
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
     )
-    like = abstract_state(cfg, mesh).params
+    if like is None:
+        like = abstract_state(cfg, mesh).params
     shapes = flatten(checkpoint_layout_shapes(like, like.layer_order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
-    return cfg, from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.layer_order_of)
+    params = from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.layer_order_of)
+    return cfg, restoring.cast(params, like)
 
 
 def check_arrays(place: Path, meta: dict) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ultrascale_jax import configs
+from ultrascale_jax.checkpoint.init_from import with_source
 from ultrascale_jax.cli.suggestions import suggestion
 from ultrascale_jax.config import (
     AUTO,
@@ -84,6 +85,8 @@ class Options:
     of all meshes that fit."""
     run_dir: Annotated[str | None, option("DIR", "the recipe's")] = None
     """Short for --log.run-dir."""
+    init_from: Annotated[str | None, option("hf:DIR|RUN_DIR[@STEP]", "the recipe's")] = None
+    """Short for --train.init-from: begin with these parameters; their model and tokenizer replace the recipe's."""
     devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
@@ -139,24 +142,41 @@ def parse[O: Options](
         default = load_recipe(recipe)
         if (mesh := _mesh_argument(arguments)) is not None and mesh != "auto":
             default = dataclasses.replace(default, mesh=MeshConfig.parse(mesh))
-        default = _with_named_parts(default, arguments)
-        form: Any = _Command
-        command = read(
-            form[options],
-            arguments,
-            prog=f"{prog} [RECIPE]",
-            description=description,
-            default=_Command(options=options(), config=default),
-        )
-        cfg, chosen = command.config, command.options
-        if chosen.run_dir is not None:
-            cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=chosen.run_dir))
+
+        def made(default: Config) -> tuple[Config, O]:
+            form: Any = _Command
+            command = read(
+                form[options],
+                arguments,
+                prog=f"{prog} [RECIPE]",
+                description=description,
+                default=_Command(options=options(), config=_with_named_parts(default, arguments)),
+            )
+            return _with_short_options(command.config, command.options), command.options
+
+        cfg, chosen = made(default)
+        if cfg.train.init_from:
+            source = with_source(cfg)
+            data = dataclasses.replace(default.data, tokenizer=source.data.tokenizer)
+            cfg, chosen = made(dataclasses.replace(default, model=source.model, data=data))
+            train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
+            cfg = dataclasses.replace(cfg, train=train)
         free = chosen.mesh != "auto" or cfg.mesh == default.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
             print(describe(_on_fake_devices(cfg, chosen) if chosen.devices else cfg))
             raise SystemExit(0)
     return cfg, chosen
+
+
+def _with_short_options(cfg: Config, options: Options) -> Config:
+    """`cfg` with the fields that have a short option too."""
+    if options.run_dir is not None:
+        cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=options.run_dir))
+    if options.init_from is not None:
+        train = dataclasses.replace(cfg.train, init_from=options.init_from)
+        cfg = dataclasses.replace(cfg, train=train)
+    return cfg
 
 
 def on_devices(

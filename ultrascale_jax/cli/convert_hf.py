@@ -23,28 +23,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
-from ultrascale_jax.huggingface.files import inside
+from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, travelling
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-TOKENIZER = "tokenizer.json"
-TRAVELLING = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
-"""Files that are copied as they are."""
-
 RECIPE = "finetune"
 """The recipe of an import that names none: pre-training's learning rates would wreck the model."""
-
-ORIGINAL = "hf_config.json"
-"""The imported `config.json` in the run directory, for what `ModelConfig` does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,36 +67,26 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     `ValueError` where the checkpoint is not exactly that model, or the run has begun already.
     """
     import jax
-    import jax.numpy as jnp
     from jax.experimental import multihost_utils
 
     from ultrascale_jax.checkpoint.manager import Checkpoints, checkpoint_folder
     from ultrascale_jax.checkpoint.run_metadata import NO_DATA, describe
     from ultrascale_jax.checkpoint.step_dirs import steps
     from ultrascale_jax.huggingface import checkpoint
-    from ultrascale_jax.train_step.optim import optimizer
-    from ultrascale_jax.train_step.state import TrainState, abstract_state, carried
+    from ultrascale_jax.train_step.state import abstract_state, fresh_state
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
-
-    @jax.jit
-    def start(params):
-        moments, zero = optimizer(cfg).init(params), jnp.int32(0)
-        return TrainState(params, moments, zero, zero, zero, *carried(cfg))
-
     fix = "has checkpoints already; choose another folder"
     require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         # All that may be refused is read before the first file is written.
         meta = describe(cfg, 0, NO_DATA + _fingerprint(folder))
-        state = start(checkpoint.load(folder, abstract_state(cfg, mesh).params))
+        params = checkpoint.load(folder, abstract_state(cfg, mesh).params)
+        state = jax.jit(fresh_state, static_argnums=0)(cfg, params)
         checkpoints = stack.enter_context(Checkpoints(cfg))
         if jax.process_index() == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            for name in _travelling(folder):
-                write_atomic(run_dir / name, inside(folder, name).read_bytes())
-            write_atomic(run_dir / ORIGINAL, inside(folder, "config.json").read_bytes())
+            bring_files(run_dir, files(Source(folder, True)))
             text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
             write_atomic(run_dir / "config.json", text.encode())
         if jax.process_count() > 1:
@@ -117,7 +98,7 @@ def _fingerprint(hf_dir: Path) -> str:
     """Return that of the tokenizer that the checkpoint brings, empty if it brings none."""
     from ultrascale_jax.data.tokenizer import load_tokenizer
 
-    brought = TOKENIZER in _travelling(hf_dir)
+    brought = TOKENIZER in travelling(hf_dir)
     return load_tokenizer(str(inside(hf_dir, TOKENIZER))).fingerprint if brought else ""
 
 
@@ -154,7 +135,7 @@ def tokenizer_files(
     """
     from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer
 
-    files = {name: read_regular(run_dir / name) for name in _travelling(run_dir)}
+    files = {name: read_regular(run_dir / name) for name in travelling(run_dir)}
     ids: dict[str, object] | None = None
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
@@ -189,10 +170,6 @@ def _described(eos: str, eos_id: int, context: int) -> dict[str, bytes]:
     return {name: f"{json.dumps(value, indent=2)}\n".encode() for name, value in contents.items()}
 
 
-def _travelling(folder: Path) -> list[str]:
-    return [name for name in TRAVELLING if (folder / name).is_file()]
-
-
 def known_context(cfg: Config, run_dir: Path) -> int:
     """The longest context that the imported model, or else the run, is known to handle."""
     if (run_dir / ORIGINAL).is_file():
@@ -208,7 +185,7 @@ def known_context(cfg: Config, run_dir: Path) -> int:
 def with_model(cfg: Config, hf_dir: str | Path) -> Config:
     """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
     model, data = read_config(hf_dir), cfg.data
-    if TOKENIZER in _travelling(Path(hf_dir)):
+    if TOKENIZER in travelling(Path(hf_dir)):
         data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
     return dataclasses.replace(cfg, model=model, data=data)
 
@@ -254,7 +231,10 @@ def _import(arguments: Sequence[str]) -> None:
     recipe_name = [] if arguments[2:3] and not arguments[2].startswith("-") else [RECIPE]
     arguments = [*recipe_name, *arguments[2:], "--run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)
-    _check_tokenizer(recipe, arguments, Path(hf_dir))
+    fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --init-from"
+    require(not recipe.train.init_from, "init_from", recipe.train.init_from, fix)
+    if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
+        check_tokenizer(recipe, Path(hf_dir))
     cfg = with_model(recipe, hf_dir)
     with _start_jax(options.devices):
         import jax
@@ -266,25 +246,25 @@ def _import(arguments: Sequence[str]) -> None:
         import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(
-                *_notes(cfg, Path(hf_dir)),
+                *notes(cfg, Path(hf_dir)),
                 f"{run_dir} is a run at step 0; go on, with your own text as data.source={cfg.data.source!r}, by",
                 f"  {train_command(recipe, cfg, arguments)}",
                 sep="\n",
             )
 
 
-def _check_tokenizer(cfg: Config, arguments: Sequence[str], hf_dir: Path) -> None:
-    """Refuse a tokenizer that `arguments` name and that is another than the checkpoint's."""
+def check_tokenizer(cfg: Config, folder: Path) -> None:
+    """Refuse a `data.tokenizer` that is another than the one in `folder`, if there is one."""
     from ultrascale_jax.data.tokenizer import load_tokenizer
 
-    named = any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments)
-    if named and (brought := _fingerprint(hf_dir)):
+    own = str(Path(cfg.log.run_dir) / TOKENIZER)
+    if cfg.data.tokenizer != own and (brought := _fingerprint(folder)):
         same = load_tokenizer(cfg.data.tokenizer).fingerprint == brought
-        fix = f"is another tokenizer than {hf_dir / TOKENIZER}, with which the model was trained; leave it out"
+        fix = f"is another tokenizer than {folder / TOKENIZER}, with which the model was trained; leave it out"
         require(same, "data.tokenizer", cfg.data.tokenizer, fix)
 
 
-def _notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
+def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
     """Yield lines about what a user of the checkpoint may not expect."""
     if cfg.data.tokenizer == "bytes":
         yield f"note: {hf_dir} brings no {TOKENIZER}; give the model's own by --data.tokenizer FILE"

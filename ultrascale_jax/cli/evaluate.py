@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.convert_hf import TOKENIZER, known_context
+from ultrascale_jax.cli.convert_hf import known_context
 from ultrascale_jax.cli.generate import printable
+from ultrascale_jax.cli.models import huggingface_config, load_huggingface
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
-    DataConfig,
     KernelsConfig,
     MeshConfig,
     PipelineConfig,
     require,
 )
-from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
+from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.config.training import Precision
+from ultrascale_jax.huggingface.files import is_huggingface
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -43,9 +44,6 @@ MOST_BYTES = 1 << 30
 
 DEFAULT_ROWS = 8
 """Rows that are scored at once, or the next number that the mesh divides."""
-
-LONGEST_ROW = 2048
-"""Tokens of a row for a Hugging Face folder that names none, if the model has as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +84,15 @@ class Options:
         require(given, "source", self.source, "name text by --source, or --choices FILE")
 
 
-def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder holds a Hugging Face model, not a run."""
-    path = folder / "config.json"
-    return path.is_file() and "model_type" in read_json(path)
-
-
 def described(options: Options) -> tuple[Config, int]:
     """Return the model's config, its mesh still open, and the number of positions that it knows."""
     from ultrascale_jax.checkpoint.run_metadata import saved_config
-    from ultrascale_jax.huggingface.config import read_config
 
     folder = Path(options.model)
     if not is_huggingface(folder):
         cfg = saved_config(folder)  # refuses what is no run directory
         return cfg, known_context(cfg, folder)
-    require(options.step is None, "step", options.step, "a Hugging Face folder has no steps")
-    known = read_json(folder / "config.json").get("max_position_embeddings")
-    known = known if isinstance(known, int) and known > 1 else LONGEST_ROW
-    own = folder / TOKENIZER
-    fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
-    require(options.tokenizer is not None or own.is_file(), "tokenizer", None, fix)
-    data = DataConfig(tokenizer=str(own), seq_len=min(LONGEST_ROW, known))
-    return Config(model=read_config(folder), data=data), known
+    return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
 
 
 def on_mesh(options: Options, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
@@ -149,15 +133,10 @@ def on_mesh(options: Options, cfg: Config, positions: int) -> tuple[Config, "Mes
 
 def loaded(options: Options, cfg: Config, mesh: "Mesh") -> tuple[Config, "Transformer"]:
     """Return `cfg` for the parameters of the run's checkpoint or the Hugging Face folder, and these."""
-    import jax
-
     from ultrascale_jax.checkpoint.load_params import load_params
-    from ultrascale_jax.huggingface import checkpoint
-    from ultrascale_jax.train_step.state import abstract_state
 
     if is_huggingface(Path(options.model)):
-        with jax.set_mesh(mesh):
-            return cfg, checkpoint.load(options.model, abstract_state(cfg, mesh).params)
+        return cfg, load_huggingface(Path(options.model), cfg, mesh)
     saved, params = load_params(options.model, mesh, options.step)
     # The parameters rest as the checkpoint's own ZeRO stage has them.
     return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params

@@ -1,15 +1,20 @@
-"""Continue a text with a trained model: `ultrascale generate RUN_DIR --prompt TEXT`."""
+"""Continue a text with a trained model: `ultrascale generate MODEL --prompt TEXT`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.models import huggingface_config, load_huggingface
 from ultrascale_jax.config import Config, MeshConfig, require
+from ultrascale_jax.huggingface.files import is_huggingface
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from ultrascale_jax.data.tokenizer import Tokenizer
     from ultrascale_jax.models.transformer import Transformer
 
@@ -18,8 +23,8 @@ if TYPE_CHECKING:
 class Options:
     """Options of `ultrascale generate`."""
 
-    run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
-    """Run directory of `ultrascale train`."""
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Run directory of `ultrascale train`, or Hugging Face folder."""
     prompt: str
     """Text to continue."""
     num_tokens: int = 200
@@ -30,8 +35,10 @@ class Options:
     """Sample among the k most likely tokens; 0 among all."""
     seed: int = 0
     """Another seed is another text."""
+    tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
+    """`bytes`, or a Hugging Face tokenizer.json."""
     step: int | None = None
-    """Step of the checkpoint; none is the newest."""
+    """Step of the run's checkpoint; none is the newest."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
     """Mesh over all devices, as pp=2,tp=4, for a model that one device does not hold; none is one device."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -40,6 +47,18 @@ class Options:
     def __post_init__(self):
         command_line.require_at_least(0, self, "temperature", "top_k", "seed")
         command_line.require_at_least(1, self, "num_tokens")
+
+
+def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
+    """Return config and parameters of the run's checkpoint or the Hugging Face folder."""
+    from ultrascale_jax.checkpoint.load_params import load_params
+
+    folder = Path(options.model)
+    if not is_huggingface(folder):
+        return load_params(folder, mesh, options.step)
+    cfg, _ = huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
+    cfg = replace(cfg, mesh=MeshConfig(**dict(mesh.shape)))
+    return cfg, load_huggingface(folder, cfg, mesh)
 
 
 def sample_text(
@@ -92,7 +111,6 @@ def main(argv: Sequence[str]) -> None:
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         import jax
 
-        from ultrascale_jax.checkpoint.load_params import load_params
         from ultrascale_jax.data.tokenizer import load_tokenizer
         from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -105,12 +123,12 @@ def main(argv: Sequence[str]) -> None:
             if options.devices is None:
                 command_line.require_devices(wanted, jax.device_count())
             mesh = make_mesh(wanted)
-        cfg, params = load_params(options.run_dir, mesh, options.step)
+        cfg, params = loaded(options, mesh)
         with jax.set_mesh(mesh):
             text = sample_text(
                 cfg,
                 params,
-                load_tokenizer(cfg.data.tokenizer),
+                load_tokenizer(options.tokenizer or cfg.data.tokenizer),
                 options.prompt,
                 options.num_tokens,
                 temperature=options.temperature,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale_jax.cli import command_line, generate
+from ultrascale_jax.cli import command_line, convert_hf, generate
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -82,6 +82,30 @@ def main(argv: Sequence[str]) -> None:
         generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", str(number)])
 
 
+def _bring_tokenizer(cfg: Config) -> None:
+    """Copy the files of `train.init_from` into the run directory of a run that has not begun, and print its notes.
+
+    Raises `UserError` if `data.tokenizer` is another than that of the parameters.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
+    from ultrascale_jax.checkpoint.step_dirs import steps
+    from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
+
+    run_dir = Path(cfg.log.run_dir)
+    begun = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
+    if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
+        source = Source.parse(cfg.train.init_from)
+        convert_hf.check_tokenizer(cfg, source.folder)
+        bring_files(run_dir, files(source))
+        for note in convert_hf.notes(cfg, source.folder) if source.huggingface else ():
+            say(note)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("tokenizer copied")
+
+
 def run(cfg: Config, options: Options) -> dict:
     """Join the other processes and train; see `training.loop.train`."""
     # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
@@ -98,6 +122,8 @@ def run(cfg: Config, options: Options) -> dict:
     with command_line.user_errors(), distributed.guarded(record):
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
+        if cfg.train.init_from:
+            _bring_tokenizer(cfg)
         faults = FaultPlan.none()
         if options.faults:
             faults = FaultPlan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))

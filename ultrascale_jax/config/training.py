@@ -100,6 +100,9 @@ class TrainConfig:
     """Weight of the squared log-sum-exp of the logits in the loss."""
     seed: int = 0
     """Seed of initialisation and data order."""
+    init_from: str = ""
+    """Parameters to begin with: `hf:DIR`, a Hugging Face folder, or `RUN_DIR[@STEP]`, another run's checkpoint. Empty:
+    random ones."""
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: int = 8

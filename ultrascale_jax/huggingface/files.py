@@ -17,7 +17,29 @@ from ultrascale_jax.config.foreign import read_json
 MOST_INDEX_BYTES = 1 << 28
 """Largest index of tensors; that of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
+TOKENIZER = "tokenizer.json"
+
+TRAVELLING = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Files that are copied as they are."""
+
+ORIGINAL = "hf_config.json"
+"""The checkpoint's `config.json` in the run directory, for what `ModelConfig` does not hold."""
+
 PLAIN_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Return whether a folder holds a Hugging Face model, not a run."""
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in read_json(path)
+
+
+def travelling(folder: Path) -> list[str]:
+    """Return the names of the files in `folder` that go from a checkpoint to a run and back."""
+    return [name for name in TRAVELLING if (folder / name).is_file()]
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:

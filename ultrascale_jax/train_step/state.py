@@ -70,7 +70,11 @@ def initial_state(cfg: Config) -> TrainState:
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
     model = Transformer(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
-    params = map_params(rest, model)
+    return fresh_state(cfg, map_params(rest, model))
+
+
+def fresh_state(cfg: Config, params: Transformer) -> TrainState:
+    """Make the state of a run that begins with these parameters; call it under `jax.jit`."""
     zero = jnp.int32(0)
     init: Callable = optimizer(cfg).init
     return TrainState(params, init(params), zero, zero, zero, *carried(cfg))

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run
@@ -31,7 +32,7 @@ from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.train_step.precision import check_kernels
-from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
+from ultrascale_jax.train_step.state import TrainState, abstract_state, fresh_state, init_state
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import Evaluation
 from ultrascale_jax.training.metrics import RunLog
@@ -189,4 +190,11 @@ def _state(
             fits=fits(abstract, meta),
         )
 
-    return checkpoints.resume(abstract, accept) or (init_state(cfg, mesh), 0, [])
+    resumed = checkpoints.resume(abstract, accept)
+    if resumed is not None:
+        return resumed
+    if not cfg.train.init_from:
+        return init_state(cfg, mesh), 0, []
+    params = initial_params(cfg, abstract.params, mesh)
+    begin = jax.jit(fresh_state, static_argnums=0, donate_argnums=1)
+    return begin(cfg, params), 0, [f"parameters of {cfg.train.init_from}"]

@@ -1,0 +1,76 @@
+"""`--init-from`: a run begins with the parameters of a Hugging Face folder or of another run, on any mesh."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.config import UserError
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import to_checkpoint_layout
+from ultrascale_jax.training.setup import make_loader, open_run
+
+HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
+TINY = "debug --data.seq-len 64 --data.source synthetic --train.global-batch 8"
+WORDS = {"version": "1.0", "added_tokens": []} | {
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
+}
+
+
+def parsed(words):
+    return command_line.parse(words.split(), prog="test", options=train.Options)
+
+
+def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(HF, folder)
+    cfg, _ = parsed(f"finetune --init-from hf:{folder} --run-dir {tmp_path}/run")
+    assert (cfg.model, cfg.data.tokenizer) == (read_config(HF), "bytes")
+    assert cfg.train.init_from == f"hf:{folder}"
+    (folder / "tokenizer.json").write_text(json.dumps(WORDS))
+    cfg, _ = parsed(
+        f"finetune --train.init-from hf:{folder} --log.run-dir {tmp_path}/run --model.rope-theta 7"
+    )
+    assert cfg.data.tokenizer == f"{tmp_path}/run/tokenizer.json"
+    assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(HF).d_ff
+
+
+def opened(words, save_step=None):
+    """Step and parameters, as in checkpoints, with which a run of this command begins, and its config."""
+    cfg, _ = parsed(words)
+    cfg = cfg.check(8)
+    with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None) as run:
+        params = to_checkpoint_layout(run.state.params, run.state.params.layer_order_of)
+        if save_step is not None:
+            meta = describe(run.cfg, save_step, make_loader(run.cfg).fingerprint)
+            with Checkpoints(run.cfg) as checkpoints:
+                checkpoints.save(run.state, meta, wait=True)
+        return run.step, run.cfg, params
+
+
+@pytest.mark.slow
+def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path):
+    folder, first, second = (tmp_path / name for name in ("hf", "first", "second"))
+    shutil.copytree(HF, folder)
+    words = f"{TINY} --mesh fsdp=2,dp=4 --init-from hf:{folder} --run-dir {first}"
+    step, cfg, params = opened(words, save_step=2)
+    assert (step, cfg.train.init_from) == (0, f"hf:{folder}")
+    original = load_file(HF / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(np.asarray(params.embed[...]), original)
+    shutil.rmtree(folder)  # a run that goes on needs it no more
+    assert opened(words)[0] == 2
+    with pytest.raises(UserError, match=r"train.init_from: saved 'hf:.*', now ''"):
+        opened(words.replace(f"--init-from hf:{folder}", ""))
+    words = "--mesh pp=2,fsdp=2,sp=2 --train.microbatches 2"
+    step, cfg, same = opened(f"{TINY} {words} --init-from {first} --run-dir {second}")
+    assert (step, cfg.train.init_from) == (0, f"{first}@2")
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))

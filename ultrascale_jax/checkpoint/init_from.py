@@ -1,0 +1,137 @@
+"""Begin a run with the parameters of a Hugging Face folder or of another run's checkpoint: `train.init_from`."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultrascale_jax.checkpoint.run_metadata import saved_config
+from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.config import Config, require
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, is_huggingface, travelling
+from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of, read_regular, write_atomic
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ultrascale_jax.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place of the first parameters, as `train.init_from` names it."""
+
+    folder: Path
+    """Hugging Face folder or run directory, absolute."""
+    huggingface: bool
+    step: int | None = None
+    """Step of the run's checkpoint; None is the newest."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Source":
+        """Read `hf:DIR`, `RUN_DIR` or `RUN_DIR@STEP`. Raises `UserError` if the folder is not of that kind."""
+        huggingface = text.startswith("hf:")
+        place, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text, re.DOTALL).groups()  # pyrefly: ignore
+        if huggingface:
+            place, step = text.removeprefix("hf:"), None
+        folder = Path(place).absolute()
+        fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
+        require(folder.is_dir(), "train.init_from", text, fix)
+        fix = (
+            "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"
+        )
+        if not huggingface:
+            fix = f"is a Hugging Face folder; write hf:{place}"
+        require(is_huggingface(folder) == huggingface, "train.init_from", text, fix)
+        return cls(folder, huggingface, None if step is None else int(step))
+
+    @property
+    def text(self) -> str:
+        """The source as `parse` reads it."""
+        if self.huggingface:
+            return f"hf:{self.folder}"
+        return f"{self.folder}" if self.step is None else f"{self.folder}@{self.step}"
+
+    def pinned(self) -> "Source":
+        """Return the source with the step that is the newest now. Raises `UserError` for a run without it."""
+        if self.huggingface:
+            return self
+        found = steps(folder_of(self.folder.resolve(), CHECKPOINTS, make=False))
+        step = max(found, default=None) if self.step is None else self.step
+        fix = f"there is no such checkpoint; the steps are {found}"
+        require(step in found, "train.init_from", self.text, fix)
+        return dataclasses.replace(self, step=step)
+
+
+def with_source(cfg: Config) -> Config:
+    """Return `cfg` with the model and the tokenizer of `train.init_from`, whose place is made absolute and exact.
+
+    A run that has begun at that place keeps its own: it needs the source no more. Raises `UserError`.
+    """
+    begun = _begun(cfg)
+    if begun is not None:
+        data = dataclasses.replace(cfg.data, tokenizer=begun.data.tokenizer)
+        train = dataclasses.replace(cfg.train, init_from=begun.train.init_from)
+        return dataclasses.replace(cfg, model=begun.model, data=data, train=train)
+    source = Source.parse(cfg.train.init_from).pinned()
+    if source.huggingface:
+        model, tokenizer = read_config(source.folder), cfg.data.tokenizer
+    else:
+        saved = saved_config(source.folder)
+        model, tokenizer = saved.model, saved.data.tokenizer
+    if TOKENIZER in files(source):
+        tokenizer = str(Path(cfg.log.run_dir) / TOKENIZER)
+    data = dataclasses.replace(cfg.data, tokenizer=tokenizer)
+    train = dataclasses.replace(cfg.train, init_from=source.text)
+    return dataclasses.replace(cfg, model=model, data=data, train=train)
+
+
+def _begun(cfg: Config) -> Config | None:
+    """Return the saved configuration of the run of `cfg` if it has checkpoints and began at the same place."""
+    run_dir = Path(cfg.log.run_dir)
+    known = (run_dir / "config.json").is_file()
+    if cfg.checkpoint.resume == "never" or not known or is_huggingface(run_dir):
+        return None
+    if not steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)):
+        return None
+    saved = saved_config(run_dir)
+    prefix = "hf:" if cfg.train.init_from.startswith("hf:") else ""
+    wanted = prefix + str(Path(cfg.train.init_from.removeprefix("hf:")).absolute())
+    same = wanted in (saved.train.init_from, re.sub(r"@\d+$", "", saved.train.init_from))
+    return saved if same else None
+
+
+def files(source: Source) -> dict[str, bytes]:
+    """Return, by name, the files of tokenizer and chat template, and `ORIGINAL`, which go into the new run."""
+    read = inside if source.huggingface else lambda folder, name: folder / name
+    found = {name: read_regular(read(source.folder, name)) for name in travelling(source.folder)}
+    if source.huggingface:
+        return found | {ORIGINAL: inside(source.folder, "config.json").read_bytes()}
+    if (source.folder / ORIGINAL).is_file():
+        found[ORIGINAL] = read_regular(source.folder / ORIGINAL)
+    named = Path(saved_config(source.folder).data.tokenizer)
+    if named.is_file():  # the run's own tokenizer, or the copy that it brought along
+        found[TOKENIZER] = named.read_bytes()
+    return found
+
+
+def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
+    """Write these files into the run directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        if not (run_dir / name).is_file() or read_regular(run_dir / name) != content:
+            write_atomic(run_dir / name, content)
+
+
+def initial_params(cfg: Config, abstract: "Transformer", mesh: "Mesh") -> "Transformer":
+    """Load the parameters of `train.init_from` in the shapes, types and shardings of `abstract`."""
+    from ultrascale_jax.checkpoint.load_params import load_params
+    from ultrascale_jax.huggingface import checkpoint
+
+    source = Source.parse(cfg.train.init_from)
+    if source.huggingface:
+        return checkpoint.load(source.folder, abstract)
+    return load_params(source.folder, mesh, source.step, like=abstract)[1]
