@@ -21,14 +21,16 @@ def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
     abstract = abstract_state(cfg, mesh)
 
     def numbers(name, shape):
-        if not name.startswith("params.") or "bias" in name:
+        if not name.startswith(("params.", "frozen.")) or "bias" in name:
             return np.zeros(shape)
         return np.ones(shape) if "norm" in name else scale * rng.normal(size=shape)
 
     def leaf(path, like):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name.startswith("params.blocks."):  # each layer has its numbers, wherever it rests
-            order = abstract.params.layer_order_of(name.removeprefix("params."))
+        if name.startswith(
+            ("params.blocks.", "frozen.blocks.")
+        ):  # each layer has its numbers, wherever it rests
+            order = abstract.params.layer_order_of(name.partition(".")[2])
             here = [row for row, layer in enumerate(order) if layer is not None]
             layers = numbers(name, (len(here), *like.shape[1:]))
             value = np.zeros(like.shape)

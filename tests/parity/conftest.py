@@ -67,7 +67,7 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
     @jax.jit
     def step(state, batch):
         weight = position_weight(state, batch)
-        loss, *found = loss_and_gradients(cfg, state.params, batch, weight)
+        loss, *found = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
         return apply_gradients(cfg, state, batch, loss, *found), found
 
     losses, first = [], {}
@@ -82,7 +82,7 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
                 first = by_name(*found)
         evaluation = None
         if evaluates:
-            nats, tokens = make_eval_step(cfg)(state.params, batch)
+            nats, tokens = make_eval_step(cfg)(state.model, batch)
             evaluation = float(nats) / int(tokens)
     return Outcome(losses, first, evaluation)
 

@@ -74,6 +74,11 @@ FAMILIES = {
         "moe": {"aux_loss": (0.1, "batch")},
         "train": {"microbatches": 1},
     },
+    "lora": {"train": {"lora": "rank=4,scaling=rslora", "init_from": "hf:x"}},
+    "lora_of_attention": {
+        "model": {"qk_norm": "head", "num_kv_heads": 2, "qkv_bias": True},
+        "train": {"lora": "rank=2,targets=q_proj+k_proj+o_proj", "init_from": "hf:x"},
+    },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
 }
 DP_CP_SP = {"dp": 2, "cp": 2, "sp": 2}
@@ -102,6 +107,11 @@ TABLE = {
         {"cp": 4, "sp": 2}, {"remat": "selective"}, "qwen3_window", {"ulysses": 2},
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
+    # Adapters on a frozen base.
+    "fsdp2_sp2_tp2_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "lora"),
+    "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),
+    "fsdp8_lora_zero2": ({"fsdp": 8}, {"zero": 2}, "lora"),
+    "sp4_tp2_lora_zero0": ({"sp": 4, "tp": 2}, {"zero": 0, "remat": "full"}, "lora_of_attention"),
     # Experts.
     "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"capacity_factor": 1.0}),
     "ep2_sp2_fsdp2_overlap": (

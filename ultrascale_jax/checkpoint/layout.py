@@ -50,6 +50,7 @@ def with_retired(shapes: Groups, known: Mapping[str, tuple]) -> Groups:
 def split(state: TrainState) -> dict[str, dict]:
     """Split `state` (or its shapes) into the two groups of a checkpoint, nested dictionaries by attribute path."""
     tree = flatten(state)
+    assert "frozen" not in tree, "the base of adapters is no part of a checkpoint"
     return {PARAMS: tree.pop("params"), TRAIN: tree}
 
 

@@ -8,12 +8,14 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ultrascale_jax.checkpoint import restoring
+from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict, saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
+from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.state import (
     abstract_state,
@@ -28,11 +30,14 @@ def load_params(
     step: int | None = None,
     *,
     like: Transformer | None = None,
+    merge: bool = True,
 ) -> tuple[Config, Transformer]:
     """Load config and model of a run's checkpoint (default: the newest good one) on `mesh`, without optimizer state.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers, unless `like` has the
     shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on.
+
+    Adapters (`train.lora`) are merged into their base, or with `merge` false returned alone.
 
     Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
     """
@@ -45,7 +50,7 @@ def load_params(
 
     def take(step: int) -> tuple[Config, Transformer]:
         meta, note = restoring.opened(folder / str(step))
-        found = _params(folder, mesh, step, meta, like)
+        found = _params(folder, mesh, step, meta, like, merge)
         _warn(note)
         return found
 
@@ -66,7 +71,7 @@ def _warn(note: str | None) -> None:
 
 
 def _params(
-    folder: Path, mesh: Mesh, step: int, meta: dict, like: Transformer | None
+    folder: Path, mesh: Mesh, step: int, meta: dict, like: Transformer | None, merge: bool
 ) -> tuple[Config, Transformer]:
     cfg = config_from_dict(meta["config"])
     cfg = dataclasses.replace(
@@ -75,12 +80,26 @@ def _params(
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
     )
-    if like is None:
-        like = abstract_state(cfg, mesh).params
-    shapes = flatten(checkpoint_layout_shapes(like, like.layer_order_of))
+    wanted = abstract_state(cfg, mesh).params if like is None or cfg.train.lora else like
+    shapes = flatten(checkpoint_layout_shapes(wanted, wanted.layer_order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
-    params = from_checkpoint_layout(unflatten(groups[PARAMS], like), like, like.layer_order_of)
-    return cfg, restoring.cast(params, like)
+    loaded = unflatten(groups[PARAMS], wanted)
+    params = from_checkpoint_layout(loaded, wanted, wanted.layer_order_of)
+    params = restoring.cast(params, wanted)
+    return _merged(cfg, mesh, params, like) if cfg.train.lora and merge else (cfg, params)
+
+
+def _merged(
+    cfg: Config, mesh: Mesh, adapters: Transformer, like: Transformer | None
+) -> tuple[Config, Transformer]:
+    """Return the base of adapters with these in its weights, and the config of a run without adapters."""
+    plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=""))
+    like = abstract_state(plain, mesh).params if like is None else like
+    fix = "is a run of train.lora, whose adapters lie in another order here; export it, and begin with hf:DIR"
+    require(like.layer_order == adapters.layer_order, "train.init_from", cfg.log.run_dir, fix)
+    base = initial_params(cfg, like, mesh)
+    with jax.set_mesh(mesh):
+        return plain, merged(adapters, base)
 
 
 def check_arrays(place: Path, meta: dict) -> None:

@@ -10,6 +10,7 @@ A checkpoint that has changed since it was saved is renamed `n.corrupt`, and the
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -202,6 +203,7 @@ class Checkpoints:
             self._settle(must=True)
 
     def _begin(self, step: int, state: TrainState, meta: dict) -> None:
+        state = dataclasses.replace(state, frozen=None)
         groups = split(to_checkpoint_layout(state, state.params.layer_order_of))
         meta = with_digest(meta | {"arrays": restoring.record(groups)})
         try:

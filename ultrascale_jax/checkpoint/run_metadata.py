@@ -14,7 +14,7 @@ from ultrascale_jax.config.renamed import upgraded
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
-    *("train.seed", "train.global_batch", "train.init_from"),
+    *("train.seed", "train.global_batch", "train.init_from", "train.lora"),
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 

@@ -27,6 +27,7 @@ from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, travelling
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
@@ -48,6 +49,8 @@ class Export:
     """The folder to write; it must not hold anything yet."""
     step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Step of the checkpoint; none is the newest."""
+    adapters: command_line.Flag = False
+    """Write the adapters of `train.lora` alone, in PEFT's format; without it they are merged into their base."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights written."""
     max_shard_gb: float = 5.0
@@ -110,6 +113,9 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
     from ultrascale_jax.huggingface import checkpoint
 
     run_dir = Path(options.run_dir)
+    if options.adapters:
+        _export_adapters(options, mesh)
+        return
     cfg, params = load_params(run_dir, mesh, options.step)
     context = options.max_position_embeddings or known_context(cfg, run_dir)
     token_ids, beside = tokenizer_files(cfg, run_dir, context)
@@ -124,6 +130,20 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
             token_ids=token_ids,
             beside=beside,
         )
+
+
+def _export_adapters(options: Export, mesh: "Mesh") -> None:
+    import jax
+
+    from ultrascale_jax.checkpoint.load_params import load_params
+    from ultrascale_jax.huggingface.adapters import save_adapters
+
+    cfg, params = load_params(options.run_dir, mesh, options.step, merge=False)
+    fix = f"{options.run_dir} trained all parameters, not train.lora; leave it out"
+    require(bool(cfg.train.lora), "adapters", True, fix)
+    lora, base = Lora.parse(cfg.train.lora), cfg.train.init_from.removeprefix("hf:")
+    with jax.set_mesh(mesh):
+        save_adapters(params, cfg.model, lora, options.hf_dir, base=base, dtype=options.dtype)
 
 
 def tokenizer_files(

@@ -372,6 +372,10 @@ class Config:
         model, data, train = self.model, self.data, self.train
         if mesh.pp > 1:
             self._check_pipeline(mesh)
+        if train.lora:
+            known = model.experts is None and model.latent is None
+            fix = "adapters are for dense models with plain attention; leave it out to train all parameters"
+            require(known, "train.lora", train.lora, fix)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
         for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
             size = getattr(model, name)
@@ -434,6 +438,10 @@ class Config:
         parts = mesh.pp * mesh.tensor
         fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
         require(model.vocab_size % parts == 0, "model.vocab_size", model.vocab_size, fix)
+        fix = (
+            f"adapters are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
+        )
+        require(not train.lora, "train.lora", train.lora, fix)
         muon = self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers
         fix = "Muon's state has no names by which a checkpoint could sort both kinds of layer; use adamw, or mesh.pp=1"
         require(not muon, "optim.name", self.optim.name, fix)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ultrascale_jax.config.base import require, require_at_least
+from ultrascale_jax.config.lora import Lora
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
 
@@ -103,6 +104,9 @@ class TrainConfig:
     init_from: str = ""
     """Parameters to begin with: `hf:DIR`, a Hugging Face folder, or `RUN_DIR[@STEP]`, another run's checkpoint. Empty:
     random ones."""
+    lora: str = ""
+    """Train low-rank adapters, and nothing else: `rank=16[,alpha=32][,scaling=lora|rslora][,targets=q_proj+v_proj]`;
+    without targets all projections have one. Needs `train.init_from`."""
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: int = 8
@@ -112,6 +116,8 @@ class TrainConfig:
         require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
         require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
         self.remat_names()
+        if self.lora:
+            Lora.parse(self.lora)
 
     @property
     def auto(self) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ def save(
         for name, ours, where in shard:
             if where:
                 where = (model.layer_order_of(ours).index(where[0]), *where[1:])
-            values = _gather(arrays[ours], where, table[ours], dtype)
+            values = gather(arrays[ours], where, table[ours], dtype)
             weight_map[name], total = file_name, total + values.nbytes
             if writer:
                 contents[name] = values
@@ -244,7 +244,7 @@ def _plan(
     yield shard
 
 
-def _gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
+def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
     """Return one tensor in its stored form, gathered from all devices."""
     order = tuple(tensor.order.index(dim) for dim in range(len(tensor.order)))
     sharding = array.sharding

@@ -12,12 +12,15 @@ from ultrascale_jax.config.kernels import AUTO, AttentionImplementation
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
+from ultrascale_jax.models.layers import INIT_STD, adapter_of, gather_sequence, param, rms_norm
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, offset, repeat_kv_heads, reshard
 from ultrascale_jax.sharding.rules import act, mesh_size
+
+type Partial = jax.Array | tuple[jax.Array, jax.Array]
+"""Partial sums `[B, T, D]` of the tensor group, and `[B, R, D]` to add to their sum if there is an adapter."""
 
 
 class Attention(nnx.Module):
@@ -42,24 +45,31 @@ class Attention(nnx.Module):
             self.q_norm = param(None, "NH", "BTNH", (N, H), std=1)
             self.k_norm = param(None, "KH", "BTKH", (K, H), std=1)
 
-    def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
-        q_BTNH = self._project(x_BTD, "q", "N")
-        k_BTKH = self._project(x_BTD, "k", "K")
-        v_BTKH = checkpoint_name(self._project(x_BTD, "v", "K"), "v")
+        q_BTNH = self._project(x_BTD, x_BRD, "q", "N")
+        k_BTKH = self._project(x_BTD, x_BRD, "k", "K")
+        v_BTKH = checkpoint_name(self._project(x_BTD, x_BRD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs)
-        return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
+        partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
+        if (adapter := adapter_of(self, "w_o")) is None:
+            return partial_BTD, cache
+        return (partial_BTD, adapter.rows(out_BTNH, "BTNH")), cache
 
-    def _project(self, x_BTD: jax.Array, name: str, heads: str) -> jax.Array:
+    def _project(self, x_BTD: jax.Array, x_BRD: jax.Array, name: str, heads: str) -> jax.Array:
         """Project to queries, keys or values, with bias and norm where the family has them."""
         dims = f"BT{heads}H"
         weight = getattr(self, f"w_{name}")[...]
         own = functools.partial(self._heads, f"w_{name}", f"D{heads}H")
         weight = weight.map(own) if isinstance(weight, Fp8Weight) else own(weight)
         y = linear(f"BTD,D{heads}H->{dims}", x_BTD, weight)
+        if (adapter := adapter_of(self, f"w_{name}")) is not None:
+            kv_heads, b = self.cfg.num_kv_heads, adapter.b
+            b = repeat_kv_heads(b[...], b.dims, b.act_dims, kv_heads)
+            y = y + linear(f"BTU,U{heads}H->{dims}", adapter.latents(x_BRD), b)
         if self.cfg.qkv_bias:
             bias = broadcast_param(
                 self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape

@@ -15,6 +15,7 @@ from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     MLP,
     gather_fp8,
+    has_adapters,
     param,
     rms_norm,
     scatter_sequence,
@@ -30,13 +31,16 @@ FEED_FORWARDS: tuple[FeedForward, ...] = ("mlp", "moe")
 PARTS = (*ATTENTION_PARTS, *FEED_FORWARDS)
 
 
-def _grads_together[Tree](tree: Tree) -> Tree:
+def _grads_together[Tree](tree: Tree, *, frozen: bool) -> Tree:
     """Apply `grad_barrier` where a tensor group has a reduce-scatter to hide, or where cp says that sequences are long.
+
+    Frozen weights (`models/lora.py`) have no gradients to wait for, and the barrier would have XLA make them.
 
     Elsewhere gradients need not wait, 0.5% of an 8B step. Over cp the feed-forward layer's activations would wait for
     attention's backward pass: 3 GB more at 1M tokens.
     """
-    return grad_barrier(tree) if mesh_size(*TENSOR, "cp") > 1 else tree
+    waits = mesh_size(*TENSOR, "cp") > 1 and not frozen
+    return grad_barrier(tree) if waits else tree
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
@@ -138,10 +142,12 @@ class Block(_Parts):
         post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
             h = x_BRD if post else self._norm(x_BRD, "attn_norm")
-            h, attn = _grads_together((h, self.attn))
+            frozen = has_adapters(self.attn) or has_adapters(feed_forward)
+            h, attn = _grads_together((h, self.attn), frozen=frozen)
             h, cache = attn(h, inputs)
-            h, feed_forward = _grads_together((h, feed_forward))
-            h = checkpoint_name(scatter_sequence(h), "attn_out")
+            h, feed_forward = _grads_together((h, feed_forward), frozen=frozen)
+            h, *more = h if isinstance(h, tuple) else (h,)
+            h = checkpoint_name(sum(more, scatter_sequence(h)), "attn_out")
             return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
 
     def feed(

@@ -99,8 +99,8 @@ def is_variable(leaf: object) -> bool:
 
 
 def in_fp8(dims: str) -> bool:
-    """Return whether a parameter of a block is a matrix whose products are in fp8: the router's are not."""
-    return is_matrix(dims) and "X" not in dims
+    """Return whether a parameter of a block is a matrix whose products are in fp8: no router's, no adapter's."""
+    return is_matrix(dims) and not {"X", "U"} & set(dims)
 
 
 def weight_amaxes(blocks: Any, layer_order_of: Callable, num_layers: int) -> dict[str, jax.Array]:

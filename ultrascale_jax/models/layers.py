@@ -51,11 +51,13 @@ def param(
 def map_params[M](fn: Callable[..., Any], module: M, *rest: M) -> M:
     """Replace each parameter of `module` by `fn(array, dims, act_dims, *arrays of rest)`.
 
-    The dims of a stacked parameter start with L.
+    The dims of a stacked parameter start with L. One without an array (`models/lora.py`) stays as it is.
     """
 
     def apply(variable, *others):
         value = variable.get_value()
+        if value is None:
+            return variable
         dims, act_dims = variable.dims, variable.act_dims
         stacked = "L" if value.ndim == len(dims) + 1 else ""
         return variable.replace(
@@ -75,6 +77,16 @@ def each_param(fn: Callable[..., Any], module: Any) -> list:
 
     map_params(visit, module)
     return found
+
+
+def adapter_of(module: Any, name: str) -> Any:
+    """Return the adapter of a module's weight, or None (`models/lora.py`)."""
+    return getattr(getattr(module, "lora", None), name, None)
+
+
+def has_adapters(module: Any) -> bool:
+    """Return whether a module has weights with adapters."""
+    return hasattr(module, "lora")
 
 
 def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
@@ -153,6 +165,15 @@ class MLP(nnx.Module):
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
         """Map `[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
         x_BTD = gather_sequence(x_BRD)
-        gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
-        up_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")
-        return linear("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.w_down[...], to="BRD")
+        gate_BTF = checkpoint_name(self._widen("w_gate", x_BTD, x_BRD), "gate")
+        up_BTF = checkpoint_name(self._widen("w_up", x_BTD, x_BRD), "up")
+        h_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        y_BRD = linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")
+        adapter = adapter_of(self, "w_down")
+        return y_BRD if adapter is None else y_BRD + adapter.rows(h_BTF, "BTF")
+
+    def _widen(self, name: str, x_BTD: jax.Array, x_BRD: jax.Array) -> jax.Array:
+        y_BTF = linear("BTD,DF->BTF", x_BTD, getattr(self, name)[...])
+        if (adapter := adapter_of(self, name)) is None:
+            return y_BTF
+        return y_BTF + linear("BTU,UF->BTF", adapter.latents(x_BRD), adapter.b[...])

@@ -26,7 +26,7 @@ from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.training.flops import flops_per_token, mean_keys, mfu
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.training.model_shape import ModelShape, adapter_params
 
 GIB = 2**30
 
@@ -57,6 +57,8 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
+    adapter_params: int = 0
+    """Parameters of the adapters of `train.lora`, of all layers; if there are any, the others are frozen."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -100,6 +102,7 @@ class Run:
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
+            "adapter_params": adapter_params(cfg.model, train.lora),
             "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
@@ -141,7 +144,7 @@ class Run:
     def prefetches(self) -> bool:
         """Whether layers gather ahead and scatter late."""
         train = TrainConfig(zero=self.zero, remat=self.remat)
-        return train.prefetches(pp=self.mesh.pp, shards=self.shards)
+        return not self.adapter_params and train.prefetches(pp=self.mesh.pp, shards=self.shards)
 
     @property
     def packs_documents(self) -> bool:

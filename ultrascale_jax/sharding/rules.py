@@ -4,12 +4,12 @@
     N query heads   K kv heads   G queries per kv head   H head dim   V vocab   E experts   L layers
     X experts as the router sees them   C rows of an expert   Z statistics
     of latent attention: Q latent of queries   J latent of keys and values   A = J and the rotary key
-    W value width   I = a head's key without positions and its value
+    W value width   I = a head's key without positions and its value   U rank of an adapter (LoRA)
 
     activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
     parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
 
-ZeRO splits the first of D, Q and J that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
+ZeRO splits the first of D, Q, J and U that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
 
 Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
 `unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
@@ -101,13 +101,13 @@ def act(
 
 
 def zero_dim(dims: str) -> int:
-    """Return the dim of a matrix that ZeRO splits: the model's, else that of a latent."""
-    return next(dims.index(dim) for dim in "DQJ" if dim in dims)
+    """Return the dim of a matrix that ZeRO splits: the model's, else that of a latent or an adapter."""
+    return next(dims.index(dim) for dim in "DQJU" if dim in dims)
 
 
 def is_matrix(dims: str) -> bool:
-    """Return whether a parameter is a matrix: it maps the model dim, or a latent's, to others or back."""
-    return bool(set("DQJ") & set(dims)) and len(dims.strip("L")) > 1
+    """Return whether a parameter is a matrix: it maps the model dim, a latent's or an adapter's, to others."""
+    return bool(set("DQJU") & set(dims)) and len(dims.strip("L")) > 1
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
+from typing import cast as typed
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapters
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
+from ultrascale_jax.sharding.primitives import cast
 from ultrascale_jax.sharding.rules import stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
+from ultrascale_jax.train_step.precision import COMPUTE
 from ultrascale_jax.train_step.spikes import Spikes
 
 
@@ -34,7 +39,7 @@ class TrainState:
     """The state that a checkpoint must hold to continue a run, except the data position, which is `step`."""
 
     params: Transformer
-    """Master parameters, float32."""
+    """Master parameters that are trained, float32: all, or with `train.lora` the adapters."""
     opt_state: Any
     """Optimizer state, sharded like the parameters."""
     step: jax.Array
@@ -47,6 +52,13 @@ class TrainState:
     """The loss scale, in float16."""
     spikes: Spikes | None = None
     """With `watch.spike_guard` the last steps' losses and gradient norms."""
+    frozen: Transformer | None = None
+    """With `train.lora` the model without adapters, in the type of compute; no part of a checkpoint."""
+
+    @property
+    def model(self) -> Transformer:
+        """The whole model."""
+        return self.params if self.frozen is None else join_adapters(self.params, self.frozen)
 
 
 type LayerOrderOf = Callable[[str], LayerOrder]
@@ -70,14 +82,27 @@ def initial_state(cfg: Config) -> TrainState:
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
     model = Transformer(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
+    if cfg.train.lora:
+        model = add_adapters(model, Lora.parse(cfg.train.lora), jax.random.fold_in(key, 1))
     return fresh_state(cfg, map_params(rest, model))
 
 
-def fresh_state(cfg: Config, params: Transformer) -> TrainState:
+def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     """Make the state of a run that begins with these parameters; call it under `jax.jit`."""
-    zero = jnp.int32(0)
+    params, frozen, zero = model, None, jnp.int32(0)
+    if cfg.train.lora:
+        params, frozen = split_adapters(model)
+        dtype = COMPUTE[cfg.train.precision]
+        frozen = map_params(lambda value, dims, act_dims: cast(value, dims, dtype), frozen)
     init: Callable = optimizer(cfg).init
-    return TrainState(params, init(params), zero, zero, zero, *carried(cfg))
+    return TrainState(params, init(params), zero, zero, zero, *carried(cfg), frozen)
+
+
+def init_adapters(cfg: Config, mesh: Mesh) -> TrainState:
+    """Make a fresh state of `train.lora` without the frozen base."""
+    with jax.set_mesh(mesh):
+        make = jax.jit(lambda: dataclasses.replace(initial_state(cfg), frozen=None))
+        return make()
 
 
 def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
@@ -92,7 +117,7 @@ def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=abstract.step.sharding)
 
     loss_scale, spikes = jax.tree.map(place, jax.eval_shape(lambda: carried(saved)))
-    return dataclasses.replace(abstract, loss_scale=loss_scale, spikes=spikes)
+    return dataclasses.replace(abstract, loss_scale=loss_scale, spikes=spikes, frozen=None)
 
 
 def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
@@ -205,7 +230,7 @@ def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
 
     From the sharding at rest to this one is an all-to-all inside each pipeline.
     """
-    rest = cast(NamedSharding, leaf.sharding)
+    rest = typed(NamedSharding, leaf.sharding)
     spec = [None, *rest.spec[1:], *(None,) * (leaf.ndim - len(rest.spec))]
     for dim in range(1, leaf.ndim):
         axes = spec[dim] or ()

@@ -12,6 +12,7 @@ from ultrascale_jax.config import FP8, Config
 from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.layers import gather_sequence, map_params
+from ultrascale_jax.models.lora import join_adapters, split_adapters
 from ultrascale_jax.models.loss import row_losses
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.prefetch import Delay
@@ -145,7 +146,9 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
     """
     weight = position_weight(state, batch)
-    return apply_gradients(cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight))
+    return apply_gradients(
+        cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
+    )
 
 
 def position_weight(state: TrainState, batch: Batch) -> jax.Array:
@@ -201,7 +204,8 @@ def apply_gradients(
         told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
         scaling = scaling.after(finite)
     in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
-    new = TrainState(params, opt_state, state.step + 1, skipped, in_a_row, scaling, spikes)
+    counters = state.step + 1, skipped, in_a_row
+    new = TrainState(params, opt_state, *counters, scaling, spikes, state.frozen)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
     return new, metrics | told | balance.metrics(cfg, routed)
@@ -213,17 +217,28 @@ def count(batch: Batch) -> jax.Array:
 
 
 def loss_and_gradients(
-    cfg: Config, params: Transformer, batch: Batch, weight: jax.Array
+    cfg: Config,
+    params: Transformer,
+    batch: Batch,
+    weight: jax.Array,
+    frozen: Transformer | None = None,
 ) -> tuple[jax.Array, Transformer, jax.Array | None]:
     """Return bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and
-    the routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
+    the routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts.
+
+    `frozen` is the rest of the model, which has no gradients (`train.lora`).
+    """
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.loss_and_gradients(cfg, params, parts, weight)
-    used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
+    model = params if frozen is None else join_adapters(params, frozen)
+    used, rest, fp8 = prepare_params(cfg, model), None, fp8_of(cfg, model)
+    if frozen is not None:
+        used, rest = split_adapters(used)
 
     def loss(used, micro_batch):
-        return objective(cfg, used, micro_batch, weight, fp8)
+        model = used if rest is None else join_adapters(used, rest)
+        return objective(cfg, model, micro_batch, weight, fp8)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:

@@ -58,7 +58,8 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
 
 def prefetches(cfg: Config) -> bool:
     """Return whether the scan over layers gathers ahead and scatters late, in the current mesh."""
-    return cfg.train.prefetches(pp=mesh_size("pp"), shards=mesh_size(*SHARD))
+    # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
+    return not cfg.train.lora and cfg.train.prefetches(pp=mesh_size("pp"), shards=mesh_size(*SHARD))
 
 
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:

@@ -50,6 +50,6 @@ class Evaluation(Hook):
         with contextlib.closing(self._held_out.device_batches(run.mesh, 0)) as batches:
             for _ in range(min(run.cfg.train.eval_batches, epoch)):
                 _, batch, _ = next(batches)
-                batch_nats, batch_tokens = jax.device_get(self._eval_step(run.state.params, batch))
+                batch_nats, batch_tokens = jax.device_get(self._eval_step(run.state.model, batch))
                 nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
         return nats / max(tokens, 1), tokens

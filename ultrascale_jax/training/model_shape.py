@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config.lora import Lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +120,14 @@ class ModelShape(ModelConfig):
         routed = self.moe_layers * visited * self.expert_params
         matrices = self.dense_params - self.vector_params
         return matrices + routed + self.vocab_size * self.d_model
+
+
+def adapter_params(model: ModelConfig, lora: str) -> int:
+    """Count the parameters of the adapters that `train.lora` gives a dense model; 0 without."""
+    if not lora:
+        return 0
+    D, H, found = model.d_model, model.head_dim, Lora.parse(lora)
+    heads, kv_heads = model.num_heads * H, model.num_kv_heads * H
+    widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    sides = sum(D + widths.get(target, model.d_ff) for target in found.targets)
+    return model.num_layers * found.rank * sides

@@ -32,7 +32,13 @@ from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.train_step.precision import check_kernels
-from ultrascale_jax.train_step.state import TrainState, abstract_state, fresh_state, init_state
+from ultrascale_jax.train_step.state import (
+    TrainState,
+    abstract_state,
+    fresh_state,
+    init_adapters,
+    init_state,
+)
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import Evaluation
 from ultrascale_jax.training.metrics import RunLog
@@ -190,11 +196,19 @@ def _state(
             fits=fits(abstract, meta),
         )
 
+    begins = [f"parameters of {cfg.train.init_from}"]
     resumed = checkpoints.resume(abstract, accept)
+    if cfg.train.lora:
+        fix = "adapters need a model that has learned: give --init-from hf:DIR or RUN_DIR"
+        require(bool(cfg.train.init_from), "train.lora", cfg.train.lora, fix)
+        state, step, notes = resumed or (init_adapters(cfg, mesh), 0, begins)
+        assert abstract.frozen is not None
+        frozen = initial_params(cfg, abstract.frozen, mesh)
+        return dataclasses.replace(state, frozen=frozen), step, notes
     if resumed is not None:
         return resumed
     if not cfg.train.init_from:
         return init_state(cfg, mesh), 0, []
     params = initial_params(cfg, abstract.params, mesh)
     begin = jax.jit(fresh_state, static_argnums=0, donate_argnums=1)
-    return begin(cfg, params), 0, [f"parameters of {cfg.train.init_from}"]
+    return begin(cfg, params), 0, begins

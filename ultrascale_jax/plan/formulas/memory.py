@@ -23,6 +23,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     expert_matrices,
     layer_params,
     sharded_params,
+    trained_params,
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
@@ -49,7 +50,7 @@ def breakdown(run: Run) -> Breakdown:
     tokens, in the optimizer, where only the reduced gradients are left.
     """
     weights, layer = weights_of(run), layer_of(run)
-    resting, moments = state(run, weights), [{"gradients": 4 * sharded_params(run, weights)}]
+    resting, moments = state(run, weights), [{"gradients": 4 * trained_params(run, weights)}]
     if run.mesh.pp > 1:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
@@ -59,19 +60,28 @@ def breakdown(run: Run) -> Breakdown:
             living | mask | _backward(run, weights, layer),
             living | _loss(run, weights, layer),
         ]
-    if run.mesh.pp == 1 and run.zero == 2 and run.microbatches > 1:
+    scatters = run.zero == 2 and run.microbatches > 1 and not run.adapter_params
+    if run.mesh.pp == 1 and scatters:
         moments.append(sums(run, weights) | _scatter(weights))
     largest = max(moments, key=lambda parts: sum(parts.values()))
     return Breakdown({name: value for name, value in (resting | largest).items() if value})
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
-    """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32."""
-    number = sharded_params(run, weights) + weights.vectors
+    """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32.
+
+    The base of adapters rests in the type of compute, and has no moments.
+    """
+    trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
-    return {
-        "master parameters": 4 * number,
-        "optimizer state": run.moment_bytes * number,
+    parameters = {"master parameters": 4 * (trained + weights.vectors)}
+    if run.adapter_params:
+        width = 4 if run.precision == "fp32" else 2
+        parameters["frozen parameters"] = width * sharded_params(run, weights)
+    else:
+        trained += weights.vectors
+    return parameters | {
+        "optimizer state": run.moment_bytes * trained,
         "batch": 4 * arrays * run.tokens * run.microbatches,
     }
 
@@ -86,16 +96,20 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
     if run.zero == 3:
-        kept = cast and run.remat == "none" and not run.prefetches
+        kept = cast and run.remat == "none" and not (run.prefetches or run.adapter_params)
         used = sharded_params(run, weights, tables=False) * kept
     else:
-        used = (weights.blocks + weights.tables * several) * (cast or run.zero > 0)
+        used = (weights.blocks + weights.tables * several) * (
+            (cast and not run.adapter_params) or run.zero > 0
+        )
     whole = weights.blocks + weights.tables
+    if run.adapter_params:
+        whole = trained_params(run, weights)
     return {
         "compute parameters": width * used,
         "accumulation buffer": 4
         * several
-        * (sharded_params(run, weights) if run.zero >= 2 else whole),
+        * (trained_params(run, weights) if run.zero >= 2 else whole),
     }
 
 
@@ -125,8 +139,11 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
         else layer.width * weights.blocks
     )
     head = 4 if loss_chunks(run)[0] > 1 else layer.width
+    gradients = blocks + head * weights.table
+    if run.adapter_params:
+        gradients = 4 * trained_params(run, weights)
     return {
-        "gradients": blocks + head * weights.table,
+        "gradients": gradients,
         "communication buffers": used if gathered else 0,
         "workspace": working_set(run, layer) + (0 if gathered else used),
     }
@@ -139,7 +156,7 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     its logits make comes when they have gone. The layer with which the backward pass begins is gathered ahead.
     """
     chunks, logits = loss_chunks(run)
-    gradient, states = 4 * weights.table, 4 if chunks > 1 else 1
+    gradient, states = 4 * weights.table * (not run.adapter_params), 4 if chunks > 1 else 1
     prefetched = run.prefetches and run.microbatches == 1
     ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
@@ -176,7 +193,7 @@ def timeline(run: Run) -> list[tuple[str, int]]:
         ("model init", int(start)),
         ("accumulators", int(waiting)),
         ("forward-backward peak", peak),
-        ("optimizer step", int(start + 4 * sharded_params(run, weights))),
+        ("optimizer step", int(start + 4 * trained_params(run, weights))),
         ("second forward-backward peak", peak),
     ]
 

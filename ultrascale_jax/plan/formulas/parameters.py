@@ -93,3 +93,14 @@ def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
     if run.zero == 0:
         return dense + weights.experts
     return dense / run.shards + weights.experts / (run.mesh.fsdp * run.mesh.cp)
+
+
+def trained_params(run: Run, weights: Weights) -> float:
+    """Count the matrix parameters with gradients that one GPU keeps: all, or those of adapters.
+
+    ZeRO shards either side of an adapter, and the tensor group the one that is as wide as the base's split dim.
+    """
+    if not run.adapter_params:
+        return sharded_params(run, weights)
+    shards = run.shards if run.zero else 1
+    return run.adapter_params * (1 + 1 / run.mesh.tensor) / 2 / shards

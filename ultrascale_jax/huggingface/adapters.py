@@ -1,0 +1,82 @@
+"""Write adapters (LoRA) as a folder that the library `peft` loads: adapter_config.json, adapter_model.safetensors."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from safetensors.numpy import save_file
+
+from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.huggingface.checkpoint import gather
+from ultrascale_jax.huggingface.tensors import Tensor, tensors
+from ultrascale_jax.models.lora import WEIGHTS, adapter_of
+from ultrascale_jax.models.transformer import Transformer
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the base."""
+
+
+def save_adapters(
+    adapters: Transformer,
+    cfg: ModelConfig,
+    lora: Lora,
+    path: str | Path,
+    *,
+    base: str,
+    dtype: Literal["bfloat16", "float32"] = "float32",
+) -> None:
+    """Write the adapters of a run; every process calls it, and the first one writes.
+
+    `base` is the Hugging Face folder that they belong to. Raises `ValueError` where `path` already holds something.
+    """
+    path = Path(path)
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    require(free, "path", str(path), "already holds something; choose another folder")
+    contents = {}
+    for target in lora.targets:
+        part, weight = WEIGHTS[target]
+        adapter = adapter_of(getattr(adapters.blocks, part), weight)
+        assert adapter is not None
+        for letter, tensor in _tensors(cfg, lora, f"blocks.{part}.{weight}", adapter).items():
+            array = getattr(adapter, letter).get_value()
+            for layer in range(cfg.num_layers):
+                contents[tensor.name.format(layer)] = gather(array, (layer,), tensor, dtype)
+    if jax.process_index() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(contents, path / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(_config(lora, base), indent=2) + "\n"
+        (path / "adapter_config.json").write_text(text, encoding="utf-8")
+
+
+def _tensors(cfg: ModelConfig, lora: Lora, ours: str, adapter: Any) -> dict[str, Tensor]:
+    """Return the tensors of A and B beside the base's weight `ours`: `[r, in]` and `[out, r]`."""
+    weight = tensors(cfg)[ours]
+    name, sizes = weight.name.removesuffix(".weight"), {**weight.sizes, "U": lora.rank}
+
+    def tensor(letter: str, dims: str, stored: str) -> Tensor:
+        full = f"{PREFIX}{name}.lora_{letter}.weight"
+        return Tensor(name=full, dims=dims, stored=stored, sizes=sizes, layers=weight.layers)
+
+    rows, columns = adapter.a.dims.removesuffix("U"), adapter.b.dims.removeprefix("U")
+    return {
+        "a": tensor("A", f"{rows}U", f"U{rows}"),
+        "b": tensor("B", f"U{columns}", f"{columns}U"),
+    }
+
+
+def _config(lora: Lora, base: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.rank_stabilised,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,143 @@
+"""Low-rank adapters beside the projections of attention and feed-forward layers (LoRA, arXiv 2106.09685).
+
+    column-parallel (q, k, v, gate, up)   x_BRD -> A -> [B, R, U] -> gathered over sp -> B -> as the projection's result
+    row-parallel (o, down)                x split over the tensor group -> A, summed to [B, R, U] -> B -> [B, R, D]
+
+U is the rank, which no axis splits in an activation. A and B have the base's other dims, split as the base is, so only
+activations as narrow as the rank travel over the tensor group.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.models.fp8 import is_variable, linear
+from ultrascale_jax.models.layers import adapter_of, gather_sequence, has_adapters
+from ultrascale_jax.sharding.rules import specs, stored_spec
+
+WEIGHTS = {
+    **{f"{name}_proj": ("attn", f"w_{name}") for name in ("q", "k", "v", "o")},
+    **{f"{name}_proj": ("mlp", f"w_{name}") for name in ("gate", "up", "down")},
+}
+"""Part of the blocks and name of the weight of each target."""
+
+
+class Adapter(nnx.Module):
+    """A and B of one projection, of all layers; B begins with zeros, so that nothing changes at first."""
+
+    def __init__(self, weight: nnx.Param, lora: Lora, key: jax.Array):
+        """`weight` is the base, stacked over layers, and `key` that of A, whose init is PEFT's own."""
+        dims, (layers, *sizes) = weight.dims, weight.get_value().shape
+        split = 1 if dims.startswith("D") else len(dims) - 1
+        rows, columns = dims[:split] + "U", "U" + dims[split:]
+        self.scale = lora.scale
+        bound = 1 / math.sqrt(math.prod(sizes[:split]))
+        shape = (layers, *sizes[:split], lora.rank)
+        spec = stored_spec("L" + rows, shape)
+        a = jax.random.uniform(key, shape, jnp.float32, -bound, bound, out_sharding=spec)
+        shape = (layers, lora.rank, *sizes[split:])
+        b = jnp.zeros(shape, jnp.float32, out_sharding=stored_spec("L" + columns, shape))
+        column_parallel = split == 1 and dims.startswith("D")
+        self.a = nnx.Param(a, dims=rows, act_dims="BRD" if column_parallel else weight.act_dims)
+        self.b = nnx.Param(b, dims=columns, act_dims="BTU" if column_parallel else "BRU")
+
+    def latents(self, x_BRD: jax.Array) -> jax.Array:
+        """Return scale * x A `[B, T, U]` of a column-parallel projection's input."""
+        return gather_sequence(self.scale * linear("BRD,DU->BRU", x_BRD, self.a[...]))
+
+    def rows(self, x: jax.Array, dims: str) -> jax.Array:
+        """Return scale * x A B `[B, R, D]` of a row-parallel projection's input, which has these dims."""
+        contracted = dims.removeprefix("BT")
+        h_BRU = linear(f"{dims},{contracted}U->BTU", x, self.a[...], to="BRU")
+        # Scaled last, the cotangent has a sharding that XLA's partitioner knows, and does not where a scan hands it in.
+        return self.scale * linear("BRU,UD->BRD", h_BRU, self.b[...])
+
+
+class Adapters(nnx.Module):
+    """The adapters of a module, by the names of its weights."""
+
+    def __init__(self, **adapters: Adapter):
+        for name, adapter in adapters.items():
+            setattr(self, name, adapter)
+
+
+def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
+    """Give the targets in the blocks of `model` adapters; return it."""
+    blocks: Any = model.blocks  # pyrefly: ignore[missing-attribute]
+    keys = dict(zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True))
+    for part in ("attn", "mlp"):
+        module = getattr(blocks, part)
+        found = {
+            WEIGHTS[target][1]: target for target in lora.targets if WEIGHTS[target][0] == part
+        }
+        if found:
+            module.lora = Adapters(
+                **{
+                    name: Adapter(getattr(module, name), lora, keys[target])
+                    for name, target in found.items()
+                }
+            )
+    return model
+
+
+def split_adapters[M](model: M) -> tuple[M, M]:
+    """Return the model with its adapters alone, and without them: None is in place of the others' arrays."""
+
+    def only(adapters: bool) -> M:
+        def leaf(path, variable):
+            is_adapter = ".lora." in jax.tree_util.keystr(path, simple=True, separator=".")
+            return variable if is_adapter == adapters else variable.replace(None)
+
+        return jax.tree.map_with_path(leaf, model, is_leaf=is_variable)
+
+    return only(True), only(False)
+
+
+def join_adapters[M](adapters: M, base: M) -> M:
+    """Invert `split_adapters`."""
+
+    def leaf(one, other):
+        return other if one.get_value() is None else one
+
+    return jax.tree.map(leaf, adapters, base, is_leaf=is_variable)
+
+
+@jax.jit
+def merged[M](adapters: M, base: M) -> M:
+    """Return `base`, a model whose adapters are elsewhere, with W + scale * A B in place of each adapted weight W."""
+    blocks: Any = base.blocks  # pyrefly: ignore[missing-attribute]
+    given: Any = adapters.blocks  # pyrefly: ignore[missing-attribute]
+    new = {}
+    for part, name in WEIGHTS.values():
+        if (adapter := adapter_of(getattr(given, part, None), name)) is not None:
+            weight = getattr(getattr(blocks, part), name)
+            new[f"{part}.{name}"] = _merged(weight.get_value(), weight.dims, adapter)
+
+    def leaf(path, variable):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("blocks.")
+        return variable.replace(new[name]) if name in new else variable
+
+    found: Any = jax.tree.map_with_path(leaf, base, is_leaf=is_variable)
+    for module in found.blocks.parts.values():
+        if has_adapters(module):  # places without arrays, of `split_adapters`
+            del module.lora
+    return found
+
+
+def _merged(weight: jax.Array, dims: str, adapter: Adapter) -> jax.Array:
+    a, b = adapter.a, adapter.b
+
+    def add(weight, a, b):
+        product = jnp.einsum(
+            f"L{adapter.a.dims},L{adapter.b.dims}->L{dims}", a, b, precision="highest"
+        )
+        return (weight + adapter.scale * product).astype(weight.dtype)
+
+    arrays = weight, a.get_value(), b.get_value()
+    run: Callable = jax.sharding.auto_axes(add, out_sharding=specs(weight))
+    return run(*arrays)
