@@ -1,10 +1,12 @@
 """Text from a trained run, by the command that a user types."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import pytest
+import tokenizers
 
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
@@ -93,3 +95,44 @@ def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path, capsys):
 
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[2Jb\n\tc\x00") == "a\ufffd[2Jb\n\tc\ufffd"
+
+
+CHATML = """{% for m in messages %}{{ "<|im_start|>" + m.role + " " + m.content + "<|im_end|>" }}{% endfor %}
+{% if add_generation_prompt %}{{ "<|im_start|>assistant " }}{% endif %}"""
+
+
+@pytest.mark.slow
+def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, capsys, monkeypatch):
+    words = {name: number for number, name in enumerate(["<unk>", "</s>", "user", "assistant"])}
+    words |= {f"w{number}": number for number in range(6, CFG.model.vocab_size)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    name = str(tmp_path / "tokenizer.json")
+    options = ["--tokenizer", name, "--num-tokens", "6", "--temperature", "0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("w7 w8\n\n w9 \n"))
+    main([str(run_dir), "--chat", "--system", "w6", *options])
+    first, second = capsys.readouterr().out.splitlines()
+    assert len(first.split()) == 6
+    history = [("system", "w6"), ("user", "w7 w8"), ("assistant", first), ("user", "w9")]
+    prompt = "".join(f"<|im_start|>{role} {text}<|im_end|>" for role, text in history)
+    main([str(run_dir), "--prompt", f"{prompt}\n<|im_start|>assistant ", *options])
+    assert capsys.readouterr().out.endswith(f"assistant {second}\n") and second != first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--chat", "--prompt", "a"], "or --chat and no prompt"),
+        ([], "give --prompt TEXT"),
+        (["--prompt", "a", "--system", "b"], "add --chat"),
+        (["--chat"], "tokenizer='bytes': has no chat template"),
+    ],
+)
+def test_what_no_chat_can_be_is_told_in_one_line(run_dir, capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run_dir), *options])
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1

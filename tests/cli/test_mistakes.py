@@ -139,7 +139,11 @@ COMMANDS = [
     ("train --init-from hf", "folder; write hf:hf", "train --init-from hf:hf --print-config"),
     ("train --init-from hf:trained", "leave out hf:", "train --init-from trained --print-config"),
     ("train --init-from trained@77", "the steps are", "train --init-from trained --print-config"),
-    ("generate trained", "Missing .*: --prompt", "generate trained --prompt a --num-tokens 2"),
+    (
+        "generate trained",
+        "give --prompt TEXT, or --chat",
+        "generate trained --prompt a --num-tokens 2",
+    ),
     ("convert-hf imprt hf r", "choose import or export", "convert-hf import hf r"),
     ("convert-hf import hf", "HF_DIR RUN_DIR", "convert-hf import hf s llama32_1b --mesh fsdp=8"),
     ("convert-hf import hf trained", "choose another folder", "convert-hf import hf t"),

@@ -122,6 +122,21 @@ def test_a_conversation_is_the_reference_template_s_text_with_its_answers(
     assert text.replace(BEGIN, "").replace(END, "") == reference
 
 
+def test_a_chat_is_prompted_for_the_next_answer_and_ends_with_its_token(bpe, tmp_path):
+    for number, (source, head, end) in enumerate(
+        [
+            (CHATML, "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+            (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+            (MARKED, '"\\nso?"', "<|im_end|>"),
+        ]
+    ):
+        path = make_folder(bpe, tmp_path / str(number), source)
+        template = ChatTemplate(path, JsonTokenizer(path))
+        prompt = template.prompt(TALK[:-1])
+        assert prompt.endswith(head) and not {BEGIN, END} & set(prompt)
+        assert template.end_of_turn() == end
+
+
 def test_reasoning_that_the_template_drops_from_earlier_answers_is_no_answer(bpe, tmp_path):
     path = make_folder(bpe, tmp_path / "a", THINKING)
     talk = turns("q", "x</think>a", "r", "y</think>b")

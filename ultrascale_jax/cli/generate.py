@@ -1,6 +1,8 @@
-"""Continue a text with a trained model: `ultrascale generate MODEL --prompt TEXT`."""
+"""Continue a text with a trained model, `ultrascale generate MODEL --prompt TEXT`, or talk to it, `--chat`."""
 
-from collections.abc import Sequence
+import itertools
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +12,7 @@ import tyro
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.models import huggingface_config, load_huggingface
 from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.huggingface.files import is_huggingface
+from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -25,8 +27,12 @@ class Options:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run directory of `ultrascale train`, or Hugging Face folder."""
-    prompt: str
+    prompt: str | None = None
     """Text to continue."""
+    chat: command_line.Flag = False
+    """Answer the lines of stdin as turns of one conversation, by the tokenizer's chat template."""
+    system: Annotated[str | None, command_line.option("TEXT")] = None
+    """With --chat, the system message before the first turn."""
     num_tokens: int = 200
     """How many tokens to sample; a document that ends earlier ends the text."""
     temperature: float = 0.8
@@ -47,6 +53,10 @@ class Options:
     def __post_init__(self):
         command_line.require_at_least(0, self, "temperature", "top_k", "seed")
         command_line.require_at_least(1, self, "num_tokens")
+        one = (self.prompt is None) == self.chat
+        require(one, "prompt", self.prompt, "give --prompt TEXT, or --chat and no prompt")
+        fix = "is for a conversation; add --chat"
+        require(self.chat or self.system is None, "system", self.system, fix)
 
 
 def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
@@ -61,18 +71,10 @@ def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
     return cfg, load_huggingface(folder, cfg, mesh)
 
 
-def sample_text(
-    cfg: Config,
-    params: "Transformer",
-    tokenizer: "Tokenizer",
-    prompt: str,
-    num_tokens: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-) -> str:
-    """`prompt` and up to `num_tokens` tokens more, cut where the document ends.
+def sample(
+    cfg: Config, params: "Transformer", ids: Sequence[int], options: Options, *, seed: int
+) -> list[int]:
+    """Return `options.num_tokens` token ids that follow `ids`.
 
     Call it inside the mesh of `params`, on every process. The mesh's batch axes each sample a text of their own, and a
     process returns one of its own.
@@ -83,21 +85,79 @@ def sample_text(
     from ultrascale_jax.models.generate import generate
     from ultrascale_jax.train_step.precision import COMPUTE
 
-    ids = tokenizer.encode(prompt)
-    require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
     fix = f"has token {max(ids)}, but the model's vocabulary ends at {cfg.model.vocab_size - 1}"
-    require(max(ids) < cfg.model.vocab_size, "prompt", prompt, fix)
+    require(max(ids) < cfg.model.vocab_size, "prompt", options.prompt, fix)
     rows = jax.sharding.get_mesh().shape
     copies = np.tile(np.array(ids, np.int32), (rows["dp"] * rows["fsdp"] * rows["ep"], 1))
-    key = jax.random.key(seed)
-    dtype = COMPUTE[cfg.train.precision]
     sampled = generate(
-        params, copies, num_tokens, temperature=temperature, top_k=top_k, key=key, dtype=dtype
+        params,
+        copies,
+        options.num_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        key=jax.random.key(seed),
+        dtype=COMPUTE[cfg.train.precision],
     )
-    new = np.asarray(sampled.addressable_shards[0].data)[0].tolist()
-    return prompt + tokenizer.decode(
-        new[: new.index(tokenizer.eos)] if tokenizer.eos in new else new
-    )
+    return np.asarray(sampled.addressable_shards[0].data)[0].tolist()
+
+
+def cut(ids: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Return the ids before the first one that is among `ends`."""
+    return list(itertools.takewhile(lambda id_: id_ not in ends, ids))
+
+
+def continued(
+    cfg: Config, params: "Transformer", tokenizer: "Tokenizer", prompt: str, options: Options
+) -> str:
+    """Return `prompt` and its continuation, up to the end of the document."""
+    ids = tokenizer.encode(prompt)
+    require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
+    new = sample(cfg, params, ids, options, seed=options.seed)
+    return prompt + tokenizer.decode(cut(new, {tokenizer.eos}))
+
+
+def chat(
+    cfg: Config, params: "Transformer", path: Path, options: Options, lines: Iterable[str]
+) -> Iterator[str]:
+    """Yield the answer to each of `lines`, a user's turns, by the chat template beside the `tokenizer.json` at `path`.
+
+    Empty lines are passed over. Each turn has a seed of its own, from `options.seed` on.
+    """
+    from ultrascale_jax.data.chat import ChatTemplate
+    from ultrascale_jax.data.tokenizer import JsonTokenizer
+
+    tokenizer = JsonTokenizer(path)
+    template = ChatTemplate(path, tokenizer)
+    ends = {tokenizer.eos}
+    if (end := template.end_of_turn()) is not None:
+        ends.update(tokenizer.encode(end))
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    for turn, line in enumerate(filter(None, map(str.strip, lines))):
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.encode(template.prompt(messages))
+        new = sample(cfg, params, ids, options, seed=options.seed + turn)
+        answer = tokenizer.decode(cut(new, ends)).strip()
+        messages.append({"role": "assistant", "content": answer})
+        yield answer
+
+
+def chat_tokenizer(cfg: Config, options: Options) -> Path:
+    """Return the `tokenizer.json` of a chat: the one named, or the model's own, also where its folder was moved."""
+    name = options.tokenizer or cfg.data.tokenizer
+    fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
+    require(name != "bytes", "tokenizer", name, fix)
+    path, kept = Path(name), Path(options.model) / TOKENIZER
+    return kept if kept.is_file() and not path.is_file() else path
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield the lines of stdin, with a prompt where a person types them."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        yield line
 
 
 def printable(text: str) -> str:
@@ -125,14 +185,10 @@ def main(argv: Sequence[str]) -> None:
             mesh = make_mesh(wanted)
         cfg, params = loaded(options, mesh)
         with jax.set_mesh(mesh):
-            text = sample_text(
-                cfg,
-                params,
-                load_tokenizer(options.tokenizer or cfg.data.tokenizer),
-                options.prompt,
-                options.num_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                seed=options.seed,
-            )
-    print(printable(text))
+            if options.prompt is None:
+                path = chat_tokenizer(cfg, options)
+                for answer in chat(cfg, params, path, options, typed_lines()):
+                    print(printable(answer), flush=True)
+            else:
+                tokenizer = load_tokenizer(options.tokenizer or cfg.data.tokenizer)
+                print(printable(continued(cfg, params, tokenizer, options.prompt, options)))

@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": "check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8",
     "goodput": "where the time of a run went                         RUN_DIR",
     "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
-    "generate": "continue a text with a trained model                 MODEL --prompt TEXT",
+    "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",

@@ -83,6 +83,17 @@ class ChatTemplate:
             done = end
         return marked + whole[done:]
 
+    def prompt(self, messages: list[dict[str, str]]) -> str:
+        """Return these messages and what the template writes before the next answer."""
+        text = self._text(messages, None, add_generation_prompt=True)
+        return text.replace(BEGIN, "").replace(END, "")
+
+    def end_of_turn(self) -> str | None:
+        """Return the token beside the model's own vocabulary that ends an answer, if there is one."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text = self._text(messages, None).replace(BEGIN, "").replace(END, "").rstrip()
+        return next((token for token in self._added if text.endswith(token)), None)
+
     def _answer(self, whole: str, done: int, messages: list, i: int, tools: Any) -> tuple[int, int]:
         """Find message `i` in `whole` from `done` on, with its end-of-turn token but no white space after that."""
         prompt = self._text(messages[:i], tools, add_generation_prompt=True)

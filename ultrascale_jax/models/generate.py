@@ -23,6 +23,9 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import einsum
 from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size, specs, vary
 
+PROMPT_STEP = 64
+"""Prompts are padded to multiples of so many tokens: as many lengths share a program, as in a chat."""
+
 
 def generate(
     model: Transformer,
@@ -66,26 +69,33 @@ def generate(
         f"must be divisible by {batch}",
     )
     require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
+    length = prompt_BP.shape[1]
+    prompt_BP = np.pad(np.asarray(prompt_BP), ((0, 0), (0, -length % PROMPT_STEP)))
     prompt_BP = jax.device_put(prompt_BP, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
-    return _generate(model, prompt_BP, key, num_tokens, temperature, top_k, jnp.dtype(dtype))
+    settings = num_tokens, temperature, top_k, jnp.dtype(dtype)
+    return _generate(model, prompt_BP, jnp.int32(length), key, *settings)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _generate(model, prompt_BP, prompt_length, key, num_tokens, temperature, top_k, dtype):
+    """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one."""
     cfg = model.cfg
-    (rows, length), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
-    shape = (len(model.layer_order), rows, length + num_tokens, kv_heads, cfg.head_dim)
+    (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
+    shape = (len(model.layer_order), rows, padded + num_tokens, kv_heads, cfg.head_dim)
     empty = jnp.zeros(shape, dtype, out_sharding=_stacked("BSKH"))
     head = model.head_weight(dtype)
 
-    def advance(tokens_BT, cache):
-        """Return logits of the last position `[B, V]` and the longer cache."""
+    def advance(tokens_BT, cache, count=1):
+        """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
         steps = jnp.broadcast_to(
             cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
         )
         positions_BT = jax.reshard(steps, act("BT"))
+        start = cache[2]
         x_BRD, cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
-        x_BTD = gather_sequence(x_BRD[:, -1:], "V")
+        assert cache is not None
+        cache = *cache[:2], start + count
+        x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
         logits = einsum("BTD,DV->BTV", x_BTD, head, dtype=jnp.float32)
         return jax.reshard(logits[:, 0], act("B_")), cache
 
@@ -105,7 +115,7 @@ def _generate(model, prompt_BP, key, num_tokens, temperature, top_k, dtype):
         return (token_B, cache), token_B
 
     keys = jax.random.split(key, num_tokens)
-    logits, cache = advance(prompt_BP, (empty, empty, jnp.int32(0)))
+    logits, cache = advance(prompt_BP, (empty, empty, jnp.int32(0)), prompt_length)
     first_B = sample(logits, keys[0])
     _, rest = jax.lax.scan(step, (first_B, cache), keys[1:])
     return jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
