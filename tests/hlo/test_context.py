@@ -14,15 +14,10 @@ from tests.recipes import pinned
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.configs import llama3_8b_1m, llama3_8b_128k
 from ultrascale_jax.hlo import matmuls, parse
+from ultrascale_jax.hlo.deviceless import BOOLEANS, target_checks, uncached
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.parallel.context.attention import context_attention
-from ultrascale_jax.plan.compiled.compile import (
-    BOOLEANS,
-    simulate_step,
-    target_checks,
-    target_devices,
-    uncached,
-)
+from ultrascale_jax.plan.compiled.compile import simulate_step, target_devices
 from ultrascale_jax.plan.compiled.op_costs import Operations
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 
@@ -175,7 +170,7 @@ def test_over_one_rank_there_is_nothing_beside_cudnns_two_calls(strategy):
             return out, pull_back(d_out)
 
         flags = {name: BOOLEANS.get(value, value) for name, value in GPU_FLAGS.items()}
-        with jax.set_mesh(mesh), target_checks(find_gpu("h100")), uncached():
+        with jax.set_mesh(mesh), target_checks((9, 0), 91000), uncached():
             text = jax.jit(run).lower(*arrays).compile(compiler_options=flags).as_text()
         module = parse(text or "")
         return module, module.computations[module.entry]

@@ -9,8 +9,9 @@ import pytest
 
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import UserError
-from ultrascale_jax.plan.compiled.compile import compile_step, target_checks, target_devices
-from ultrascale_jax.plan.hardware import GPUS, find_gpu
+from ultrascale_jax.hlo.deviceless import target_checks
+from ultrascale_jax.plan.compiled.compile import compile_step, target_devices
+from ultrascale_jax.plan.hardware import GPUS
 
 # As conftest.py: cuBLAS calls instead of Triton kernels.
 FAST = {"xla_gpu_enable_triton_gemm": "false"}
@@ -100,7 +101,7 @@ def test_attention_asks_the_target_and_afterwards_this_machine_again():
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     own = attention.check_compute_capability
-    with target_checks(find_gpu("h100")):
+    with target_checks((9, 0), 91000):
         assert attention.check_compute_capability("9.0")
         assert not attention.check_compute_capability("10.0")
         assert attention.check_cudnn_version() == 91000

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention import (
     BlockMask,
@@ -27,7 +28,7 @@ from ultrascale_jax.kernels.attention import (
 from ultrascale_jax.kernels.attention_mosaic import Ranges
 from ultrascale_jax.kernels.shapes import ATTENTION
 from ultrascale_jax.parallel.context.attention import context_attention
-from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
 
 

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import Quantized
 from ultrascale_jax.kernels.shapes import FP8_MATMUL
-from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.sharding.manual import smap
 
 E4M3 = jnp.float8_e4m3fn

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
-from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
 
 

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.kernels.shapes import LINEAR_CROSS_ENTROPY
-from ultrascale_jax.plan.compiled.compile import DEVICELESS_OPTIONS, target_devices, uncached
+from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
 
 module = importlib.import_module("ultrascale_jax.kernels.linear_cross_entropy")

@@ -9,12 +9,13 @@ import pytest
 import ultrascale_jax
 from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from ultrascale_jax.figures.streams import chrome_trace
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.attention import attention_calls, unplanned_workspace
 from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.compiled import compile
 from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops
-from ultrascale_jax.plan.compiled.timeline import simulate, trace
+from ultrascale_jax.plan.compiled.timeline import simulate
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
@@ -547,7 +548,7 @@ def test_a_piece_of_a_real_program():
 
 def test_the_trace_has_a_row_for_each_stream_and_every_event():
     timeline = run(looped(gather(2, 8192), PRODUCT, gather(2, 8192, DONE)))
-    events = json.loads(json.dumps(trace(timeline)))["traceEvents"]
+    events = json.loads(json.dumps(chrome_trace(timeline.streams)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(names.values()) == ["compute", "in node"]
     shown = [e for e in events if e["ph"] == "X"]

@@ -15,10 +15,10 @@ from ultrascale_jax.config import (
     ModelConfig,
     TrainConfig,
 )
-from ultrascale_jax.plan.compiled.compile import abstract_batch, target_checks, target_devices
-from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.hlo.deviceless import target_checks
+from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 from ultrascale_jax.train_step.step import make_train_step
 
 MODEL = ModelConfig(
@@ -45,7 +45,7 @@ def kernels_of_a_step(model: ModelConfig, precision: str, kernels: KernelsConfig
         kernels=kernels,
     )
     mesh = make_mesh(cfg.mesh, target_devices(1))
-    with jax.set_mesh(mesh), target_checks(find_gpu("h100")):
+    with jax.set_mesh(mesh), target_checks((9, 0), 91000):
         step = make_train_step(cfg).trace(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
     names = set().union(*KERNELS.values())
     return set(re.findall(r"\bname=(\w+)", str(step.jaxpr))) & names

@@ -127,6 +127,23 @@ class Streams(Figure):
         return "".join(bars)
 
 
+def chrome_trace(streams: Mapping[str, Sequence[tuple]]) -> dict[str, Any]:
+    """Return streams in Chrome's trace format, which https://ui.perfetto.dev opens; a row for each stream.
+
+    An event is its name, start and duration in seconds, kind, and where it comes from.
+    """
+    events: list[dict[str, Any]] = []
+    for row, (stream, shown) in enumerate(streams.items()):
+        place = {"pid": 0, "tid": row}
+        names = {"thread_name": {"name": stream}, "thread_sort_index": {"sort_index": row}}
+        events += [{"ph": "M", "name": n, "args": args, **place} for n, args in names.items()]
+        for name, start_s, duration_s, kind, where in shown:
+            times = {"ts": start_s * 1e6, "dur": duration_s * 1e6}
+            about = {"name": name, "cat": kind, "args": {"where": where}}
+            events.append({"ph": "X", **about, **times, **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
 MOVES = {"in": "zoom in", "out": "zoom out", "left": "←", "right": "→", "all": "whole step"}
 
 

@@ -26,7 +26,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import cast
-from ultrascale_jax.sharding.rules import stored_spec
+from ultrascale_jax.sharding.rules import act, stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.precision import COMPUTE
@@ -250,3 +250,15 @@ def _take(
     whole = jax.reshard(stack, between)
     taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
     return jax.reshard(taken, rest)
+
+
+def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and shardings of one global batch."""
+    names = (
+        "tokens",
+        "targets",
+        "positions",
+        *(("segment_ids",) if cfg.data.document_mask else ()),
+    )
+    shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}

@@ -51,11 +51,11 @@ def main(argv: list[str]) -> None:
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
     summary = summarize(step, timeline, cluster)
     if folder is not None:
-        from ultrascale_jax.plan.compiled.timeline import trace
+        from ultrascale_jax.figures.streams import chrome_trace
 
         (folder / "step.hlo").write_text(step.text)
         (folder / "summary.json").write_text(output.verb_json("compile", summary))
-        (folder / "trace.json").write_text(json.dumps(trace(timeline)))
+        (folder / "trace.json").write_text(json.dumps(chrome_trace(timeline.streams)))
     if options.json:
         print(output.verb_json("compile", summary))
         return

@@ -8,30 +8,20 @@ of kernels, so matrix products are the Triton kernels that XLA picks by its cost
 (extra `aot`), no GPU, driver or CUDA libraries.
 """
 
-import contextlib
 import dataclasses
-import os
-import re
-import tempfile
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
-from ultrascale_jax.hlo.streams import dumped_streams
+from ultrascale_jax.hlo.deviceless import compile_deviceless, target_checks
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
@@ -39,17 +29,8 @@ from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.rules import act
-from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 from ultrascale_jax.train_step.step import make_train_step, xla_options
-
-DEVICELESS_OPTIONS = {
-    # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, and crash where there are none.
-    "xla_gpu_experimental_use_collective_kernels": "",
-    # The autotuner has nothing to time on, and compiles its candidates all the same: without it a compilation takes
-    # half as long, and memory, operations and schedule are the same.
-    "xla_gpu_autotune_level": "0",
-}
 
 # Writes XLA's own estimates of time into the program (`op_costs.py`). It wants XLA's tables of measurements, of which
 # XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
@@ -61,9 +42,6 @@ WORK = {"gemm": "matrix products", "other": "other work"}
 
 EXPERTS = "moe"
 """The named scope of a layer's experts (`models/block.py`)."""
-
-# As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
-BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,20 +143,12 @@ def compile_step(
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
     cfg, target = cfg.check(num_devices), find_gpu(gpu)
-    with jax.set_mesh(mesh), target_checks(target):
+    with jax.set_mesh(mesh), target_checks(target.capability, target.cudnn):
         lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-        flags = {**GPU_FLAGS, **xla_options(cfg), **DEVICELESS_OPTIONS}
+        flags = {**GPU_FLAGS, **xla_options(cfg)}
         if estimates and target.kind.startswith(ESTIMATED):
             flags |= ESTIMATES
-        flags |= options or {}
-        compiler_options: dict[str, Any] = {
-            name: BOOLEANS.get(str(value), value) for name, value in flags.items()
-        }
-        with uncached(), _dumped(compiler_options) as folder:
-            start = time.perf_counter()
-            compiled = lowered.compile(compiler_options=compiler_options)
-            seconds = time.perf_counter() - start
-            streams = dumped_streams(folder)
+        compiled, seconds, streams = compile_deviceless(lowered, {**flags, **(options or {})})
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledStep(
@@ -250,61 +220,3 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         one_stream_s=timeline.one_stream_s,
         side_by_side_s=timeline.side_by_side_s,
     )
-
-
-def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and shardings of one global batch."""
-    names = (
-        "tokens",
-        "targets",
-        "positions",
-        *(("segment_ids",) if cfg.data.document_mask else ()),
-    )
-    shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
-
-
-@contextlib.contextmanager
-def _dumped(options: dict[str, Any]) -> Iterator[Path]:
-    """Let XLA dump, where nobody else asked for it, and yield the directory: only a dump tells the streams."""
-    asked = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    with tempfile.TemporaryDirectory() as own:
-        folder = options.setdefault("xla_dump_to", asked[1] if asked else own)
-        yield Path(str(folder))
-
-
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    own = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, own)
-
-
-@contextlib.contextmanager
-def target_checks(target: Gpu) -> Iterator[None]:
-    """Let JAX's cuDNN attention ask the target, not this machine, for its compute capability and cuDNN version.
-
-    JAX looks at local devices and at the installed cuDNN when it traces the call; XLA needs neither to compile it.
-    """
-    answers = {
-        "check_cudnn_version": lambda: target.cudnn,
-        "check_compute_capability": lambda least: target.capability >= _version(least),
-        "is_cuda_compute_capability_equal": lambda exact: target.capability == _version(exact),
-    }
-    own = {name: getattr(cudnn_attention, name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            setattr(cudnn_attention, name, answer)
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(cudnn_attention, name, function)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))

@@ -133,20 +133,6 @@ def simulate(
     )
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format, which https://ui.perfetto.dev opens; a row for each stream."""
-    events: list[dict[str, Any]] = []
-    for row, (stream, shown) in enumerate(timeline.streams.items()):
-        place = {"pid": 0, "tid": row}
-        names = {"thread_name": {"name": stream}, "thread_sort_index": {"sort_index": row}}
-        events += [{"ph": "M", "name": n, "args": args, **place} for n, args in names.items()]
-        for event in shown:
-            times = {"ts": event.start_s * 1e6, "dur": event.duration_s * 1e6}
-            about = {"name": event.name, "cat": event.kind, "args": {"where": event.where}}
-            events.append({"ph": "X", **about, **times, **place})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 class _Replay:
     """The state of the GPU while the program is replayed."""
 

@@ -1,0 +1,89 @@
+"""Compile for GPUs that are not there: XLA's options, and what JAX would ask of the devices.
+
+XLA's CUDA plugin compiles for a described chip. Without devices the autotuner's choice of kernels is not known.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+
+from ultrascale_jax.hlo.streams import dumped_streams
+
+DEVICELESS_OPTIONS = {
+    # XLA's own collective kernels (instead of NCCL's) ask the devices for peer access, and crash where there are none.
+    "xla_gpu_experimental_use_collective_kernels": "",
+    # The autotuner has nothing to time on, and compiles its candidates all the same: without it a compilation takes
+    # half as long, and memory, operations and schedule are the same.
+    "xla_gpu_autotune_level": "0",
+}
+
+# As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
+BOOLEANS = {"true": True, "false": False}
+
+
+def compile_deviceless(
+    lowered: jax.stages.Lowered, flags: Mapping[str, str | int | bool]
+) -> tuple[jax.stages.Compiled, float, dict[str, int]]:
+    """Compile with these XLA flags, without dashes; return the program, seconds, and streams of its collectives."""
+    options: dict[str, Any] = {
+        name: BOOLEANS.get(str(value), value)
+        for name, value in {**DEVICELESS_OPTIONS, **flags}.items()
+    }
+    with uncached(), _dumped(options) as folder:
+        start = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
+        return compiled, time.perf_counter() - start, dumped_streams(folder)
+
+
+@contextlib.contextmanager
+def _dumped(options: dict[str, Any]) -> Iterator[Path]:
+    """Let XLA dump, where nobody else asked for it, and yield the directory: only a dump tells the streams."""
+    asked = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    with tempfile.TemporaryDirectory() as own:
+        folder = options.setdefault("xla_dump_to", asked[1] if asked else own)
+        yield Path(str(folder))
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    own = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, own)
+
+
+@contextlib.contextmanager
+def target_checks(capability: tuple[int, int], cudnn: int) -> Iterator[None]:
+    """Let JAX's cuDNN attention hear these, of the target, not this machine's compute capability and cuDNN version.
+
+    JAX looks at local devices and at the installed cuDNN when it traces the call; XLA needs neither to compile it.
+    """
+    answers = {
+        "check_cudnn_version": lambda: cudnn,
+        "check_compute_capability": lambda least: capability >= _version(least),
+        "is_cuda_compute_capability_equal": lambda exact: capability == _version(exact),
+    }
+    own = {name: getattr(cudnn_attention, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(cudnn_attention, name, answer)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(cudnn_attention, name, function)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
