@@ -50,7 +50,7 @@ OLD = {
         "nodes": 2,
         "implementation": "xla",
     },
-    "checkpoint": {"dir": "checkpoints"},
+    "checkpoint": {"dir": "checkpoints", "max_failures": 5},
     "watch": {"spike_sigma": 6.0, "spike_window": 64, "straggler_every": 7},
 }
 """Every field that had another name, as the version before saved it."""
@@ -83,6 +83,7 @@ def test_a_configuration_of_before_means_what_it_did_and_what_has_no_effect_is_n
         "train.loss_scale_window",
         "train.max_skipped",
         "pp.group",
+        "checkpoint.max_failures",
         "watch.straggler_every",
     ]
     saved = {name for name in fields_of(OLD) if name in OLD_NAMES}

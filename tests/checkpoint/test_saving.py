@@ -140,7 +140,7 @@ def test_metrics_wait_for_room_on_a_full_disk(small_disk, capsys):
         log._record({"step": 40})
     assert read_rows(small_disk / "run/metrics.jsonl") == [{"step": 1}, *rows, {"step": 40}]
     told = capsys.readouterr().out
-    assert told.count("metrics wait to be written") == told.count("no more events for Tensor") == 1
+    assert told.count("metrics wait to be written") == 1
 
 
 VANISH = """
@@ -182,21 +182,20 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-WAY_OUT = r"max_failures=2 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"
+WAY_OUT = r"3 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"
 
 
 @pytest.mark.slow
 def test_after_enough_failures_in_a_row_the_run_ends_with_the_cause_and_the_way_out(
     state, tmp_path
 ):
-    cfg = in_folder(tmp_path)
-    cfg = dataclasses.replace(cfg, checkpoint=CheckpointConfig(max_failures=2))
-    with Checkpoints(cfg) as checkpoints:
+    with Checkpoints(in_folder(tmp_path)) as checkpoints:
         shutil.rmtree(tmp_path / "checkpoints")
         checkpoints.save(state, meta(1))
+        checkpoints.save(state, meta(2))
         with pytest.raises(SaveFailed, match=WAY_OUT) as end:
-            checkpoints.save(state, meta(2))
-        assert end.value.exit_code == 70 and checkpoints.failures == 2
+            checkpoints.save(state, meta(3))
+        assert end.value.exit_code == 70 and checkpoints.failures == 3
         (tmp_path / "checkpoints").mkdir()
 
 

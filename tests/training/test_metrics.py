@@ -4,14 +4,12 @@ import io
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ultrascale_jax.training.metrics import (
     RunLog,
-    TensorBoard,
     read_rows,
     to_json,
     truncate_rows,
@@ -152,29 +150,6 @@ def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_pa
         shown[terminal] = console.file.getvalue()
     assert "loss 1.2500" in shown[True] and "2/2" in shown[True] and "\x1b[" in shown[True]
     assert "\x1b[" not in shown[False]
-
-
-def test_tensorboard_gets_every_number_of_a_step(tmp_path):
-    log, _ = run_log(tmp_path)
-    with log:
-        log.step(row(1))
-    [events] = (tmp_path / "tensorboard").iterdir()
-    data = events.read_bytes()
-    assert b"loss" in data and b"grad_norm" in data and b"tokens_per_s" in data
-
-
-def test_tensorboard_that_the_disk_refuses_ends_without_the_run(tmp_path):
-    folder, notes = tmp_path / "tensorboard", []
-    board = TensorBoard(folder, 0, notes.append)
-    with open("/dev/full", "wb") as full:
-        # What the writer has open is on a full disk from now on.
-        for number in os.listdir("/proc/self/fd"):
-            if (Path("/proc/self/fd") / number).resolve().parent == folder:
-                os.dup2(full.fileno(), int(number))
-        for step in range(30):
-            board.add(row(step))
-        board.close()
-    assert notes == ["no more events for TensorBoard until the next start: No space left on device"]
 
 
 def test_memory_is_0_where_the_device_does_not_tell():

@@ -47,9 +47,12 @@ from ultrascale_jax.train_step.state import (
     to_checkpoint_layout,
 )
 
+MOST_FAILURES = 3
+"""Saves in a row that may fail before a run ends."""
+
 
 class SaveFailed(UserError):
-    """The last save of a run, or `checkpoint.max_failures` in a row, failed; a restart may help."""
+    """The last save of a run, or `MOST_FAILURES` in a row, failed; a restart may help."""
 
     exit_code = CRASHED
 
@@ -181,7 +184,7 @@ class Checkpoints:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
 
         Afterwards the newest `checkpoint.keep` are left, or all if not `rotate`.
-        The next call reports a save that failed (a full disk, say); the run goes on until `checkpoint.max_failures`
+        The next call reports a save that failed (a full disk, say); the run goes on until `MOST_FAILURES`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
         step, _ = meta["data"]["step"], self._orbax
@@ -250,9 +253,8 @@ class Checkpoints:
             return
         self._in_a_row += 1
         self._tell(step, problem)
-        most = self._cfg.checkpoint.max_failures
-        if must or self._in_a_row >= most:
-            why = "the last of this run" if must else f"checkpoint.max_failures={most} in a row"
+        if must or self._in_a_row >= MOST_FAILURES:
+            why = "the last of this run" if must else f"{MOST_FAILURES} in a row"
             newest = self.latest
             begin = "begins anew, as there is no checkpoint yet"
             goes_on = begin if newest is None else f"goes on from the newest, of step {newest}"
@@ -265,8 +267,7 @@ class Checkpoints:
         if self._events is not None:
             self._events.record("save_failed", step=step, problem=problem, in_a_row=self._in_a_row)
         if jax.process_index() == 0:
-            most = self._cfg.checkpoint.max_failures
-            where = f"({self._in_a_row} of {most} in a row)"
+            where = f"({self._in_a_row} of {MOST_FAILURES} in a row)"
             say(f"checkpoint of step {step} failed {where}: {problem}")
 
     def resume(

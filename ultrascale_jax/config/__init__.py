@@ -40,6 +40,9 @@ AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 DATA = "data"
 """Name of the tokens themselves in `checkpoint.allow_change`."""
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Trackers that `log.to` may name."""
+
 GPUS_PER_NODE = 8
 
 Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
@@ -311,8 +314,6 @@ class CheckpointConfig:
     """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest checkpoint: if there is one, never, or else fail."""
-    max_failures: int = 3
-    """Stop when so many saves in a row have failed."""
     allow_change: tuple[str, ...] = ()
     """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
 
@@ -320,19 +321,26 @@ class CheckpointConfig:
 
     def __post_init__(self):
         require_at_least(0, "checkpoint", self, ("every",))
-        require_at_least(1, "checkpoint", self, ("keep", "max_failures"))
+        require_at_least(1, "checkpoint", self, ("keep",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Directory that a run writes to."""
+    """Where a run writes to."""
 
     run_dir: str = "out/run"
     """Folder that holds everything a run writes."""
+    to: str = "auto"
+    """Trackers that get the metrics too: some of `tensorboard,wandb,mlflow`, joined by commas; `none`; or `auto`:
+    TensorBoard where the extra `tb` is installed."""
 
     def __post_init__(self):
         usable = self.run_dir.strip() != "" and "\0" not in self.run_dir
         require(usable, "log.run_dir", self.run_dir, "must be a path")
+        names = self.to.split(",")
+        known = len(set(names)) == len(names) and set(names) <= set(TRACKERS)
+        fix = f"must be auto, none, or some of {', '.join(TRACKERS)}, joined by commas"
+        require(self.to in ("auto", "none") or known, "log.to", self.to, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

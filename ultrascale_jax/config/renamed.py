@@ -91,6 +91,9 @@ DROPPED = {
         refused=False,
     ),
     "checkpoint.dir": Dropped("checkpoints are in RUN_DIR/checkpoints", "checkpoints"),
+    "checkpoint.max_failures": Dropped(
+        "a run stops after 3 failed saves in a row", 3, refused=False
+    ),
     "watch.straggler_every": Dropped(
         "processes compare their times every 100 steps", 100, refused=False
     ),

@@ -1,21 +1,18 @@
-"""Report a run: rows of `metrics.jsonl`, lines or a progress bar on the console, and TensorBoard events.
+"""Report a run: rows of `metrics.jsonl`, and lines or a progress bar on the console.
 
-`metrics.jsonl` is the record; the rest is for watching. Each row is one JSON object, written whole and flushed, and a
-row of step n describes the n-th optimizer step (n = 1 is the first). A number that is not finite is written as null,
-because JSON has no word for it. A run that resumes at step n first drops the rows after n, so that every step stands
-in the file once. Only process 0 writes.
+`metrics.jsonl` is the record; docs/metrics.md describes its fields. Each row is one JSON object, written whole and
+flushed, and a row of step n describes the n-th optimizer step (n = 1 is the first). A number that is not finite is
+written as null, because JSON has no word for it. A run that resumes at step n first drops the rows after n, so that
+every step stands in the file once. Only process 0 writes.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
-import socket
-import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,6 @@ from ultrascale_jax.launch.events import say, to_json
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.launch.run_files import (
     METRICS,
-    folder_of,
     open_regular,
     read_regular,
     write_atomic,
@@ -43,9 +39,6 @@ COLUMNS = (
     *("data_wait_s", "batch_hash", "save_failures"),
 )
 """The order of a row's columns; others, as of a user's hook, come after them, and `time` is the last."""
-
-NO_SERIES = ("step", "time")
-"""Numbers of a row that TensorBoard knows already."""
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -116,8 +109,6 @@ class RunLog(Hook):
             open(run_dir / METRICS, "ab", 0, opener=open_regular)
         )
         self._waiting, self._full = b"", False
-        self._events = TensorBoard(run_dir / "tensorboard", first_step, self.note)
-        self._stack.callback(self._events.close)
         if self._console.is_terminal:
             words = TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()
             self._progress = Progress(
@@ -220,7 +211,6 @@ class RunLog(Hook):
             if not self._full:
                 self._full = True
                 self.note(f"metrics wait to be written to {self._file.name}: {error.strerror}")
-        self._events.add(row)
 
 
 def _line(row: Mapping[str, Any], num_steps: int) -> str:
@@ -246,65 +236,3 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
         at = "" if scale is None else f" at loss scale {scale:g}"
         parts.append(f"SKIPPED: {FAULTS[reason(row)]}{at}")
     return "  ".join(parts)
-
-
-class TensorBoard:
-    """Writes events for TensorBoard if tensorboardX is installed, until the disk refuses one.
-
-    They are written where they are made: the thread of tensorboardX's own `SummaryWriter` dies of a full disk, and ten
-    numbers later the run waits for it for ever.
-    """
-
-    def __init__(self, folder: Path, first_step: int, note: Callable[[str], None]):
-        """Open a file in `folder`; events after `first_step` of an earlier try are hidden. `note` prints a line."""
-        self._note, self._file = note, None
-        try:
-            from tensorboardX.proto import event_pb2
-            from tensorboardX.record_writer import masked_crc32c
-            from tensorboardX.summary import scalar
-        except ImportError:
-            return
-        self._proto: Any = event_pb2
-        self._checksum, self._scalar = masked_crc32c, scalar
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        try:
-            folder_of(folder.parent, folder.name)
-            self._file = open(folder / name, "ab", 0, opener=open_regular)
-        except OSError as error:
-            self._end(error)
-        self._write(file_version="brain.Event:2")
-        self._write(step=first_step + 1, session_log={"status": "START"})
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Write every finite number of `row`, by its name, at `row["step"]`."""
-        if self._file is None:
-            return
-        parts = [
-            self._scalar(name, value).value[0]
-            for name, value in row.items()
-            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_SERIES
-        ]
-        self._write(step=row["step"], summary={"value": parts})
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, **fields: Any) -> None:
-        """Append an event: its length and its bytes, each with a checksum."""
-        if self._file is None:
-            return
-        data = self._proto.Event(wall_time=time.time(), **fields).SerializeToString()
-        parts = (struct.pack("<Q", len(data)), data)
-        record = b"".join(part + struct.pack("<I", self._checksum(part)) for part in parts)
-        try:
-            if self._file.write(record) != len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self._end(error)
-
-    def _end(self, error: OSError) -> None:
-        self.close()
-        self._file = None
-        self._note(f"no more events for TensorBoard until the next start: {error.strerror}")

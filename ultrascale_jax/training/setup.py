@@ -45,6 +45,7 @@ from ultrascale_jax.training.metrics import RunLog
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
+from ultrascale_jax.training.trackers import Trackers, chosen
 
 
 @contextlib.contextmanager
@@ -75,6 +76,7 @@ def _enter(
     """Enter what a run needs, in this order; `stack` leaves it in the opposite one."""
     started, run_dir = time.monotonic(), Path(cfg.log.run_dir)
     check_kernels(cfg, mesh.devices.flat[0])
+    chosen(cfg.log.to)
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
@@ -97,6 +99,7 @@ def _enter(
         write_atomic(run_dir / "config.json", text.encode())
     for note in notes + changes:
         log.note(note)
+    trackers = stack.enter_context(Trackers(cfg, step))
     profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
     stop = stack.enter_context(StopRequest())
     # Innermost: to close a checkpoint may take processes that wait for this one.
@@ -111,7 +114,7 @@ def _enter(
         watch=watch,
         note=log.note,
         stop=stop,
-        hooks=_all_hooks(cfg, mesh, loader, checkpoints, log, profiler, faults, hooks),
+        hooks=_all_hooks(cfg, mesh, loader, checkpoints, log, trackers, profiler, faults, hooks),
         started=started,
     )
 
@@ -122,6 +125,7 @@ def _all_hooks(
     loader: Loader,
     checkpoints: Checkpoints,
     log: RunLog,
+    trackers: Trackers,
     profiler: Profiler,
     faults: FaultPlan,
     own: Sequence[Hook],
@@ -141,6 +145,7 @@ def _all_hooks(
         PeriodicSave(checkpoints, loader.fingerprint),
         # These see rows that are complete; the last one may end the run.
         log,
+        trackers,
         SkippedSteps(loader, newest=lambda: checkpoints.latest),
     ]
 

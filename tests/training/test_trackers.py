@@ -1,0 +1,229 @@
+"""Trackers: each gets the run's numbers, a resumed run goes on in it, and none that fails ends a run."""
+
+import ast
+import json
+import os
+import re
+import struct
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from tests.faults.tiny import config as tiny
+from tests.runs import change, eval_rows, in_folder, mesh_of, step_rows
+from ultrascale_jax.config import LogConfig, UserError
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.training import trackers
+from ultrascale_jax.training.loop import train
+from ultrascale_jax.training.metrics import COLUMNS
+from ultrascale_jax.training.trackers import Kind, Start, TensorBoard, Trackers, chosen
+
+mlflow = pytest.importorskip("mlflow")
+wandb = pytest.importorskip("wandb")
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/metrics.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+
+
+def config(folder: Path, to: str):
+    return change(tiny, log={"run_dir": str(folder), "to": to})
+
+
+def row(step, **values):
+    return {"step": step, "loss": 2.0, "skipped": False, "batch_hash": "ab", "time": 1.0, **values}
+
+
+def log(cfg, first_step, steps, error=None):
+    """Log `steps` as a run of `cfg` that starts behind `first_step` does."""
+    Path(cfg.log.run_dir).mkdir(exist_ok=True)
+    with Trackers(cfg, first_step) as hook:
+        for step in steps:
+            hook.on_metrics(None, row(step, loss=2.0 / step))
+        if error is not None:
+            raise error
+
+
+def wandb_records(file: Path):
+    """Yield the records of a W&B offline file, in the form of LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, parts, place = file.read_bytes()[7:], b"", 7
+    while data:
+        left = 32768 - place % 32768
+        if left < 7:
+            data, place = data[left:], place + left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[:7])
+        parts += data[7 : 7 + length]
+        data, place = data[7 + length :], place + 7 + length
+        if kind in (1, 4):  # full, last
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp_path):
+    cfg = config(tmp_path / "run", "mlflow")
+    log(cfg, 0, [1, 2])
+    with pytest.raises(ZeroDivisionError):
+        log(cfg, 2, [3], ZeroDivisionError())
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'ultrascale_jax'")
+    (found,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert sorted((one.step, one.value) for one in history) == [(1, 2.0), (2, 1.0), (3, 2 / 3)]
+    assert found.data.params["optim.lr"] == "0.01" and "batch_hash" not in found.data.metrics
+    assert (found.info.run_name, found.info.status) == ("run", "FAILED")
+    log(cfg, 0, [1])  # from the beginning: a new one
+    assert len(client.search_runs([experiment.experiment_id])) == 2
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_configuration_and_every_step_and_a_resumed_run_its_id(tmp_path):
+    cfg = config(tmp_path / "run", "wandb")
+    log(cfg, 0, [1, 2])
+    log(cfg, 2, [3])
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    records = [list(wandb_records(file)) for file in files]
+    runs = [one.run for some in records for one in some if one.HasField("run")]
+    assert {one.run_id for one in runs} == {
+        json.loads((tmp_path / "run/trackers.json").read_text())["wandb"]
+    }
+    given = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert given["optim"]["lr"] == 0.01 and runs[0].project == "ultrascale_jax"
+    logged = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in one.history.item}
+        for some in records
+        for one in some
+        if one.HasField("history")
+    ]
+    assert [(int(one["_step"]), float(one["loss"])) for one in logged] == [
+        (1, 2.0),
+        (2, 1.0),
+        (3, 2 / 3),
+    ]
+
+
+def test_tensorboard_gets_every_number_of_a_step(tmp_path):
+    log(config(tmp_path / "run", "tensorboard"), 0, [1])
+    [events] = (tmp_path / "run" / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert b"loss" in data and b"skipped" in data and b"batch_hash" not in data
+
+
+def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
+    cfg = config(tmp_path / "run", "mlflow,tensorboard")
+    log(cfg, 0, range(1, 30))
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("log.to=")]
+    assert len(told) == 1 and told[0].startswith("log.to=mlflow: no more rows until the next start")
+    assert next((tmp_path / "run" / "tensorboard").iterdir()).stat().st_size > 1000
+
+
+def test_a_disk_that_is_full_under_tensorboard_is_told_once(tmp_path, capfd, monkeypatch):
+    class OnFullDisk(TensorBoard):
+        def __init__(self, start: Start):
+            super().__init__(start)
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), self._file.fileno())
+
+    kind = trackers.TRACKERS["tensorboard"]
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Kind(OnFullDisk, *kind[1:]))
+    log(config(tmp_path / "run", "tensorboard"), 0, range(1, 30))
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_what_cannot_be_is_refused_with_the_fix(monkeypatch):
+    with pytest.raises(
+        UserError, match=r"log.to='tensorbord': must be auto, none, or some of tens"
+    ):
+        LogConfig(to="tensorbord")
+    with pytest.raises(UserError, match=r"log.to='wandb,wandb'"):
+        LogConfig(to="wandb,wandb")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(UserError, match=r"log.to='mlflow': set MLFLOW_TRACKING_URI to the address"):
+        chosen("wandb,mlflow")
+    missing = Kind(TensorBoard, "no_such_package", "tb")
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", missing)
+    with pytest.raises(UserError, match=r"needs a package: pip install 'ultrascale_jax\[tb\]'"):
+        chosen("tensorboard")
+    assert chosen("auto") == chosen("none") == ()
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """Return the rows of the page's table under a header `heading`, by their first word."""
+    lines = PAGE.partition(f"| {heading} |\n")[2].splitlines()[1:]
+    rows = [line.strip("| ").split(" | ") for line in takewhile(lambda x: x.startswith("|"), lines)]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+STEP = table("field | unit | meaning | written")
+EVALUATION = table("field | unit | meaning")
+EVENTS = {
+    kind: set(re.findall(r"`(\w+)`", row[0]))
+    for kind, row in table("kind | its fields | when").items()
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a run of two steps with MLflow, whose store is beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        patch.setenv("MLFLOW_TRACKING_URI", f"file://{folder}/mlruns")
+        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": "mlflow"})
+        train(in_folder(cfg, folder / "run"), mesh_of(cfg))
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_a_run_of_the_trainer_sends_the_rows_of_its_metrics(trained):
+    client = mlflow.MlflowClient(f"file://{trained.parent}/mlruns")
+    (experiment,) = client.search_experiments(filter_string="name = 'ultrascale_jax'")
+    (found,) = client.search_runs([experiment.experiment_id])
+    losses = client.get_metric_history(found.info.run_id, "loss")
+    assert [one.value for one in losses] == [one["loss"] for one in step_rows(trained)]
+    assert "eval_loss" in found.data.metrics and found.info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_a_run_writes_the_fields_that_the_page_describes(trained):
+    always = {name for name, row in STEP.items() if row[-1].strip() == "always"}
+    assert [set(one) for one in step_rows(trained)] == [always, always]
+    assert [set(one) for one in eval_rows(trained)] == [set(EVALUATION)]
+    common = {"time", "monotonic", "boot", "kind", "host", "pid", "attempt", "rank"}
+    events = read_events(trained)
+    assert {"start", "section", "saved", "end"} <= {event["kind"] for event in events}
+    for event in events:
+        # Fields without a value are left out.
+        assert common <= set(event) <= common | EVENTS[event["kind"]]
+
+
+def test_the_page_describes_every_column_and_event_of_the_code():
+    assert set(STEP) == {*COLUMNS, "time"}
+    found: dict[str, set[str]] = {}
+    sources = [path.read_text() for path in (ROOT / "ultrascale_jax").rglob("*.py")]
+    for source in sources:
+        for node in ast.walk(ast.parse(source)) if "record(" in source else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in ("record", "_record") and node.args:
+                    first = [x.value for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)]
+                    for kind in (kind for kind in first if isinstance(kind, str)):
+                        found[kind] = {x.arg for x in node.keywords if x.arg} | found.get(
+                            kind, set()
+                        )
+    assert set(found) == set(EVENTS)
+    assert all(names <= EVENTS[kind] for kind, names in found.items())
