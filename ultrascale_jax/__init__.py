@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ultrascale_jax.config import (
+        CheckpointConfig,
         Config,
         ContextConfig,
+        DataConfig,
         Experts,
         KernelsConfig,
         LatentAttention,
+        LogConfig,
         MeshConfig,
         ModelConfig,
         MoEConfig,
+        OptimConfig,
+        TrainConfig,
+        UserError,
     )
     from ultrascale_jax.data.loader import Loader
-    from ultrascale_jax.hooks import Hook
+    from ultrascale_jax.hooks import Batch, Hook
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.context.attention import (
         allgather_attention,
+        context_attention,
         ring_attention,
         ulysses_attention,
         zigzag_attention,
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
     from ultrascale_jax.sharding.rules import act, vary
-    from ultrascale_jax.train_step.state import abstract_state, init_state
+    from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
     from ultrascale_jax.training.model_shape import ModelShape as Shape
@@ -55,20 +62,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
+    "CheckpointConfig",
     "Config",
     "ContextConfig",
+    "DataConfig",
     "Experts",
     "Hook",
     "KernelsConfig",
     "LatentAttention",
     "Loader",
+    "LogConfig",
     "MeshConfig",
     "MoEConfig",
     "ModelConfig",
+    "OptimConfig",
     "Run",
     "Shape",
     "Stages",
+    "TrainConfig",
+    "TrainState",
     "Transformer",
+    "UserError",
     "abstract_mesh",
     "abstract_state",
     "act",
@@ -76,6 +91,7 @@ __all__ = [
     "build_schedule",
     "choose_auto",
     "compile_step",
+    "context_attention",
     "estimate_step",
     "expert_layer",
     "find_cluster",
@@ -103,20 +119,28 @@ __all__ = [
 ]
 
 _HOME = {
+    "Batch": "hooks",
+    "CheckpointConfig": "config",
     "Config": "config",
     "ContextConfig": "config",
+    "DataConfig": "config",
     "Experts": "config",
     "Hook": "hooks",
     "KernelsConfig": "config",
     "LatentAttention": "config",
     "Loader": "data.loader",
+    "LogConfig": "config",
     "MeshConfig": "config",
     "MoEConfig": "config",
     "ModelConfig": "config",
+    "OptimConfig": "config",
     "Run": "plan.workload",
     "Shape": "training.model_shape:ModelShape",
     "Stages": "parallel.pipeline.stages",
+    "TrainConfig": "config",
+    "TrainState": "train_step.state",
     "Transformer": "models.transformer",
+    "UserError": "config",
     "abstract_mesh": "sharding.mesh",
     "abstract_state": "train_step.state",
     "act": "sharding.rules",
@@ -124,6 +148,7 @@ _HOME = {
     "build_schedule": "parallel.pipeline.schedules:build",
     "choose_auto": "plan.auto",
     "compile_step": "plan.compiled.compile",
+    "context_attention": "parallel.context.attention",
     "estimate_step": "plan.formulas.step_time:estimate",
     "expert_layer": "parallel.experts.exchange",
     "find_cluster": "plan.hardware",

@@ -1,0 +1,48 @@
+"""The programs of `examples/` run, and compute what they claim."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_ring_attention_in_a_plain_nnx_model_has_the_gradients_of_dense_attention():
+    got, expected = load("ring_attention").main()
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    assert len(got) == len(expected) == 5
+    for one, other in zip(got, expected, strict=True):
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
+def test_the_training_loop_trains():
+    losses = load("own_training_loop").main()
+    assert len(losses) == 10 and losses[-1] < losses[0] - 1
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_each_example_runs_alone_outside_the_checkout(path, tmp_path):
+    shutil.copy(path, tmp_path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, path.name], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "loss" in done.stdout, done.stderr[-2000:]
