@@ -46,8 +46,8 @@ NO_SERIES = ("step", "time")
 QUEUED = 100_000
 """Rows that may wait for a tracker."""
 
-CLOSE_S = 45.0
-"""Seconds that a tracker may take for what it has not sent at the end; less than the shortest limit of a section."""
+CLOSE_S, FAILED_S = 45.0, 5.0
+"""Seconds that trackers may take for what they have not sent at the end of a run, and of one that an exception ends."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ class Trackers(Hook):
         self.on_metrics(run, row)
 
     def on_end(self, run: Run) -> None:
-        with run.pause():
+        with run.pause("end"):  # `watch.hang_s` is not for this section
             self._close(failed=False)
 
     def _close(self, *, failed: bool) -> None:
-        deadline = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + (FAILED_S if failed else CLOSE_S)
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.end(failed=failed)
@@ -290,7 +290,7 @@ class _Worker:
         """Wait for the end, until `deadline` by `time.monotonic`."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up(f"it did not take the rest of its rows in {CLOSE_S:.0f} s")
+            self._give_up("it did not take the rest of its rows in time")
 
     def _put(self, item: tuple[int, dict[str, float]] | bool) -> None:
         if self._failed:
