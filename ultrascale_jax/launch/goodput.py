@@ -41,6 +41,7 @@ OF_SECTION = {
     "compare": "evaluation",
     "profile": "evaluation",
     "hook": "evaluation",
+    "end": "start-up",
 }
 
 STEPS = ("productive", "again")
