@@ -1,6 +1,7 @@
 """Fine-tuning by commands: adapters begin on a checkpoint, resume exactly, and leave merged or in PEFT's format."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
+from tests.runs import step_rows
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli import command_line, convert_hf, train
+from ultrascale_jax.cli import command_line, convert_hf, main, train
 from ultrascale_jax.config import UserError
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.setup import make_loader, open_run
@@ -96,3 +99,61 @@ def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"train\.lora=.*give --init-from hf:DIR"):
         with opened(f"{TINY} --train.lora rank=2 --run-dir {tmp_path}/run"):
             pass
+
+
+CHATML = """{% for m in messages %}{{ "<|im_start|>" + m.role + "\\n" + m.content + "<|im_end|>\\n" }}{% endfor %}
+{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+SMALL = (
+    *("--train.global-batch", "8", "--train.microbatches", "1", "--train.remat", "none"),
+    *("--data.seq-len", "64", "--train.eval-batches", "1", "--data.eval-fraction", "0.1"),
+)
+
+
+def ultrascale(*words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["ultrascale", *map(str, words)])
+        main.main()
+
+
+@pytest.mark.wide
+def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, capsys):
+    """Own tokenizer and model, exported; conversations; adapters; evaluation; chat; exports that say the same."""
+    monkeypatch.chdir(tmp_path)
+    facts = [(f"what is {n} plus {n}", f"{n} plus {n} is {2 * n}") for n in range(200)]
+    Path("text.txt").write_text("\n".join(" ".join(fact) for fact in facts))
+    ultrascale("prepare-data", "--input", "text.txt", "--out", "bpe", "--train-bpe", 300)
+    made = tokenizers.Tokenizer.from_file("bpe/tokenizer.json")
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save("tokenizer.json")
+    model = ("--model.vocab-size", "304", "--model.num-layers", "2", "--data.tokenizer")
+    text = ("--data.source", "text:text.txt", "--train.steps", "2")
+    train_words = ("train", "debug", *SMALL, *model, "tokenizer.json", *text)
+    ultrascale(*train_words, "--run-dir", "base", "--mesh", "fsdp=4,tp=2", "--sample", "0")
+    ultrascale("convert-hf", "export", "base", "hf", "--dtype", "float32")
+    Path("hf/chat_template.jinja").write_text(CHATML)
+    talks = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in facts
+    ]
+    Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    words = ("--out", "shards", "--tokenizer", "hf/tokenizer.json", "--chat")
+    ultrascale("prepare-data", "--input", "talks.jsonl", *words)
+    lora = ("--train.lora", "rank=8", "--optim.lr", "1e-2", "--data.source", "tokens:shards")
+    tune = ("train", "finetune", "--init-from", "hf:hf", *SMALL, *lora, "--run-dir", "tuned")
+    ultrascale(*tune, "--mesh", "fsdp=4,tp=2", "--train.steps", "20")
+    ultrascale(*tune, "--mesh", "fsdp=2,sp=2,dp=2", "--train.steps", "30")
+    rows = step_rows(Path("tuned"))
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    ultrascale("convert-hf", "export", "tuned", "full", "--dtype", "float32")
+    ultrascale("convert-hf", "export", "tuned", "peft", "--adapters", "--dtype", "float32")
+    assert Path("full/chat_template.jinja").read_text() == CHATML
+    told = []
+    for place in ("tuned", "full"):
+        capsys.readouterr()
+        ultrascale("evaluate", place, "--source", "text:text.txt", "--json", "--precision", "fp32")
+        loss = json.loads(capsys.readouterr().out)["sources"]["text:text.txt"]["loss"]
+        monkeypatch.setattr("sys.stdin", io.StringIO("what is 7 plus 7\n"))
+        ultrascale("generate", place, "--chat", "--temperature", "0", "--num-tokens", "12")
+        told.append((loss, capsys.readouterr().out))
+    assert told[0][0] == pytest.approx(told[1][0], rel=1e-5) and told[0][1] == told[1][1]

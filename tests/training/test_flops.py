@@ -12,7 +12,7 @@ from ultrascale_jax.training.flops import (
     mean_keys,
     peak_tflops,
 )
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.training.model_shape import ModelShape, adapter_params
 
 MODEL = ModelConfig(
     vocab_size=11,
@@ -29,6 +29,14 @@ MODEL = ModelConfig(
 def test_matrix_parameters_are_counted_by_hand():
     q, k, v, o = 5 * 8, 5 * 4, 5 * 4, 8 * 5
     assert matmul_params(MODEL) == 3 * (q + k + v + o + 3 * 5 * 7) + 5 * 11
+
+
+def test_frozen_matrices_have_no_gradients_and_adapters_do():
+    sides = (5 + 8) + 2 * (5 + 4) + (8 + 5) + 3 * (5 + 7)
+    adapters = adapter_params(MODEL, "rank=2")
+    assert (adapters, adapter_params(MODEL, "")) == (3 * 2 * sides, 0)
+    saved = flops_per_token(MODEL, 64) - flops_per_token(MODEL, 64, adapters)
+    assert saved == 2 * matmul_params(MODEL) - 6 * adapters
 
 
 def test_all_parameters_are_counted_by_hand():

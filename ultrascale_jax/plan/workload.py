@@ -173,7 +173,7 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        return self.step_tokens * flops_per_token(self.shape, self.seq_len)
+        return self.step_tokens * flops_per_token(self.shape, self.seq_len, self.adapter_params)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""

@@ -62,9 +62,13 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's."""
-    return 6 * matmul_params(model) + attention_flops_per_token(model, seq_len)
+def flops_per_token(model: ModelConfig, seq_len: int, adapters: int = 0) -> float:
+    """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's.
+
+    With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients.
+    """
+    matrices = 4 * matmul_params(model) + 6 * adapters if adapters else 6 * matmul_params(model)
+    return matrices + attention_flops_per_token(model, seq_len)
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.training.flops import flops_per_token, mfu
+from ultrascale_jax.training.model_shape import adapter_params
 
 
 class Throughput(Hook):
@@ -19,7 +20,9 @@ class Throughput(Hook):
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self._tokens = cfg.train.global_batch * cfg.data.seq_len
-        self._flops = self._tokens * flops_per_token(cfg.model, cfg.data.seq_len) / mesh.size
+        adapters = adapter_params(cfg.model, cfg.train.lora)
+        flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters)
+        self._flops = self._tokens * flops / mesh.size
         kind = mesh.devices.flat[0].device_kind
         # Of a step of one second.
         self._mfu = mfu(self._flops, kind, cfg.train.precision)
