@@ -56,7 +56,8 @@ def opened(words, save_step=None):
         return run.step, run.cfg, params
 
 
-@pytest.mark.slow
+# test_finetune.py begins a run with a folder, and resumes it.
+@pytest.mark.wide
 def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path):
     folder, first, second = (tmp_path / name for name in ("hf", "first", "second"))
     shutil.copytree(HF, folder)

@@ -42,6 +42,7 @@ from ultrascale_jax.train_step.state import (
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import Evaluation
 from ultrascale_jax.training.metrics import RunLog
+from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
@@ -208,6 +209,7 @@ def _state(
         require(bool(cfg.train.init_from), "train.lora", cfg.train.lora, fix)
         state, step, notes = resumed or (init_adapters(cfg, mesh), 0, begins)
         assert abstract.frozen is not None
+        notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
         frozen = initial_params(cfg, abstract.frozen, mesh)
         return dataclasses.replace(state, frozen=frozen), step, notes
     if resumed is not None:
