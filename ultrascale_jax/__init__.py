@@ -46,7 +46,12 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.pipeline.stages import Stages
     from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
     from ultrascale_jax.plan.auto import choose_auto
-    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
+    from ultrascale_jax.plan.compiled.compile import (
+        compile_program,
+        compile_step,
+        simulate_step,
+        target_devices,
+    )
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
@@ -90,6 +95,7 @@ __all__ = [
     "allgather_attention",
     "build_schedule",
     "choose_auto",
+    "compile_program",
     "compile_step",
     "context_attention",
     "estimate_step",
@@ -112,6 +118,7 @@ __all__ = [
     "simulate_step",
     "smap",
     "stage_layers",
+    "target_devices",
     "train",
     "ulysses_attention",
     "vary",
@@ -147,6 +154,7 @@ _HOME = {
     "allgather_attention": "parallel.context.attention",
     "build_schedule": "parallel.pipeline.schedules:build",
     "choose_auto": "plan.auto",
+    "compile_program": "plan.compiled.compile",
     "compile_step": "plan.compiled.compile",
     "context_attention": "parallel.context.attention",
     "estimate_step": "plan.formulas.step_time:estimate",
@@ -169,6 +177,7 @@ _HOME = {
     "simulate_step": "plan.compiled.compile",
     "smap": "sharding.manual",
     "stage_layers": "parallel.pipeline.schedules",
+    "target_devices": "plan.compiled.compile",
     "train": "training.loop",
     "ulysses_attention": "parallel.context.attention",
     "vary": "sharding.rules",

@@ -1,11 +1,9 @@
 """Compile the training step for GPUs that are not there, and report its memory and time.
 
-XLA's CUDA plugin compiles for a described chip: `hardware.py` has the descriptions, `target_devices` lays out as many
-chips as wanted in hosts, and `compile_step` compiles the very program that `train_step/step.py` would run on them;
-`simulate_step` says how long it takes.
-The result is real: XLA's own buffer assignment and schedule. What is not known without a GPU is the autotuner's choice
-of kernels, so matrix products are the Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels
-(extra `aot`), no GPU, driver or CUDA libraries.
+XLA's CUDA plugin compiles for a described chip (`hardware.py`). `compile_step` compiles the very program that
+`train_step/step.py` would run, `compile_program` any other; `simulate_step` says how long it takes. The result is real:
+XLA's own buffer assignment and schedule. Not known without a GPU is the autotuner's choice of kernels: products are the
+Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels (extra `aot`), no GPU, driver or CUDA.
 """
 
 import dataclasses
@@ -13,9 +11,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
@@ -45,17 +45,15 @@ EXPERTS = "moe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """One training step as XLA would run it; sizes in bytes on one GPU."""
+class CompiledProgram:
+    """A program as XLA would run it; sizes in bytes on one GPU."""
 
-    run: Run
-    """The run that the step belongs to."""
     text: str
     """Scheduled HLO."""
     axes: dict[str, int]
     """Mesh axis to size."""
     argument_bytes: int
-    """State and batch; the new state takes the old one's place."""
+    """Of a step state and batch; what is donated gives its place to results."""
     temporary_bytes: int
     """Everything else that lives at once, at most."""
     host_bytes: int
@@ -88,6 +86,13 @@ class CompiledStep:
         return hlo.matmuls(self.module)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep(CompiledProgram):
+    """One training step of `run`."""
+
+    run: Run
+
+
 def target_devices(
     num_devices: int, gpu: str = "h100", gpus_per_host: int | None = None
 ) -> list[jax.Device]:
@@ -102,7 +107,7 @@ def target_devices(
     host = min(gpus_per_host or chosen.host, num_devices)
     fix = (
         f"must be a multiple of {host}, the GPUs of a host, or less than one host; "
-        "give other hosts as --cluster NODESxGPUS,INTRA,INTER"
+        "give other hosts as gpus_per_host, or --cluster NODESxGPUS,INTRA,INTER"
     )
     require(num_devices % host == 0, "num_devices", num_devices, fix)
     try:
@@ -134,25 +139,44 @@ def compile_step(
 
     Args:
       cfg: a run; its mesh is checked here.
-      num_devices: how many GPUs.
-      gpu: as `find_gpu` takes it.
-      gpus_per_host: how many GPUs of a host; none is the GPU's usual machine.
-      estimates: let XLA write its estimates of time into the text, where it can for this GPU: `simulate_step` reads
-        them. Without them XLA takes three quarters of the time.
-      options: XLA flags without dashes, added to those of a run.
+      num_devices, gpu, gpus_per_host: as `target_devices` takes them.
+      estimates, options: as `compile_program` takes them; `options` are added to the flags of a run.
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
-    cfg, target = cfg.check(num_devices), find_gpu(gpu)
+    cfg = cfg.check(num_devices)
+    flags = {**GPU_FLAGS, **xla_options(cfg), **(options or {})}
+    step, args = make_train_step(cfg), (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    program = compile_program(step, *args, mesh=mesh, gpu=gpu, estimates=estimates, options=flags)
+    return CompiledStep(run=Run.of(cfg, num_devices), **vars(program))
+
+
+def compile_program(
+    function: jax.stages.Wrapped,
+    *args: Any,
+    mesh: Mesh,
+    gpu: str = "h100",
+    estimates: bool = True,
+    options: Mapping[str, str | int | bool] | None = None,
+) -> CompiledProgram:
+    """Compile a jitted function of your own for GPUs that are not there.
+
+    Args:
+      function: what `jax.jit` returns; it is traced inside `mesh`.
+      args: its arguments, as `jax.ShapeDtypeStruct`s with shardings on `mesh`.
+      mesh: of `target_devices`.
+      gpu: as `find_gpu` takes it.
+      estimates: let XLA write its estimates of time into the text, where it can for this GPU: `simulate_step` reads
+        them. Without them XLA takes three quarters of the time.
+      options: XLA flags without dashes.
+    """
+    target, flags = find_gpu(gpu), dict(options or {})
+    if estimates and target.kind.startswith(ESTIMATED):
+        flags |= ESTIMATES
     with jax.set_mesh(mesh), target_checks(target.capability, target.cudnn):
-        lowered = make_train_step(cfg).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-        flags = {**GPU_FLAGS, **xla_options(cfg)}
-        if estimates and target.kind.startswith(ESTIMATED):
-            flags |= ESTIMATES
-        compiled, seconds, streams = compile_deviceless(lowered, {**flags, **(options or {})})
+        compiled, seconds, streams = compile_deviceless(function.lower(*args), flags)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
-    return CompiledStep(
-        run=Run.of(cfg, num_devices),
+    return CompiledProgram(
         text=text,
         axes=dict(mesh.shape),
         argument_bytes=memory.argument_size_in_bytes,
@@ -165,17 +189,17 @@ def compile_step(
 
 
 def simulate_step(
-    step: CompiledStep, cluster: Cluster, *, document_tokens: int | None = None
+    step: CompiledProgram, cluster: Cluster, *, document_tokens: int | None = None
 ) -> Timeline:
     """Predict how one GPU of `cluster` spends its time on `step`, if all packed documents have `document_tokens`.
 
-    No length is a whole row, the most work that attention can have.
-    Collectives are on the streams that XLA put them on; beside it the timeline tells the step with all of them on one
-    stream, and with none that waits for another of another link. A conditional takes its slowest branch as often as the
-    pipeline's schedule, or the layers with experts, make it. Of the loops of unknown length only further rounds of
-    unbalanced experts may count nothing: others raise a warning.
+    No length is a whole row, the most work. Collectives are on the streams that XLA put them on; beside it the timeline
+    tells the step with all of them on one stream, and with none that waits for another of another link. A conditional
+    takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it. Of the loops of
+    unknown length only further rounds of unbalanced experts may count nothing: others raise a warning.
     """
-    share = pipeline.shares(step.run, step.module)
+    is_step = isinstance(step, CompiledStep)
+    share = pipeline.shares(step.run, step.module) if is_step else None
     names = [c.name for c in step.collectives if c.asynchronous]
     one = dict.fromkeys(names, 0)
     own = {name: step.comm_streams.get(name, 0) for name in names}
@@ -198,7 +222,8 @@ def simulate_step(
     )
     if wrong := [where for where in timeline.left_out if EXPERTS not in where]:
         warnings.warn(
-            f"{step.run.label}: the predicted time lacks {', '.join(wrong)}, whose length XLA does not know",
+            f"{f'{step.run.label}: ' if is_step else ''}the predicted time lacks {', '.join(wrong)}, whose length XLA "
+            "does not know",
             stacklevel=2,
         )
     return timeline
