@@ -113,7 +113,7 @@ def test_experts_and_latent_attention_can_be_added_by_naming_a_field():
         (["--mesh=tp=2"], MeshConfig(fsdp=1, tp=2)),
         (["--mesh", "dp=-1,sp=2"], MeshConfig(dp=-1, fsdp=1, sp=2)),
         (["--mesh", "tp=2", "--mesh.fsdp", "-1"], MeshConfig(fsdp=-1, tp=2)),
-        (["--mesh.tp", "2"], MeshConfig(fsdp=-1, sp=8, tp=2)),
+        (["--mesh.tp", "2"], MeshConfig(fsdp=-1, sp=2, tp=2)),
     ],
 )
 def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh):
@@ -160,7 +160,7 @@ def test_a_cpu_may_take_what_fits_no_gpu():
     told = []
     cfg, options = parse("llama3_70b", "--train.remat", "full", "--train.microbatches", "auto")
     chosen = command_line.on_devices(cfg, options, told.append)
-    assert chosen.train.microbatches == 512 and "nothing fits" in told[0]
+    assert chosen.train.microbatches == 128 and "nothing fits" in told[0]
     cluster = cluster_of("cpu", jax.device_count())
     with pytest.raises(UserError, match=r"^train.microbatches='auto': nothing fits"):
         command_line.checked(cfg, options, cluster, told.append)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shlex
-import signal
 
 import pytest
 from rich.console import Console
@@ -137,19 +136,25 @@ def test_an_interrupt_shows_the_ranking_so_far():
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_ends_with_130(capsys):
-    def interrupt(*_):
+def test_an_interrupted_search_ends_with_130(capsys, monkeypatch):
+    def interrupted(cfg):
         raise KeyboardInterrupt
 
-    own = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        # So many compilations take minutes.
-        signal.setitimer(signal.ITIMER_REAL, 3)
-        with pytest.raises(SystemExit) as stop:
-            plan.main(["search", "llama3_8b", "--gpus", "8", "--compile", "50", "--json"])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, own)
+    monkeypatch.setattr(search, "compiler", lambda recipe, options: interrupted)
+    with pytest.raises(SystemExit) as stop:
+        plan.main(
+            [
+                "search",
+                "llama3_8b",
+                "--gpus",
+                "8",
+                "--fixed",
+                "pp=1,cp=1",
+                "--compile",
+                "5",
+                "--json",
+            ]
+        )
     assert stop.value.code == 130
     result = json.loads(capsys.readouterr().out)
     assert not result["complete"] and result["rows"]
