@@ -10,11 +10,13 @@
 Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -28,7 +30,6 @@ from ultrascale_jax.sharding.rules import (
     gathered_spec,
     gradient_axes,
     is_matrix,
-    mesh_size,
     stored_spec,
 )
 from ultrascale_jax.train_step.precision import COMPUTE
@@ -57,9 +58,11 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
 
 
 def prefetches(cfg: Config) -> bool:
-    """Return whether the scan over layers gathers ahead and scatters late, in the current mesh."""
+    """Return whether the scan over layers gathers ahead and scatters late, on the mesh that `cfg` was checked for."""
+    shards = math.prod(cfg.mesh.sizes[axis] for axis in SHARD)
+    require(shards > 0, "mesh.fsdp", cfg.mesh.fsdp, "has no size before cfg.check(num_devices)")
     # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
-    return not cfg.train.lora and cfg.train.prefetches(pp=mesh_size("pp"), shards=mesh_size(*SHARD))
+    return not cfg.train.lora and cfg.train.prefetches(pp=cfg.mesh.pp, shards=shards)
 
 
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:
