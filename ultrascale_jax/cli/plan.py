@@ -1,6 +1,7 @@
 """Plan a run without its GPUs: `ultrascale plan VERB ...`; `VERB --help` says more.
 
 memory    predict the memory of one GPU, part by part, by formula  [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+guide     explain the way to a configuration, days and cost        [RECIPE] --gpus 64 --tokens 1T
 compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4M
 schedule  show pipeline schedules: tables, bubbles, figures        [NAME] --ranks 4 --microbatches 8
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
 
-VERBS = ("memory", "compile", "search", "schedule", "sweep", "report")
+VERBS = ("memory", "guide", "compile", "search", "schedule", "sweep", "report")
 
 
 def main(

@@ -83,20 +83,28 @@ def _require_free(cfg: Config, recipe: Config) -> None:
         require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
 
 
+def predict(search: Search) -> bool:
+    """Rank by formula, with a progress bar; return whether Ctrl-C interrupted it."""
+    with output.progress(transient=True) as progress:
+        task = progress.add_task("formulas", total=None)
+        try:
+            search.predict(lambda done, total: progress.update(task, completed=done, total=total))
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:
     """Rank by formula, then compile the `most` best; return whether Ctrl-C interrupted it."""
+    if predict(search):
+        return True
     with output.progress(transient=True) as progress:
+        task = progress.add_task("compiling", total=most, visible=most > 0)
         try:
-            formulas = progress.add_task("formulas", total=None)
-            search.predict(
-                lambda done, total: progress.update(formulas, completed=done, total=total)
-            )
-            task = progress.add_task("compiling", total=most, visible=most > 0)
             for attempt, candidate in enumerate(search.compile(evaluate, most)):
                 total = max(most, attempt + 1)
                 text = f"compiling {candidate.run.label}"
                 progress.update(task, completed=attempt, total=total, description=text)
-            progress.update(task, visible=False)
         except KeyboardInterrupt:
             return True
     return False

@@ -1,0 +1,367 @@
+"""Explain the way to a configuration in the playbook's three steps: `ultrascale plan guide`.
+
+Fit the model, reach the global batch, maximise throughput: at each step what is ruled out and why, and at the end days,
+GPU hours, energy and cost of the whole training, beside those on other clusters. All by formula; nothing is compiled.
+"""
+
+import dataclasses
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli.plan_commands import common, search
+from ultrascale_jax.cli.plan_commands.common import GIB
+from ultrascale_jax.cli.plan_commands.words import recipe_of
+from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.search.ranking import LONG, Search
+from ultrascale_jax.plan.search.search_space import configured, with_changes
+from ultrascale_jax.plan.workload import Run
+
+HOST_WATTS = {"a100": 812, "h100": 1275, "h200": 1275, "b200": 1787}
+"""Watts of a GPU with its share of the host, from data sheets: DGX A100 6.5 kW, H100 and H200 10.2 kW, B200 14.3 kW."""
+
+AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+WAYS = {
+    "pp": "with a pipeline",
+    "cp": "with the sequence split",
+    "tensor": "with matrices split",
+    "ep": "with experts split",
+}
+"""Axis to what a mesh with it is called; the first that a mesh has names it."""
+
+DATA = "data parallel alone"
+
+FACTORS = (0.5, 2)
+"""GPUs, and speed of the network, of other clusters, as multiples of those at hand."""
+
+CHANGES = 8
+"""Changes to the best that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """Options of `ultrascale plan guide`."""
+
+    tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
+    """Tokens of the whole training; K, M, B and T are powers of 1,000."""
+    price: Annotated[float | None, command_line.option("USD")] = None
+    """Price of one GPU for one hour."""
+    watts: Annotated[float | None, command_line.option("W", "the DGX's, by 8")] = None
+    """Power of one GPU with its share of the host and the cooling."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("price", "watts"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < 1e6, name, value, "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What the whole training takes."""
+
+    days: float
+    gpu_hours: float
+    mwh: float | None
+    """Energy in MWh; none where the power of the machine is not known."""
+    usd: float | None
+    """Cost; none without a price of this GPU."""
+
+
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "guide", Options, __doc__)
+    recipe = recipe_of(argv)
+    with command_line.user_errors():
+        tokens = training_tokens(cfg, options)
+        fit = ladder(cfg, cluster, options)
+        found = Search(cfg, cluster, pinned(fit), common.shape_of(cfg, options))
+        if search.predict(found):
+            raise SystemExit(common.INTERRUPTED)
+        require(
+            found.counts["candidates"] > 0,
+            "gpus",
+            options.gpus,
+            search.illegal(found, options.gpus),
+        )
+    best = None if found.winner is None else found.winner.best
+    result = {
+        "label": f"{recipe} on {options.gpus} {cluster.gpu.name}",
+        "usable_gib": cluster.gpu.usable_bytes / GIB,
+        "parameters": common.shape_of(cfg, options).num_params,
+        "tokens": tokens,
+        "fit": fit,
+        "batch": batch(cfg, cluster, best),
+        "throughput": throughput(found),
+        "changes": changes(found),
+        "answer": search.answer(found),
+        "command": best and search.train(recipe, configured(cfg, best.run)),
+        "step": best and best.summary(),
+        "bill": best and dataclasses.asdict(bill(best, cluster, tokens, options)),
+        "other_clusters": others(cfg, cluster, best, tokens, options) if best else [],
+    }
+    if options.json:
+        print(output.verb_json("guide", result))
+    else:
+        show(result, cfg, cluster, output.console(150))
+    if best is None:
+        raise SystemExit(1)
+
+
+def training_tokens(cfg: Config, options: Options) -> int:
+    """Return the tokens of the training: those of `--tokens`, or the recipe's steps times its batch."""
+    if options.tokens is None:
+        return cfg.train.steps * cfg.train.global_batch * cfg.data.seq_len
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", options.tokens.strip().upper())
+    count = int(float(match[1]) * AMOUNTS[match[2]]) if match else 0
+    require(count >= 1, "tokens", options.tokens, "write a number of tokens, as 300B or 15T")
+    return count
+
+
+def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, Any]]:
+    """Return the memory of one sequence a GPU in ways that hold ever less on each GPU, from the simplest."""
+    n, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
+    rest, one = n // node, MeshConfig.of
+    ways = [
+        ("every GPU holds the whole model", one(dp=n), 0, "none"),
+        ("layers are computed again in the backward pass", one(dp=n), 0, "full"),
+        ("ZeRO-1 splits the optimizer's state", one(fsdp=n), 1, "full"),
+        ("ZeRO-2 splits the gradients too", one(fsdp=n), 2, "full"),
+        ("ZeRO-3 splits the parameters too", one(fsdp=n), 3, "full"),
+        ("ZeRO-1, and a node shares each matrix", one(fsdp=rest, sp=node), 1, "full"),
+        ("ZeRO-3, and a node shares each matrix", one(fsdp=rest, sp=node), 3, "full"),
+    ]
+    if cfg.data.seq_len >= LONG:
+        way = "ZeRO-3, and a node shares each sequence"
+        ways.append((way, one(fsdp=rest, cp=node), 3, "full"))
+    rows, seen = [], set()
+    for what, mesh, zero, remat in ways:
+        if (mesh, zero, remat) not in seen:
+            seen.add((mesh, zero, remat))
+            rows.append({"way": what} | _memory(cfg, cluster, options, mesh, zero, remat))
+    return rows
+
+
+def _memory(
+    cfg: Config, cluster: Cluster, options: Options, mesh: MeshConfig, zero: int, remat: str
+) -> dict[str, Any]:
+    run = {"mesh": mesh.text, "zero": zero, "remat": remat}
+    one = with_changes(
+        cfg, mesh=mesh, zero=zero, remat=remat, microbatches=1, global_batch=mesh.batch
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held = breakdown(common.planned(one, options))
+    except UserError as error:
+        return run | {"gib": None, "activations_gib": None, "fits": False, "illegal": str(error)}
+    living = sum(size for name, size in held.parts.items() if name.startswith("activations"))
+    sizes = {"gib": held.peak_bytes / GIB, "activations_gib": living / GIB}
+    return run | sizes | {"fits": held.peak_bytes <= cluster.gpu.usable_bytes, "illegal": ""}
+
+
+def pinned(fit: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Return the ZeRO stages that step 1 left; 0 is that of a mesh which splits nothing."""
+    return {"zero": tuple(sorted({0, 3, *(row["zero"] for row in fit if row["fits"])}))}
+
+
+def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[str, Any]:
+    """Return how the sequences of one step spread over the GPUs."""
+    own = {"global_batch": cfg.train.global_batch, "seq_len": cfg.data.seq_len}
+    own |= {"gpus": cluster.num_gpus, "sharing": _sharing(cfg.train.global_batch, cluster)}
+    if best is None:
+        return own
+    run = best.run
+    return own | {
+        "batch_shards": run.mesh.batch,
+        "sequences": run.sequences,
+        "microbatches": run.microbatches,
+    }
+
+
+def _sharing(sequences: int, cluster: Cluster) -> str:
+    gpus = cluster.num_gpus
+    if gpus > sequences:
+        return (
+            f"{gpus:,} GPUs are more than {sequences:,} sequences: several GPUs have to share one, by tensor or "
+            "context parallelism, or the layers, by a pipeline"
+        )
+    each = f"each GPU can take {sequences / gpus:,.4g} of them whole"
+    even = "" if sequences % gpus == 0 else "; data parallelism alone cannot split them evenly"
+    return f"{each}, one after the other where they do not fit at once{even}"
+
+
+def throughput(found: Search) -> list[dict[str, Any]]:
+    """Return the fastest mesh of each kind, and why it lost to the best."""
+    first: dict[str, dict[str, Any]] = {}
+    for candidate, verdict in found.rows(10**6)["the best of each mesh"]:
+        mesh = candidate.run.mesh
+        way = next((w for axis, w in WAYS.items() if getattr(mesh, axis) > 1), DATA)
+        row = {"way": way, "verdict": verdict} | candidate.best.summary()
+        if candidate.best.fits:
+            first.setdefault(way, row)
+    return list(first.values())
+
+
+def changes(found: Search) -> list[dict[str, Any]]:
+    """Return what other micro-batches, ZeRO stages and recomputation do on the best mesh."""
+    rows = found.rows(1)["one change to the best"][:CHANGES]
+    return [{"way": "", "verdict": verdict} | c.best.summary() for c, verdict in rows]
+
+
+def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) -> Bill:
+    """Price the training at this step's rate, without interruptions."""
+    seconds = tokens / (step.tokens_per_s_gpu * cluster.num_gpus)
+    hours = seconds / 3600 * cluster.num_gpus
+    watts = options.watts or HOST_WATTS.get(cluster.gpu.name)
+    return Bill(
+        days=seconds / 86400,
+        gpu_hours=hours,
+        mwh=None if watts is None else hours * watts / 1e6,
+        usd=None if options.price is None else hours * options.price,
+    )
+
+
+def others(
+    cfg: Config, cluster: Cluster, best: StepPrediction, tokens: int, options: Options
+) -> list[dict[str, Any]]:
+    """Return the bill on other clusters, with the best's pipeline, tensor, context and expert groups.
+
+    `even_price` is the price of a GPU hour there at which the training costs as much as on `cluster`.
+    """
+    n, replace = cluster.num_gpus, dataclasses.replace
+    hours = bill(best, cluster, tokens, options).gpu_hours
+    clusters = {
+        f"{factor:g} x the GPUs": replace(cluster, num_gpus=int(factor * n)) for factor in FACTORS
+    }
+    if cluster.nodes > 1:
+        clusters |= {
+            f"{factor:g} x the network": replace(cluster, inter_gbs=factor * cluster.inter_gbs)
+            for factor in FACTORS
+        }
+    for name in HOST_WATTS:
+        if name != cluster.gpu.name:
+            clusters[f"{name} instead"] = find_cluster(None, name, n)
+    rows = []
+    for what, other in clusters.items():
+        step, why = _best_on(cfg, other, best.run, options) if other.num_gpus else (None, "")
+        row: dict[str, Any] = {"what": what, "label": step.run.label if step else why}
+        if step:
+            row |= {"step_s": step.step_s, "mfu": step.mfu}
+            own = options if other.gpu == cluster.gpu else replace(options, price=None, watts=None)
+            row |= dataclasses.asdict(bill(step, other, tokens, own))
+            row["even_price"] = options.price and options.price * hours / row["gpu_hours"]
+        rows.append(row)
+    return rows
+
+
+def _best_on(
+    cfg: Config, cluster: Cluster, like: Run, options: Options
+) -> tuple[StepPrediction | None, str]:
+    axes = ("pp", "ep", "cp", "sp", "tp")
+    choices: dict[str, Any] = {axis: (getattr(like.mesh, axis),) for axis in axes}
+    choices |= {"zero": (like.zero,)}
+    if like.mesh.pp > 1:
+        choices |= {"schedule": (like.schedule,), "virtual_stages": (like.virtual_stages,)}
+    found = Search(cfg, cluster, choices, common.shape_of(cfg, options))
+    try:
+        found.predict()
+    except UserError as error:
+        return None, str(error)
+    if found.winner is not None:
+        return found.winner.best, ""
+    return None, search.answer(found) if found.counts["candidates"] else "the batch does not divide"
+
+
+def show(result: dict[str, Any], cfg: Config, cluster: Cluster, console: Console) -> None:
+    """Print the three steps and the bill."""
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+
+    gib = result["usable_gib"]
+    params, state = result["parameters"], 16 * result["parameters"] / GIB
+    say(
+        f"{result['label']}: {params / 1e9:.3g} B parameters, sequences of {cfg.data.seq_len:,} tokens",
+        "",
+        "Step 1: fit the model",
+        f"AdamW keeps 16 bytes for each parameter, {state:,.0f} GiB in all; one GPU can give {gib:.1f} GiB. "
+        "One sequence on each GPU:",
+    )
+    _show_fit(result, console)
+    say("", "Step 2: reach the batch", _batch_text(result))
+    say("", "Step 3: maximise throughput", "The fastest of each kind of mesh that fits:")
+    _show_throughput(result, console)
+    say(result["answer"])
+    if not result["command"]:
+        return
+    say(result["command"], "", f"The whole training: {amount(result['tokens'])} tokens")
+    _show_bill(result, console)
+    say(
+        "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
+        + result["command"].replace("ultrascale train", "ultrascale plan compile", 1)
+        + f" --gpus {cluster.num_gpus}"
+    )
+
+
+def _show_fit(result: dict[str, Any], console: Console) -> None:
+    table = output.table(("way",), ("GiB", "of it activations"), ("verdict",))
+    for row in result["fit"]:
+        if row["gib"] is None:
+            table.add_row(row["way"], "", "", f"not possible: {row['illegal']}")
+            continue
+        over = row["gib"] / result["usable_gib"]
+        verdict = "fits" if row["fits"] else f"ruled out: {over:,.1f} times what a GPU can give"
+        table.add_row(row["way"], f"{row['gib']:,.1f}", f"{row['activations_gib']:,.1f}", verdict)
+    console.print(table)
+
+
+def _batch_text(result: dict[str, Any]) -> str:
+    b = result["batch"]
+    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {amount(b['global_batch'] * b['seq_len'])}"
+    text = f"A step trains on {size} in all; {b['sharing']}."
+    if "batch_shards" in b:
+        text += (
+            f" The best mesh below splits them into {b['batch_shards']:,} parts; each computes "
+            f"{b['sequences']:,} at once, {b['microbatches']:,} times a step."
+        )
+    return text
+
+
+def _show_throughput(result: dict[str, Any], console: Console) -> None:
+    table = output.table(("way", "fastest"), ("GiB", "s a step", "tok/s/GPU", "MFU"), ("verdict",))
+    for row in (*result["throughput"], None, *result["changes"]):
+        if row is None:
+            table.add_section()
+            table.add_row("one change to the best")
+            continue
+        numbers = (f"{row['peak_bytes'] / GIB:.1f}", f"{row['step_s']:.3g}")
+        speed = (f"{row['tokens_per_s_gpu']:,.0f}", f"{row['mfu']:.1%}")
+        table.add_row(row["way"], row["label"], *numbers, *speed, row["verdict"])
+    console.print(table)
+
+
+def _show_bill(result: dict[str, Any], console: Console) -> None:
+    table = output.table(
+        ("cluster",), ("days", "GPU hours", "MWh", "USD", "as cheap at USD/h"), ("mesh",)
+    )
+    own = {"what": "as asked"} | result["bill"] | {"label": result["step"]["label"]}
+    for row in (own, *result["other_clusters"]):
+        cells = [row.get(name) for name in ("days", "gpu_hours", "mwh", "usd", "even_price")]
+        numbers = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
+        table.add_row(row["what"], *numbers, row["label"])
+    console.print(table)
+
+
+def amount(count: float) -> str:
+    """Write a number of tokens in powers of 1,000."""
+    unit = max((u for u in "KMBT" if count >= AMOUNTS[u]), key=AMOUNTS.__getitem__, default="")
+    return f"{count / AMOUNTS[unit]:.3g} {unit}".strip()
