@@ -36,6 +36,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
     WatchConfig,
+    remat_names,
 )
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import find_cluster
@@ -387,8 +388,8 @@ def test_a_configuration_that_is_not_chosen_yet_is_refused(changes):
 
 
 def test_remat_names_are_split_into_saved_and_offloaded():
-    assert TrainConfig(remat="save:q,k+offload:gate").remat_names() == (("q", "k"), ("gate",))
-    assert TrainConfig(remat="selective").remat_names() == ((), ())
+    assert remat_names("save:q,k+offload:gate") == (("q", "k"), ("gate",))
+    assert remat_names("selective") == ((), ())
 
 
 def test_a_mesh_is_read_from_axis_sizes():

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import subprocess
@@ -9,8 +10,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from array_record.python import array_record_module
 
 from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.config import UserError
 from ultrascale_jax.data.shards import open_shards
 from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 
@@ -47,6 +50,89 @@ def test_text_json_lines_and_parquet_become_the_same_documents_in_order(tmp_path
     assert len(index.shards) > 3
     assert max(shard.tokens for shard in index.shards) <= 200
     assert sum(shard.documents for shard in index.shards) == len(TEXTS)
+
+
+def example(**features: bytes) -> bytes:
+    """A tf.train.Example, written by hand: each feature a list of one string of bytes."""
+
+    def field(content: bytes) -> bytes:
+        assert len(content) < 128  # the length is one byte
+        return bytes([0x0A, len(content)]) + content
+
+    entries = [
+        field(name.encode()) + b"\x12" + field(field(field(value)))[1:]
+        for name, value in features.items()
+    ]
+    return field(b"".join(field(entry) for entry in entries))
+
+
+def write_array_record(path, records):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def test_compressed_files_and_array_records_hold_the_same_documents(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
+    # Two members, and two frames: as tools that compress in parallel write them.
+    members = [gzip.compress(json_lines(part)) for part in (TEXTS[1:5], TEXTS[5:10])]
+    (folder / "b.json.gz").write_bytes(b"".join(members))
+    codec = pyarrow.Codec("zstd")
+    frames = [
+        codec.compress(json_lines(part), asbytes=True) for part in (TEXTS[10:15], TEXTS[15:20])
+    ]
+    (folder / "c.jsonl.zst").write_bytes(b"".join(frames))
+    write_array_record(folder / "d.array_record", [*json_lines(TEXTS[20:30]).splitlines()])
+    records = [example(id=b"7", text=text.encode()) for text in TEXTS[30:]]
+    write_array_record(folder / "e.array_record", records)
+    prepare(Args(input=f"{folder}/*", out=tmp_path / "out", workers=1))
+    documents = read_documents(tmp_path / "out", ByteTokenizer())
+    assert documents == [[*text.encode(), 0] for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "message"),
+    [
+        ("a.jsonl.gz", slice(-9), r"a\.jsonl\.gz': is damaged or cut short"),
+        ("a.jsonl.gz", slice(2, None), r"a\.jsonl\.gz': is damaged or cut short"),
+        ("a.jsonl.zst", slice(-9), r"a\.jsonl\.zst': is damaged or cut short"),
+        ("a.txt.zst", slice(2, None), r"a\.txt\.zst': is damaged or cut short"),
+        ("a.array_record", slice(99), r"a\.array_record': is no ArrayRecord, or damaged"),
+    ],
+)
+def test_a_file_that_is_cut_short_is_refused(tmp_path, name, cut, message):
+    path, lines = tmp_path / name, json_lines(TEXTS * 20)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".zst":
+        path.write_bytes(pyarrow.Codec("zstd").compress(lines, asbytes=True))
+    else:
+        write_array_record(path, lines.splitlines())
+    path.write_bytes(path.read_bytes()[cut])
+    with pytest.raises(UserError, match=message):
+        prepare(Args(input=str(path), out=tmp_path / "out", workers=1))
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (b'{"body": "a"}', r"record 1 has no text in 'text' but in \['body'\]; give another"),
+        (b"\xff\xff", "is neither JSON nor a tf.train.Example"),
+        (example(body=b"a"), r"record 1 has no text in 'text' but in \['body'\]"),
+    ],
+)
+def test_an_array_record_without_text_is_refused(tmp_path, record, message):
+    write_array_record(tmp_path / "a.array_record", [record])
+    with pytest.raises(UserError, match=message):
+        prepare(Args(input=f"{tmp_path}/a*", out=tmp_path / "out", workers=1))
 
 
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
@@ -196,7 +282,9 @@ def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ValueError, match="Parquet needs pyarrow; pip install pyarrow"):
+    with pytest.raises(
+        ValueError, match="Parquet needs pyarrow; pip install 'ultrascale_jax\\[data\\]'"
+    ):
         prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
 
 

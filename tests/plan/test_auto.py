@@ -12,6 +12,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     PipelineConfig,
     UserError,
+    with_changes,
 )
 from ultrascale_jax.configs.deepseek_v3 import config as deepseek_v3
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
@@ -21,7 +22,7 @@ from ultrascale_jax.plan.auto import EQUAL, SAFE, SAFE_PIPED_EXPERTS, choose_aut
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
-from ultrascale_jax.plan.search.search_space import POLICIES, divisors, with_changes
+from ultrascale_jax.plan.search.search_space import POLICIES, divisors
 from ultrascale_jax.plan.workload import GIB, Run
 
 

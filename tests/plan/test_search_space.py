@@ -15,6 +15,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     PipelineConfig,
     UserError,
+    with_changes,
 )
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
@@ -27,7 +28,6 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
     meshes,
-    with_changes,
 )
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape

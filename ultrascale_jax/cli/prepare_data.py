@@ -1,7 +1,7 @@
-"""Text, JSON lines or Parquet into token shards for `data.source=tokens:DIR`.
+"""Text, JSON lines, Parquet or ArrayRecord into token shards for `data.source=tokens:DIR`.
 
     ultrascale prepare-data --input 'books/*.txt' --out tokens/books
-    ultrascale prepare-data --input 'c4/*.jsonl' --out tokens/c4 --tokenizer tokenizer.json
+    ultrascale prepare-data --input 'c4/*.json.gz' --out tokens/c4 --tokenizer tokenizer.json
     ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
     ultrascale prepare-data --input 'chat/*.jsonl' --out tokens/chat --tokenizer HF_DIR --chat
 
@@ -24,15 +24,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import parse_json
 from ultrascale_jax.data import chat, shards, tokenizer
+from ultrascale_jax.data.documents import (
+    JSON_LINES,
+    kind_of,
+    read_file,
+    read_rows,
+    whole_characters,
+)
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
@@ -48,7 +53,8 @@ class Args:
     """Turn documents into token shards for `data.source=tokens:DIR`."""
 
     input: str
-    """Pattern of the files; .jsonl and .parquet files hold many documents, others one of text."""
+    """Pattern of the files: .jsonl, .ndjson and .json have a document in a line, .parquet and .array_record in a row or
+    record, others are one of text; .gz and .zst behind any of the first three or text are decompressed."""
     out: Path
     """Folder for the shards."""
     tokenizer: str = "bytes"
@@ -56,9 +62,9 @@ class Args:
     train_bpe: int = 0
     """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
     text_field: str = "text"
-    """Field or column that holds the text of a document in .jsonl and .parquet files."""
+    """Field or column that holds the text of a document."""
     chat: command_line.Flag = False
-    """The .jsonl files hold conversations, `messages`; on by itself if the first row has them and no text."""
+    """The JSON lines hold conversations, `messages`; on by itself if the first row has them and no text."""
     workers: int = os.cpu_count() or 1
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
@@ -99,8 +105,8 @@ def prepare(args: Args) -> shards.Index:
 
 
 def find_conversations(paths: list[Path], field: str) -> Path | None:
-    """The first .jsonl file, if its first row has `messages` and no text."""
-    path = next((path for path in paths if path.suffix == ".jsonl"), None)
+    """The first file of JSON lines, if its first row has `messages` and no text."""
+    path = next((path for path in paths if kind_of(path) in JSON_LINES), None)
     _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
     fields = row if isinstance(row, dict) else {}
     chats = isinstance(fields.get("messages"), list) and not isinstance(fields.get(field), str)
@@ -259,13 +265,11 @@ def read_documents(
 
     With a template they are conversations, as `ChatTemplate.render` gives them.
     """
-    readers = {".jsonl": read_json_lines, ".parquet": read_parquet}
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes))
     before = 0
     for size, path in zip(sizes, paths, strict=True):
-        read = readers.get(path.suffix, read_text)
-        pairs = read_conversations(path, template) if template else read(path, field)
+        pairs = read_conversations(path, template) if template else read_file(path, field)
         for count, (text, done) in enumerate(pairs):
             if text:
                 yield text
@@ -275,79 +279,15 @@ def read_documents(
         progress.update(task, completed=before)
 
 
-def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """The whole file as one document, and the bytes read so far."""
-    del field
-    content = path.read_bytes()
-    try:
-        yield content.decode(), len(content)
-    except UnicodeDecodeError as error:
-        fix = "is not UTF-8 text; convert it or leave it out"
-        raise UserError(f"input={str(path)!r}: {fix}") from error
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
-    """The number of every line that is not blank, its JSON, and the bytes read so far."""
-    done = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            if line.strip():
-                yield number, parse_json(line, f"input={str(path)!r}: line {number}"), done
-
-
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """The text of every line's object, and the bytes read so far."""
-    for number, document, done in read_rows(path):
-        text = document.get(field) if isinstance(document, dict) else None
-        if not isinstance(text, str):
-            fields = document.items() if isinstance(document, dict) else ()
-            names = [name for name, value in fields if isinstance(value, str)]
-            has = f"no text in {field!r} but in {names}" if names else f"no text in {field!r}"
-            fix = f"line {number} has {has}; give another --text-field"
-            raise UserError(f"input={str(path)!r}: {fix}")
-        yield whole_characters(text), done
-
-
 def read_conversations(path: Path, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
     """Every line's conversation as the template renders it, and the bytes read so far."""
     fix = "is no file of JSON lines, as conversations are; leave it out of the pattern"
-    require(path.suffix == ".jsonl", "input", str(path), fix)
+    require(kind_of(path) in JSON_LINES, "input", str(path), fix)
     for number, row, done in read_rows(path):
         try:
             yield whole_characters(template.render(row)), done
         except UserError as error:
             raise UserError(f"input={str(path)!r}: line {number} {error}") from None
-
-
-def whole_characters(text: str) -> str:
-    """The text with `?` for half a surrogate pair, which JSON can hold and is no character."""
-    return text.encode(errors="replace").decode()
-
-
-def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """The text of every row, and about how many bytes were read so far."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"input={str(path)!r}: Parquet needs pyarrow; pip install pyarrow"
-        ) from error
-    size, rows = path.stat().st_size, 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names, total = file.schema_arrow.names, file.metadata.num_rows
-            fix = f"has no column {field!r} but {names}; give another --text-field"
-            require(field in names, "input", str(path), fix)
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    rows += 1
-                    fix = f"row {rows} has no text in {field!r}; give another --text-field"
-                    require(isinstance(text, str), "input", str(path), fix)
-                    yield text, size * rows // total
-    except (OSError, pyarrow.ArrowException) as error:
-        words = " ".join(str(error).split())
-        raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import UserError as UserError
@@ -31,6 +31,8 @@ from ultrascale_jax.config.training import REMAT_POLICIES as REMAT_POLICIES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
 from ultrascale_jax.config.training import OptimConfig as OptimConfig
 from ultrascale_jax.config.training import TrainConfig as TrainConfig
+from ultrascale_jax.config.training import gathers_ahead as gathers_ahead
+from ultrascale_jax.config.training import remat_names as remat_names
 from ultrascale_jax.config.watch import DistConfig as DistConfig
 from ultrascale_jax.config.watch import WatchConfig as WatchConfig
 
@@ -461,3 +463,18 @@ class Config:
         require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
+
+
+def with_changes(
+    cfg: Config,
+    *,
+    mesh: MeshConfig,
+    pp: PipelineConfig | None = None,
+    moe: MoEConfig | None = None,
+    cp: ContextConfig | None = None,
+    **train: Any,
+) -> Config:
+    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp."""
+    sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
+    train_cfg = dataclasses.replace(cfg.train, **train)
+    return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)

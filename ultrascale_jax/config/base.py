@@ -1,6 +1,5 @@
 """Refuse a setting by one error, which names the field, its value and the fix."""
 
-import dataclasses
 from typing import Any
 
 LARGEST = 2**31 - 1
@@ -46,19 +45,23 @@ def check_numbers(section: str, values: Any) -> None:
 
     Raises `UserError` that names the field, after `section` if that is not empty.
     """
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        name = f"{section}.{field.name}" if section else field.name
-        if dataclasses.is_dataclass(value):
-            check_numbers(name, value)
+    for field, value in vars(
+        values
+    ).items():  # quicker than `fields`: a search makes 60,000 configurations
+        if value is None or isinstance(value, str):
+            continue
+        if hasattr(value, "__dataclass_fields__"):
+            check_numbers(f"{section}.{field}" if section else field, value)
+            continue
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, float):
+            name = f"{section}.{field}" if section else field
+            if isinstance(one, float) and not in_float32(one):
                 least, most = FLOATS
                 fix = f"must be 0, or of a size from {least:.1e} to {most:.1e}"
-                require(in_float32(one), name, value, fix)
-            elif isinstance(one, int):
+                require(False, name, value, fix)
+            elif isinstance(one, int) and abs(one) > LARGEST:
                 fix = f"must be at {'most ' if one > 0 else 'least -'}{LARGEST}"
-                require(abs(one) <= LARGEST, name, value, fix)
+                require(False, name, value, fix)
 
 
 def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Options of the training step: optimizer, batch and precision."""
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,34 @@ REMAT_NAMES = (
     *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
 )
 """The tensors of a block that `train.remat` may name, in the order in which it makes them."""
+
+
+@functools.cache
+def remat_names(remat: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return names to save on the device and to offload to the host; both empty for a policy with a name.
+
+    Raises `UserError` for a text of another form.
+    """
+    by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
+    named = remat not in (*REMAT_POLICIES, "auto")
+    for part in remat.split("+") if named else ():
+        kind, _, names = part.partition(":")
+        policies = ", ".join((*REMAT_POLICIES, "auto"))
+        fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
+        require(kind in by_kind and bool(names), "train.remat", remat, fix)
+        for name in names.split(","):
+            fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
+            require(name in REMAT_NAMES, "train.remat", remat, fix)
+        by_kind[kind] += tuple(names.split(","))
+    return by_kind["save"], by_kind["offload"]
+
+
+def gathers_ahead(*, zero: int, remat: str, pp: int, shards: int) -> bool:
+    """Return whether layers gather ahead and scatter late (`parallel/prefetch.py`) where ZeRO makes so many `shards`.
+
+    Activations on the host have a loop of their own to travel in.
+    """
+    return zero == 3 and pp == 1 and shards > 1 and not remat_names(remat)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +144,7 @@ class TrainConfig:
     def __post_init__(self):
         require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
         require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
-        self.remat_names()
+        remat_names(self.remat)
         if self.lora:
             Lora.parse(self.lora)
 
@@ -124,28 +153,6 @@ class TrainConfig:
         """The fields that are still to be chosen."""
         fields = {"remat": self.remat == "auto", "microbatches": self.microbatches == AUTO}
         return tuple(name for name, is_auto in fields.items() if is_auto)
-
-    def prefetches(self, *, pp: int, shards: int) -> bool:
-        """Whether layers gather ahead and scatter late (`parallel/prefetch.py`) if ZeRO splits parameters in `shards`.
-
-        Activations on the host have a loop of their own to travel in.
-        """
-        return self.zero == 3 and pp == 1 and shards > 1 and not self.remat_names()[1]
-
-    def remat_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return names to save on the device and to offload to the host; both empty for a named policy."""
-        by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
-        named = self.remat not in (*REMAT_POLICIES, "auto")
-        for part in self.remat.split("+") if named else ():
-            kind, _, names = part.partition(":")
-            policies = ", ".join((*REMAT_POLICIES, "auto"))
-            fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
-            require(kind in by_kind and bool(names), "train.remat", self.remat, fix)
-            for name in names.split(","):
-                fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
-                require(name in REMAT_NAMES, "train.remat", self.remat, fix)
-            by_kind[kind] += tuple(names.split(","))
-        return by_kind["save"], by_kind["offload"]
 
 
 @dataclass(frozen=True, kw_only=True)

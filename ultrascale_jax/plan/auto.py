@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError, with_changes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
-from ultrascale_jax.plan.search.search_space import configured, pinned, with_changes
+from ultrascale_jax.plan.search.search_space import configured, pinned
 from ultrascale_jax.plan.workload import GIB, Run
 from ultrascale_jax.training.model_shape import ModelShape
 

@@ -18,7 +18,7 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     PipelineConfig,
-    TrainConfig,
+    gathers_ahead,
     require,
 )
 from ultrascale_jax.kernels.document_classes import divides
@@ -143,8 +143,8 @@ class Run:
     @property
     def prefetches(self) -> bool:
         """Whether layers gather ahead and scatter late."""
-        train = TrainConfig(zero=self.zero, remat=self.remat)
-        return not self.adapter_params and train.prefetches(pp=self.mesh.pp, shards=self.shards)
+        own = {"zero": self.zero, "remat": self.remat, "pp": self.mesh.pp, "shards": self.shards}
+        return gathers_ahead(**own) and not self.adapter_params
 
     @property
     def packs_documents(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 
-from ultrascale_jax.config import REMAT_NAMES, Config
+from ultrascale_jax.config import REMAT_NAMES, Config, remat_names
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
@@ -21,7 +21,7 @@ from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 def remat(cfg: Config) -> Callable[[Callable], Callable]:
     """Return the wrapper of one layer's function that `train.remat` asks for."""
     policies = jax.checkpoint_policies
-    name, (saved, offloaded) = cfg.train.remat, cfg.train.remat_names()
+    name, (saved, offloaded) = cfg.train.remat, remat_names(cfg.train.remat)
     if name == "none":
         policy = _keep_all_but_gathered
     elif name == "selective":
@@ -42,7 +42,7 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
 
 def keeps(cfg: Config, name: str) -> bool:
     """Return whether a layer keeps its tensor of that name, one of `REMAT_NAMES`, in some memory."""
-    saved, offloaded = cfg.train.remat_names()
+    saved, offloaded = remat_names(cfg.train.remat)
     return cfg.train.remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
 
 

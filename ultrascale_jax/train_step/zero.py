@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, gathers_ahead, require
 from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -62,7 +62,9 @@ def prefetches(cfg: Config) -> bool:
     shards = math.prod(cfg.mesh.sizes[axis] for axis in SHARD)
     require(shards > 0, "mesh.fsdp", cfg.mesh.fsdp, "has no size before cfg.check(num_devices)")
     # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
-    return not cfg.train.lora and cfg.train.prefetches(pp=cfg.mesh.pp, shards=shards)
+    zero, remat = cfg.train.zero, cfg.train.remat
+    ahead = gathers_ahead(zero=zero, remat=remat, pp=cfg.mesh.pp, shards=shards)
+    return ahead and not cfg.train.lora
 
 
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:

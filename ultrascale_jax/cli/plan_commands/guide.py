@@ -16,12 +16,12 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
 from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of
-from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.config import Config, MeshConfig, UserError, require, with_changes
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import LONG, Search
-from ultrascale_jax.plan.search.search_space import configured, with_changes
+from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
 
 HOST_WATTS = {"a100": 812, "h100": 1275, "h200": 1275, "b200": 1787}

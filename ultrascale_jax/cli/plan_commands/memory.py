@@ -15,11 +15,10 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import AUTO, Config, UserError, require
+from ultrascale_jax.config import AUTO, Config, UserError, require, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu
-from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import Run
 
 

@@ -7,7 +7,7 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 import math
 from dataclasses import dataclass
 
-from ultrascale_jax.config import TrainConfig
+from ultrascale_jax.config import remat_names
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
@@ -119,7 +119,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = 3 * mlp
         parts["norms"] = 24 * residual + 2 * i * layer.whole
     else:
-        saved = TrainConfig(remat=run.remat).remat_names()[0]
+        saved = remat_names(run.remat)[0]
         sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_core": core}
         sizes |= {"attn_out": a * residual}
         parts["attention"] = sum(sizes.get(name, 0) for name in saved)
@@ -147,7 +147,7 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         mlp = (3 * a * matrices + 4) * ffn + 3 * a * matrices * shared
         norms = 4 * layer.residual - layer.input_width * layer.whole
         return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
-    saved = TrainConfig(remat=run.remat).remat_names()[0]
+    saved = remat_names(run.remat)[0]
     wide = sum(name in ("gate", "up") for name in saved)
     return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
 

@@ -4,7 +4,7 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
-from ultrascale_jax.config import REMAT_NAMES, TrainConfig
+from ultrascale_jax.config import REMAT_NAMES, remat_names
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
@@ -187,7 +187,7 @@ class Step:
     def kept(self) -> set[str]:
         """Names of what a layer keeps for its backward pass."""
         remat = self.run.remat
-        groups = KEPT.get(remat) or TrainConfig(remat=remat).remat_names()
+        groups = KEPT.get(remat) or remat_names(remat)
         return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
 
     def offload(self, layer: float) -> float:
@@ -199,7 +199,7 @@ class Step:
         kv_heads = shape.head_dim * max(shape.num_kv_heads, n)
         widths = {"q": heads, "attn_core": heads, "k": kv_heads, "v": kv_heads}
         widths |= {"gate": shape.d_ff, "up": shape.d_ff}
-        names = TrainConfig(remat=self.run.remat).remat_names()[1]
+        names = remat_names(self.run.remat)[1]
         width = sum(widths.get(name, shape.d_model) for name in names)
         copied = 2 * 2 * self.run.tokens * width / n
         return max(0.0, costs.host_seconds(self.gpu, copied) - self.profile.hide * layer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import REMAT_POLICIES, Config, MeshConfig, UserError
+from ultrascale_jax.config import REMAT_POLICIES, Config, MeshConfig, UserError, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
 from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.plan.formulas import cheatsheet
@@ -16,7 +16,6 @@ from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report import files, schedules
 from ultrascale_jax.plan.search.ranking import Candidate, Search
-from ultrascale_jax.plan.search.search_space import with_changes
 from ultrascale_jax.plan.workload import GIB, Run
 from ultrascale_jax.training.model_shape import ModelShape
 

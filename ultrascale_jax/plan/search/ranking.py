@@ -8,6 +8,7 @@ fits without; `ep` for models with experts, within a node where something fits s
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -151,24 +152,33 @@ class Search:
         runs = [run for run in self._space.runs if run not in known]
         self.counts["candidates"] += len(runs)
         self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}
-        enough = None
-        for done, run in enumerate(runs):
+        done = 0
+        for _, variants in itertools.groupby(runs, _apart_from_remat):
+            alike = list(variants)
+            self._predict_variants(alike)
+            done += len(alike)
             advance(done, len(runs))
-            schedule = run.schedule, run.virtual_stages, run.context
-            alike = run.mesh, run.zero, run.microbatches, schedule
-            if alike == enough and run.remat in POLICIES:
+
+    def _predict_variants(self, runs: list[Run]) -> None:
+        """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most."""
+        least = breakdown(runs[-1]).peak_bytes
+        if least > NEAR * self.usable_bytes and all(run.remat in POLICIES for run in runs):
+            self.counts["does not fit"] += len(runs)
+            self._misses.append((least, runs[-1]))
+            return
+        enough = False
+        for run in runs:
+            if enough and run.remat in POLICIES:
                 self.counts[NEEDLESS] += 1
                 continue
-            peak = breakdown(run).peak_bytes
+            peak = least if run is runs[-1] else breakdown(run).peak_bytes
             if peak > self.usable_bytes:
                 self.counts["does not fit"] += 1
                 self._misses.append((peak, run))
                 continue
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
-            if peak <= MARGIN * self.usable_bytes and run.remat in POLICIES:
-                enough = alike
-        advance(len(runs), len(runs))
+            enough |= peak <= MARGIN * self.usable_bytes and run.remat in POLICIES
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
         formula = estimate(run, self.cluster, peak_bytes=peak)
@@ -311,6 +321,11 @@ class Search:
         }
         name, cost = max(costs.items(), key=lambda item: item[1])
         return f"{text}: {name} {sign * cost / sum(other.values()):+.1%}" if cost > 0 else text
+
+
+def _apart_from_remat(run: Run) -> tuple[Any, ...]:
+    pipeline = run.schedule, run.virtual_stages
+    return run.mesh, run.zero, run.microbatches, pipeline, run.context, run.moe
 
 
 def kind(run: Run) -> Kind:

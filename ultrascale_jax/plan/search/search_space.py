@@ -33,6 +33,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     UserError,
     require,
+    with_changes,
 )
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
@@ -147,21 +148,6 @@ def enumerate_runs(
                 else:
                     runs += _variants(run, cfg, choices)
     return Space(runs=runs, refusal="" if shape.gated else UNTRAINED, illegal=illegal)
-
-
-def with_changes(
-    cfg: Config,
-    *,
-    mesh: MeshConfig,
-    pp: PipelineConfig | None = None,
-    moe: MoEConfig | None = None,
-    cp: ContextConfig | None = None,
-    **train: Any,
-) -> Config:
-    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp."""
-    sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
-    train_cfg = dataclasses.replace(cfg.train, **train)
-    return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
