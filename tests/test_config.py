@@ -80,12 +80,14 @@ def leaves(kind, path=""):
         yield from (name,) if part is None else leaves(part, f"{name}.")
 
 
-def test_there_are_at_most_100_fields():
+def test_a_run_has_at_most_70_choices_and_a_model_50_sizes():
     found = list(leaves(Config))
     assert {name.partition(".")[0] for name in found} == {
         f.name for f in dataclasses.fields(Config)
     }
-    assert 80 < len(found) <= 100
+    shape = [name for name in found if name.startswith("model.")]
+    assert 30 < len(shape) <= 50
+    assert 60 < len(found) - len(shape) <= 70
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
