@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from ultrascale_jax.config import SCHEDULES
+
 FOLDER = Path(__file__).parent.parent / "examples"
 
 
@@ -51,11 +53,43 @@ def test_a_function_of_ones_own_is_planned_with_what_xla_makes_of_it():
     assert flops / 989e12 < timeline.step_s - timeline.idle_s
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "interleaved",
+        # The executor's own tests imply them (`tests/parallel/test_pipeline.py`).
+        *(
+            pytest.param(name, marks=pytest.mark.wide)
+            for name in SCHEDULES
+            if name != "interleaved"
+        ),
+    ],
+)
+def test_a_pipeline_of_own_layers_has_the_gradients_of_one_device(schedule):
+    got, expected = load("own_pipeline").main(schedule)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.wide  # `tests/cli/test_finetune.py` runs its parts by commands
+def test_a_tuned_model_is_read_back_with_the_logits_that_it_had(tmp_path):
+    before, after, read = load("finetune_and_export").main(out=tmp_path)
+    assert np.abs(after - before).max() > 0.1
+    np.testing.assert_allclose(read, after, rtol=0, atol=1e-5)
+
+
+@pytest.mark.wide  # `tests/plan` and `tests/hlo` compare formulas and programs
+def test_a_model_in_no_recipe_is_planned_by_formulas_that_xla_confirms():
+    compiled, by_formula = load("plan_own_model").main()
+    np.testing.assert_allclose(by_formula, compiled, rtol=0.1)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_each_example_runs_alone_outside_the_checkout(path, tmp_path):
     shutil.copy(path, tmp_path)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    env["TMPDIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, path.name], cwd=tmp_path, env=env, capture_output=True, text=True
     )

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ultrascale_jax.checkpoint.load_params import load_params as load_run
     from ultrascale_jax.config import (
         CheckpointConfig,
         Config,
@@ -106,6 +107,7 @@ __all__ = [
     "init_state",
     "layer_order",
     "load_hf",
+    "load_run",
     "make_mesh",
     "make_train_step",
     "memory_breakdown",
@@ -165,6 +167,7 @@ _HOME = {
     "init_state": "train_step.state",
     "layer_order": "parallel.pipeline.schedules",
     "load_hf": "huggingface.checkpoint:load",
+    "load_run": "checkpoint.load_params:load_params",
     "make_mesh": "sharding.mesh",
     "make_train_step": "train_step.step",
     "memory_breakdown": "plan.formulas.memory:breakdown",
