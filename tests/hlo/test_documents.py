@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hlo.conftest import MODEL
+from tests.hlo.conftest import FAST, MODEL
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -38,7 +38,7 @@ def program(compile_once, place: str, kernel: str = "auto"):
         kernels=KernelsConfig(attention=kernel),
         train=TrainConfig(global_batch=16, microbatches=2, remat="selective"),
     )
-    return compile_once(cfg, GPUS)
+    return compile_once(cfg, GPUS, tuple(FAST.items()))
 
 
 @pytest.mark.parametrize(
