@@ -178,6 +178,10 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: DataConfig(seq_len=1), "data.seq_len=1"),
         (lambda: DataConfig(eval_fraction=0.5), "data.eval_fraction=0.5"),
+        (
+            lambda: DataConfig(eval_source="synthetic", eval_fraction=0.1),
+            "data.eval_fraction=0.1",
+        ),
         (lambda: OptimConfig(lr=float("nan")), "optim.lr=nan"),
         (lambda: OptimConfig(min_lr_ratio=2.0), "optim.min_lr_ratio=2.0"),
         (lambda: OptimConfig(eps=0.0), "optim.eps=0.0"),

@@ -62,7 +62,8 @@ class Hook:
         """
 
     def on_evaluation(self, run: "Run", row: Row) -> None:
-        """The model was evaluated: `row` has `step`, `eval_loss` in nats and `eval_tokens`."""
+        """The model was evaluated: `row` has `step`, `eval_loss` in nats, `eval_tokens`, and `eval_loss_NAME` of each
+        named source of `data.eval_source`."""
 
     def before_save(self, run: "Run") -> None:
         """A checkpoint of step `run.step` is about to be written; everything up to it is on record. Raise to refuse."""

@@ -21,12 +21,13 @@ from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.shards import Corpus, Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.training.setup import trained_on
 
 ROWS = 8
 
 
 def make_loader(source="synthetic", *, seed=0, split="train", vocab_size=256, order=None, **data):
-    data = {"seq_len": 32, "eval_fraction": 0.1, **data}
+    data = {"seq_len": 32, "eval_fraction": 0.0 if "eval_source" in data else 0.1, **data}
     return Loader(
         DataConfig(source=source, **data),
         vocab_size=vocab_size,
@@ -487,3 +488,42 @@ def test_two_processes_hold_their_parts_of_the_one_global_batch():
     loader = Loader(data, vocab_size=99, global_batch=8, seed=4)
     assert outputs[0].count(f"hash {loader.batch_hash(5)}\n") == 3, outputs[0]
     assert outputs[1].count("hash none\n") == 3, outputs[1]
+
+
+def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(texts, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 200)
+    given = f"a=text:{tmp_path}/a.txt,b=text:{tmp_path}/*.txt"
+    loader, other = (make_loader(texts, seed=seed, eval_source=given) for seed in (0, 1))
+    assert loader.fingerprint == make_loader(texts, eval_fraction=0.0).fingerprint
+    found = loader.evaluation()
+    assert {name: one.num_sequences for name, one in found.items()} == {"a": 6, "b": 12}
+    assert set(np.unique(found["a"].batch(0)["tokens"])) <= {ord("a"), 0}
+    assert trained_on(loader, found) == []
+    for name, one in other.evaluation().items():
+        assert one.batch_hash(0) == found[name].batch_hash(0)
+    shared = make_loader(f"text:{tmp_path}/a.txt", eval_source=given)
+    assert [line.split(" are ")[0] for line in trained_on(shared, shared.evaluation())] == [
+        "1 of the 1 documents of data.eval_source a",
+        "1 of the 2 documents of data.eval_source b",
+    ]
+    [(name, split)] = make_loader(texts).evaluation().items()
+    assert (name, split.split) == ("", "eval")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("text:no/*", r"'text:no/\*': no file with text matches; give another pattern"),
+        ("x=tokens:no", r"'tokens:no': .*; make it: ultrascale prepare-data --input"),
+        ("text:a.txt", r"'text:a.txt': has less than data\.seq_len \+ 1 = 33 tokens"),
+    ],
+)
+def test_a_source_to_evaluate_on_that_cannot_be_is_refused_by_its_field(
+    texts, tmp_path, monkeypatch, source, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("short")
+    loader = make_loader(texts, eval_source=source)
+    with pytest.raises(UserError, match=rf"^data\.eval_source={said}"):
+        loader.evaluation()

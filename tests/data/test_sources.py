@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ultrascale_jax.config import DataConfig
+from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import sources
-from ultrascale_jax.data.sources import open_sources, parse_mixture, stdlib_paths
+from ultrascale_jax.data.sources import open_sources, parse_mixture, parse_named, stdlib_paths
 from ultrascale_jax.data.tokenizer import train_bpe
 
 
@@ -111,3 +111,27 @@ def test_sources_and_shards_start_without_jax():
     code = "import sys, ultrascale_jax.data.sources, scripts.prepare_data; assert 'jax' not in sys.modules"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("text:a=b,c/*.txt", {"": "text:a=b,c/*.txt"}),
+        ("a=text:x,y@2,tokens:z, b.c=synthetic", {"a": "text:x,y@2,tokens:z", "b.c": "synthetic"}),
+        ("only=python-stdlib", {"only": "python-stdlib"}),
+    ],
+)
+def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
+    assert parse_named(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("a=text:x,a=text:y", "there are two of 'a'; give each source a name"),
+        ("text:x,a=text:y", "name all sources, NAME=SOURCE, or none"),
+    ],
+)
+def test_sources_of_an_evaluation_are_all_named_once(source, said):
+    with pytest.raises(UserError, match=rf"^data\.eval_source='{source}': {said}"):
+        parse_named(source)

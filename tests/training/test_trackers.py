@@ -184,7 +184,9 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         patch.setenv("MLFLOW_TRACKING_URI", f"file://{folder}/mlruns")
-        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": "mlflow"})
+        (folder / "digits.txt").write_text("0123456789 " * 50)
+        data = {"eval_source": f"NAME=text:{folder}/*.txt, other=synthetic"}
+        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": "mlflow"}, data=data)
         train(in_folder(cfg, folder / "run"), mesh_of(cfg))
     return folder / "run"
 
@@ -196,14 +198,15 @@ def test_a_run_of_the_trainer_sends_the_rows_of_its_metrics(trained):
     (found,) = client.search_runs([experiment.experiment_id])
     losses = client.get_metric_history(found.info.run_id, "loss")
     assert [one.value for one in losses] == [one["loss"] for one in step_rows(trained)]
-    assert "eval_loss" in found.data.metrics and found.info.status == "FINISHED"
+    assert {"eval_loss", "eval_loss_NAME", "eval_loss_other"} <= set(found.data.metrics)
+    assert found.info.status == "FINISHED"
 
 
 @pytest.mark.slow
 def test_a_run_writes_the_fields_that_the_page_describes(trained):
     always = {name for name, row in STEP.items() if row[-1].strip() == "always"}
     assert [set(one) for one in step_rows(trained)] == [always, always]
-    assert [set(one) for one in eval_rows(trained)] == [set(EVALUATION)]
+    assert [set(one) for one in eval_rows(trained)] == [{*EVALUATION, "eval_loss_other"}]
     common = {"time", "monotonic", "boot", "kind", "host", "pid", "attempt", "rank"}
     events = read_events(trained)
     assert {"start", "section", "saved", "end"} <= {event["kind"] for event in events}

@@ -18,7 +18,7 @@ SAME = (
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 
-Only the places of the data and the tokenizer may change, as long as the tokens in them do not.
+Only the places of the data and the tokenizer may change, as long as the tokens in them do not, and `data.eval_source`.
 """
 
 FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
@@ -73,7 +73,7 @@ def check_same_run(
         change = f"{name}: saved {saved.get(name)!r}, now {now.get(name)!r}"
         if saved.get(name) == now.get(name) or name.startswith(free):
             continue
-        moved = same_data and name in ("data.source", "data.tokenizer")
+        moved = same_data and name in ("data.source", "data.tokenizer", "data.eval_source")
         must_not = name.startswith(SAME) and not moved and name not in allowed
         (refused if must_not else noted).append(change)
     if fresh and old not in (NO_DATA, NO_DATA + tokenizer):

@@ -162,12 +162,23 @@ class DataConfig:
     document_mask: bool = True
     """Attention ends and positions restart at a document border; false: one causal stream."""
     eval_fraction: float = 0.01
-    """Share of the documents that is held out for evaluation."""
+    """Share of the documents that is held out for evaluation; none with `data.eval_source`."""
+    eval_source: str = ""
+    """Text to evaluate on in place of held-out documents, written as `data.source`; several, with a loss each, by name:
+    `web=text:a/*.txt,code=tokens:b`."""
 
     def __post_init__(self):
         require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
-        fix = "must be at least 0 and less than 0.5"
-        require(0 <= self.eval_fraction < 0.5, "data.eval_fraction", self.eval_fraction, fix)
+        name, value = "data.eval_fraction", self.eval_fraction
+        require(0 <= value < 0.5, name, value, "must be at least 0 and less than 0.5")
+        fix = "data.eval_source takes the place of held-out documents; leave one of them out"
+        default = DataConfig.eval_fraction
+        require(not self.eval_source or value in (0, default), name, value, fix)
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Return the share of the documents that training leaves out."""
+        return 0.0 if self.eval_source else self.eval_fraction
 
 
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")

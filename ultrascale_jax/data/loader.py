@@ -7,6 +7,7 @@ row r of step s is simply sample s*B+r: no state to save, and each process reads
 its own devices. `samples.py` cuts the rows; `balance.py` deals them to the devices.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
@@ -30,7 +31,7 @@ from ultrascale_jax.data.samples import (
     random_bits,
 )
 from ultrascale_jax.data.shards import Corpus
-from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
+from ultrascale_jax.data.sources import Sources, Synthetic, open_sources, parse_named
 from ultrascale_jax.sharding.rules import act
 
 
@@ -83,7 +84,7 @@ class Loader:
             fix = f"must hold every index below data.seq_len={data.seq_len} once"
             once = np.array_equal(np.sort(order), np.arange(data.seq_len))
             require(once, "order", order, fix)
-        self._order, self._microbatches = order, microbatches
+        self._order, self._microbatches, self._together = order, microbatches, together
         self.sources = sources or open_sources(data, vocab_size, together=together)
         self.tokenizer = self.sources.tokenizer
         samples = self._split_samples()
@@ -107,6 +108,33 @@ class Loader:
             order=self._order,
         )
 
+    def evaluation(self) -> "dict[str, Loader]":
+        """Return the loader of each source of `data.eval_source` by name, or without one that of the held-out split.
+
+        A source without a name, and the held-out split, have the empty name. No seed changes their batches.
+
+        Raises:
+            UserError: as the constructor does, for a field `data.eval_source`.
+        """
+        if not self.data.eval_source:
+            return {"": self.held_out()}
+        named = parse_named(self.data.eval_source)
+        try:
+            return {name: self._of_all_documents(mixture) for name, mixture in named.items()}
+        except UserError as error:
+            raise UserError(str(error).replace("data.source", "data.eval_source")) from None
+
+    def _of_all_documents(self, source: str) -> "Loader":
+        data = dataclasses.replace(self.data, source=source, eval_source="", eval_fraction=0.0)
+        return Loader(
+            data,
+            vocab_size=self.vocab_size,
+            global_batch=self.global_batch,
+            seed=0,
+            order=self._order,
+            together=self._together,
+        )
+
     @property
     def fingerprint(self) -> str:
         """Return a digest of documents, tokenizer and packing; paths, seed and batch size do not change it."""
@@ -114,7 +142,7 @@ class Loader:
             "sources": [corpus.fingerprint for corpus in self.sources.corpora],
             "weights": self.sources.weights,
             "tokenizer": self.tokenizer.fingerprint,
-            "packing": [self.data.seq_len, self.data.document_mask, self.data.eval_fraction],
+            "packing": [self.data.seq_len, self.data.document_mask, self.data.held_out_fraction],
         }
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -205,12 +233,14 @@ class Loader:
     def _split_samples(self) -> list[tuple[str, float, PackedSamples | SyntheticSamples]]:
         """Return name, weight and samples of every source that has a whole row in this split."""
         corpora = [corpus for corpus in self.sources.corpora if isinstance(corpus, Corpus)]
-        held_out = held_out_hashes([corpus.hashes for corpus in corpora], self.data.eval_fraction)
+        held_out = held_out_hashes(
+            [corpus.hashes for corpus in corpora], self.data.held_out_fraction
+        )
         samples = []
         for i, corpus in enumerate(self.sources.corpora):
             name, key = self.sources.names[i], (*self._key(), i)
             if isinstance(corpus, Synthetic):
-                if self.split == "eval" and not self.data.eval_fraction:
+                if self.split == "eval" and not self.data.held_out_fraction:
                     continue
                 part = SyntheticSamples(corpus, self.data, key)
             else:
@@ -220,9 +250,7 @@ class Loader:
             if len(part):
                 samples.append((name, self.sources.weights[i], part))
             elif self.split == "train":
-                fault = (
-                    f"has less than data.seq_len + 1 = {self.data.seq_len + 1} tokens to train on"
-                )
+                fault = f"has less than data.seq_len + 1 = {self.data.seq_len + 1} tokens"
                 raise UserError(f"data.source={name!r}: {fault}; give more text or shorter rows")
         return samples
 

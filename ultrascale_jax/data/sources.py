@@ -6,6 +6,7 @@
     synthetic        random token ids and document borders, without end
 
 Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter.
+`data.eval_source` may name such mixtures: `web=text:a/*.txt,code=tokens:b`.
 """
 
 import glob
@@ -24,6 +25,9 @@ from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 
 KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
+
+KIND = "(?:python-stdlib|synthetic|text:|tokens:)"
+"""Regular expression of the beginning of a source."""
 
 STDLIB_SKIPPED = {
     *("test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"),
@@ -52,6 +56,12 @@ class Sources:
     corpora: tuple[Corpus | Synthetic, ...]
     tokenizer: Tokenizer
 
+    @property
+    def hashes(self) -> np.ndarray:
+        """Return uint64 [documents] that tell the texts of all sources apart."""
+        found = [corpus.hashes for corpus in self.corpora if isinstance(corpus, Corpus)]
+        return np.concatenate([np.zeros(0, np.uint64), *found])
+
 
 def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -> Sources:
     """Open and check every source, so that nothing is wrong with the tokens once training starts.
@@ -74,7 +84,7 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
 def parse_mixture(source: str) -> list[tuple[str, float]]:
     """Parse `a@0.7,b@0.3` into names and weights; a comma parts sources only before the name of a kind."""
     mixture = []
-    for part in re.split(r",\s*(?=python-stdlib|synthetic|text:|tokens:)", source):
+    for part in re.split(rf",\s*(?={KIND})", source):
         match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
         try:
             name, weight = (match[1], float(match[2])) if match else (part.strip(), 1.0)
@@ -89,6 +99,23 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
         require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
         mixture.append((name, weight))
     return mixture
+
+
+def parse_named(source: str) -> dict[str, str]:
+    """Parse `web=text:a,code=tokens:b` into mixtures by name; a text without names is one mixture, whose name is empty.
+
+    Raises `UserError` for a name that is missing or given twice.
+    """
+    named: dict[str, str] = {}
+    for part in re.split(rf",\s*(?=[\w.-]+={KIND})", source.strip()):
+        match = re.fullmatch(rf"([\w.-]+)=({KIND}.*)", part)
+        name, mixture = (match[1], match[2]) if match else ("", part)
+        fix = f"there are two of {name!r}; give each source a name of its own"
+        require(name not in named, "data.eval_source", source, fix)
+        named[name] = mixture
+    fix = "name all sources, NAME=SOURCE, or none"
+    require("" not in named or len(named) == 1, "data.eval_source", source, fix)
+    return named
 
 
 def _open(

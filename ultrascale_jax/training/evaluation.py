@@ -1,20 +1,24 @@
-"""Evaluate the held-out split, every `train.eval_every` steps and at the end."""
+"""Evaluate on `data.eval_source` or the held-out split, every `train.eval_every` steps and at the end."""
 
 import contextlib
+from collections.abc import Mapping
 
 import jax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.hooks import Hook, Run
+from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.train_step.step import make_eval_step
 
 
 class Evaluation(Hook):
-    """Takes the mean loss over the same first batches of the held-out split every time."""
+    """Takes the mean loss over the same first batches of each loader every time.
 
-    def __init__(self, cfg: Config, loader: Loader):
-        self._held_out, self._eval_step = loader.held_out(), make_eval_step(cfg)
+    `loaders` are those of `Loader.evaluation`. A loader with a name has a loss of its own beside that of all tokens.
+    """
+
+    def __init__(self, cfg: Config, loaders: Mapping[str, Loader]):
+        self._loaders, self._eval_step = loaders, make_eval_step(cfg)
 
     def on_start(self, run: Run) -> None:
         run.summary |= {"eval_loss": None, "eval_tokens": None}
@@ -29,27 +33,33 @@ class Evaluation(Hook):
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:
-        if self._held_out.num_sequences == 0:
+        if not any(loader.num_sequences for loader in self._loaders.values()):
             run.note(
                 "no evaluation: the held-out documents do not fill one row of data.seq_len tokens"
             )
             return
         with run.pause("evaluate"):
-            loss, tokens = self._mean_loss(run)
-            run.summary |= {"eval_loss": loss, "eval_tokens": tokens}
+            found = self._losses(run)
+            run.summary |= found
             for hook in run.hooks:
-                hook.on_evaluation(
-                    run, {"step": run.step, "eval_loss": loss, "eval_tokens": tokens}
-                )
+                hook.on_evaluation(run, {"step": run.step, **found})
 
-    def _mean_loss(self, run: Run) -> tuple[float, int]:
-        """Return the mean loss in nats and the number of tokens that it counts."""
+    def _losses(self, run: Run) -> Row:
+        """Return the mean loss in nats and the number of tokens that it counts, and the mean loss by name."""
+        sums = {name: self._sums(run, loader) for name, loader in self._loaders.items()}
+        nats, tokens = (sum(parts) for parts in zip(*sums.values(), strict=True))
+        found = {"eval_loss": nats / max(tokens, 1), "eval_tokens": tokens}
+        named = {f"eval_loss_{name}": n / max(t, 1) for name, (n, t) in sums.items() if name}
+        return found | named
+
+    def _sums(self, run: Run, loader: Loader) -> tuple[float, int]:
+        """Return the sum of nats and the number of tokens that it counts."""
         # Rows beyond one epoch would count documents twice; a split smaller than one batch fills it by repeating.
-        epoch = max(self._held_out.num_sequences // run.cfg.train.global_batch, 1)
+        epoch = max(loader.num_sequences // run.cfg.train.global_batch, 1)
         nats, tokens = 0.0, 0
-        with contextlib.closing(self._held_out.device_batches(run.mesh, 0)) as batches:
+        with contextlib.closing(loader.device_batches(run.mesh, 0)) as batches:
             for _ in range(min(run.cfg.train.eval_batches, epoch)):
                 _, batch, _ = next(batches)
                 batch_nats, batch_tokens = jax.device_get(self._eval_step(run.state.model, batch))
                 nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
-        return nats / max(tokens, 1), tokens
+        return nats, tokens

@@ -39,9 +39,10 @@ def train(
 
     Returns:
         What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
-        `eval_loss`, `eval_tokens`, `skipped` (steps of this process that changed nothing), and of its steps after the
-        first `step_s` and `tokens_per_s` (means), `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from
-        the call to the end of the first step) and `hbm_gb`. What did not happen or is not known is none.
+        `eval_loss`, `eval_tokens`, `eval_loss_NAME` of each named source of `data.eval_source`, `skipped` (steps of
+        this process that changed nothing), and of its steps after the first `step_s` and `tokens_per_s` (means),
+        `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from the call to the end of the first step) and
+        `hbm_gb`. What did not happen or is not known is none.
 
     Raises:
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.

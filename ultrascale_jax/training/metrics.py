@@ -174,12 +174,18 @@ class RunLog(Hook):
         self._release()
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
-        """Record `eval_loss`, in nats over `eval_tokens` held-out tokens, after `step` optimizer steps."""
+        """Record `eval_loss`, in nats over `eval_tokens` held-out tokens, after `step` optimizer steps.
+
+        A source with a name has its own loss as `eval_loss_NAME`.
+        """
         if not self._active:
             return
         self._record(row)
         held_out = f"eval loss {row['eval_loss']:.4f} over {row['eval_tokens']:,} held-out tokens"
-        self.note(f"step {row['step']}/{self._num_steps}  {held_out}")
+        start = "eval_loss_"
+        named = {name: loss for name, loss in row.items() if name.startswith(start)}
+        each = ", ".join(f"{name.removeprefix(start)} {loss:.4f}" for name, loss in named.items())
+        self.note(f"step {row['step']}/{self._num_steps}  {held_out}{each and f': {each}'}")
 
     def note(self, text: str) -> None:
         """Print one line, after that of the newest step."""

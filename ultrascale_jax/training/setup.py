@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from ultrascale_jax.checkpoint.init_from import initial_params
@@ -81,10 +82,11 @@ def _enter(
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
+    evaluation = loader.evaluation()
+    notes += trained_on(loader, evaluation)
     if mesh.devices.flat[0].platform == "gpu" and cfg.data.document_mask:
-        cfg, fallback = fit_documents(
-            cfg, max(x.max_documents for x in (loader, loader.held_out()))
-        )
+        most = max(x.max_documents for x in (loader, *evaluation.values()))
+        cfg, fallback = fit_documents(cfg, most)
         notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
@@ -115,7 +117,9 @@ def _enter(
         watch=watch,
         note=log.note,
         stop=stop,
-        hooks=_all_hooks(cfg, mesh, loader, checkpoints, log, trackers, profiler, faults, hooks),
+        hooks=_all_hooks(
+            cfg, mesh, loader, evaluation, checkpoints, log, trackers, profiler, faults, hooks
+        ),
         started=started,
     )
 
@@ -124,6 +128,7 @@ def _all_hooks(
     cfg: Config,
     mesh: Mesh,
     loader: Loader,
+    evaluation: Mapping[str, Loader],
     checkpoints: Checkpoints,
     log: RunLog,
     trackers: Trackers,
@@ -141,7 +146,7 @@ def _all_hooks(
         Throughput(cfg, mesh),
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),
-        Evaluation(cfg, loader),
+        Evaluation(cfg, evaluation),
         *own,
         PeriodicSave(checkpoints, loader.fingerprint),
         # These see rows that are complete; the last one may end the run.
@@ -162,6 +167,19 @@ def make_loader(cfg: Config) -> Loader:
         together=True,
         order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
     )
+
+
+def trained_on(loader: Loader, evaluation: Mapping[str, Loader]) -> list[str]:
+    """Return a line for each source of `data.eval_source` that has documents of the training data, on process 0."""
+    if not loader.data.eval_source or jax.process_index():
+        return []
+    lines, known = [], np.unique(loader.sources.hashes)
+    for name, own in evaluation.items():
+        hashes = own.sources.hashes
+        if shared := int(np.isin(hashes, known).sum()):
+            of = f"data.eval_source{name and f' {name}'}"
+            lines.append(f"{shared} of the {hashes.size} documents of {of} are in data.source too")
+    return lines
 
 
 def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
