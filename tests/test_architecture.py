@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"config", "kernels", "hlo"},
     {"launch", "figures"},
+    {"storage"},
     {"sharding"},
     {"parallel"},
     {"models"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     layer: set().union(*LAYERS[:rank]) | ({"data"} if layer in ABOVE_DATA else set())
     for rank, layers in enumerate(LAYERS)
     for layer in layers
-} | {"data": {"config", "launch", "sharding"}, "configs": {"config"}}
+} | {"data": {"config", "launch", "sharding", "storage"}, "configs": {"config"}}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["cli"] |= {"configs", "package"}
 MAY_IMPORT["scripts"] |= {"configs", "package"}

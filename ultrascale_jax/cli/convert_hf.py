@@ -153,14 +153,14 @@ def tokenizer_files(
 
     Both are those of the checkpoint that was imported, unless the run trained with another tokenizer.
     """
-    from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer
+    from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer, on_disk
 
     files = {name: read_regular(run_dir / name) for name in travelling(run_dir)}
     ids: dict[str, object] | None = None
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
         ids = {key: original[key] for key in NO_TOKEN_IDS if key in original}
-    name, content = cfg.data.tokenizer, None
+    name, content = on_disk(cfg.data.tokenizer), None
     if name != "bytes":
         kept = run_dir / TOKENIZER  # where a run directory that was moved has it
         path = Path(name) if Path(name).is_file() or TOKENIZER not in files else kept

@@ -143,10 +143,12 @@ def chat(
 
 def chat_tokenizer(cfg: Config, options: Options) -> Path:
     """Return the `tokenizer.json` of a chat: the one named, or the model's own, also where its folder was moved."""
+    from ultrascale_jax.data.tokenizer import on_disk
+
     name = options.tokenizer or cfg.data.tokenizer
     fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
     require(name != "bytes", "tokenizer", name, fix)
-    path, kept = Path(name), Path(options.model) / TOKENIZER
+    path, kept = Path(on_disk(name)), Path(options.model) / TOKENIZER
     return kept if kept.is_file() and not path.is_file() else path
 
 

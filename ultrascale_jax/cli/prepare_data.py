@@ -4,6 +4,7 @@
     ultrascale prepare-data --input 'c4/*.json.gz' --out tokens/c4 --tokenizer tokenizer.json
     ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
     ultrascale prepare-data --input 'chat/*.jsonl' --out tokens/chat --tokenizer HF_DIR --chat
+    ultrascale prepare-data --input 's3://bucket/c4/*.jsonl.zst' --out s3://bucket/tokens/c4
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
 so the shards depend on the input and the settings alone. The index is written after every shard;
@@ -15,6 +16,7 @@ Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` a
 loss counts only the assistant's answers, each with the token that ends its turn.
 """
 
+import contextlib
 import functools
 import glob
 import multiprocessing
@@ -33,11 +35,15 @@ from ultrascale_jax.config import UserError, require
 from ultrascale_jax.data import chat, shards, tokenizer
 from ultrascale_jax.data.documents import (
     JSON_LINES,
+    Input,
     kind_of,
     read_file,
     read_rows,
     whole_characters,
 )
+from ultrascale_jax.data.remote_shards import upload_shards
+from ultrascale_jax.storage.cache import cache_folder, name_of
+from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
@@ -53,12 +59,13 @@ class Args:
     """Turn documents into token shards for `data.source=tokens:DIR`."""
 
     input: str
-    """Pattern of the files: .jsonl, .ndjson and .json have a document in a line, .parquet and .array_record in a row or
-    record, others are one of text; .gz and .zst behind any of the first three or text are decompressed."""
-    out: Path
-    """Folder for the shards."""
+    """Pattern of the files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet and
+    .array_record in a row or record, others are one of text; .gz and .zst behind any of the first three or text are
+    decompressed."""
+    out: str | Path
+    """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json or its folder."""
+    """`bytes`, or the path of a Hugging Face tokenizer.json (or its URL), or its folder."""
     train_bpe: int = 0
     """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
     text_field: str = "text"
@@ -69,6 +76,12 @@ class Args:
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
     """Most tokens of a shard, unless one document is longer."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder for the shards on a disk."""
+        url = str(self.out)
+        return cache_folder("prepared", name_of(url)) if is_url(url) else Path(self.out)
 
     @property
     def settings(self) -> dict:
@@ -82,29 +95,37 @@ def prepare(args: Args) -> shards.Index:
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
-    found = map(Path, glob.glob(args.input, recursive=True))
-    own = args.out.resolve()  # a pattern like ** may match what an earlier run wrote
-    paths = [path for path in found if path.is_file() and own not in path.resolve().parents]
+    paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
+    args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
     if Path(args.tokenizer).is_dir():
         args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     with Progress() as progress:
-        if not args.chat and (found := find_conversations(sorted(paths), args.text_field)):
+        if not args.chat and (found := find_conversations(paths, args.text_field)):
             progress.console.print(f"{found} has conversations (messages): --chat", soft_wrap=True)
             args = replace(args, chat=True)
         template = load_template(args) if args.chat else None
-        index = open_index(args, sorted(paths), progress)
-        documents = read_documents(sorted(paths), args.text_field, progress, "tokenize", template)
+        index = open_index(args, paths, progress)
+        documents = read_documents(paths, args.text_field, progress, "tokenize", template)
         for shard in index.shards:
             skip_documents(args, shard, documents)
         if index.complete:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
-            require(next(documents, None) is None, "out", str(args.out), fix)
+            require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
         return write_shards(args, index, documents)
 
 
-def find_conversations(paths: list[Path], field: str) -> Path | None:
+def inputs(args: Args) -> Sequence[Input]:
+    """The files that the pattern matches, in order, without those that an earlier run wrote."""
+    if is_url(args.input):
+        return matching(args.input)
+    found = map(Path, glob.glob(args.input, recursive=True))
+    own = args.folder.resolve()
+    return sorted(path for path in found if path.is_file() and own not in path.resolve().parents)
+
+
+def find_conversations(paths: Sequence[Input], field: str) -> Input | None:
     """The first file of JSON lines, if its first row has `messages` and no text."""
     path = next((path for path in paths if kind_of(path) in JSON_LINES), None)
     _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
@@ -122,22 +143,22 @@ def load_template(args: Args) -> chat.ChatTemplate:
     return chat.ChatTemplate(Path(args.tokenizer), own)
 
 
-def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Index:
+def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards.Index:
     """The index of the run before up to its first shard that is not whole, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
     found = None
-    if (args.out / "index.json").exists():
+    if (args.folder / "index.json").exists():
         try:
-            found = shards.load_index(args.out)
+            found = shards.load_index(args.folder)
         except ValueError as error:
             again = "remove it or choose another --out"
-            raise UserError(f"out={str(args.out)!r}: {error}; {again}") from error
+            raise UserError(f"out={str(args.folder)!r}: {error}; {again}") from error
     if found is not None and not found.shards:
         found = None  # Nothing depends on its settings.
-    require(found is None or found.settings == args.settings, "out", str(args.out), fix)
+    require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
-        tokenizer.train_bpe(texts, args.train_bpe, args.out / "tokenizer.json")
+        tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
     chosen = load_tokenizer(tokenizer_name(args))
     index = shards.Index(
         dtype=str(tokenizer.token_dtype(chosen.vocab_size)),
@@ -147,9 +168,9 @@ def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Inde
     )
     if found is None:
         return index
-    require(replace(found, shards=(), complete=False) == index, "out", str(args.out), fix)
+    require(replace(found, shards=(), complete=False) == index, "out", str(args.folder), fix)
     for number, shard in enumerate(found.shards):
-        fault = shard.fault(args.out, found.token_dtype, found.vocab_size)
+        fault = shard.fault(args.folder, found.token_dtype, found.vocab_size)
         if fault:
             progress.console.print(f"{fault}; writing this shard and all after it again")
             return replace(found, shards=found.shards[:number], complete=False)
@@ -158,16 +179,16 @@ def open_index(args: Args, paths: list[Path], progress: Progress) -> shards.Inde
 
 def tokenizer_name(args: Args) -> str:
     """The tokenizer to load: the trained one, or else the given one."""
-    return str(args.out / "tokenizer.json") if args.train_bpe else args.tokenizer
+    return str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
 
 
 def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) -> None:
     """Pass over the documents of a finished shard, and check that it was made of them."""
-    for expected in shards.shard_documents(args.out, shard)["hash"]:
+    for expected in shards.shard_documents(args.folder, shard)["hash"]:
         text = next(documents, None)
         same = text is not None and shards.text_hash(text.encode()) == expected
         fix = f"{shard.name} was made of other documents; remove it or choose another --out"
-        require(same, "out", str(args.out), fix)
+        require(same, "out", str(args.folder), fix)
 
 
 def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> shards.Index:
@@ -176,19 +197,19 @@ def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> s
     size = 0
 
     def finish_shard() -> shards.Index:
-        args.out.mkdir(parents=True, exist_ok=True)
+        args.folder.mkdir(parents=True, exist_ok=True)
         if args.tokenizer != "bytes":
             path = Path(args.tokenizer)
-            shards.write_atomic(args.out / "tokenizer.json", path.read_bytes())
+            shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
             for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE) if args.chat else ()):
                 if other.exists():
-                    shards.write_atomic(args.out / other.name, other.read_bytes())
+                    shards.write_atomic(args.folder / other.name, other.read_bytes())
         lengths = np.array([piece.size for piece in pieces])
         name = f"shard_{len(index.shards):05d}"
         all_hashes = np.array(hashes, np.uint64)
-        shard = shards.write_shard(args.out, name, pieces, lengths, all_hashes, answers)
+        shard = shards.write_shard(args.folder, name, pieces, lengths, all_hashes, answers)
         longer = replace(index, shards=(*index.shards, shard))
-        longer.save(args.out)
+        longer.save(args.folder)
         return longer
 
     for tokens, lengths, group_hashes, counted in tokenize(args, documents):
@@ -206,7 +227,7 @@ def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> s
         index = finish_shard()
     require(bool(index.shards), "input", args.input, "holds no text")
     index = replace(index, complete=True)
-    index.save(args.out)
+    index.save(args.folder)
     return index
 
 
@@ -255,7 +276,7 @@ def groups(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def read_documents(
-    paths: list[Path],
+    paths: Sequence[Input],
     field: str,
     progress: Progress,
     description: str,
@@ -270,7 +291,7 @@ def read_documents(
     before = 0
     for size, path in zip(sizes, paths, strict=True):
         pairs = read_conversations(path, template) if template else read_file(path, field)
-        for count, (text, done) in enumerate(pairs):
+        for count, (text, done) in enumerate(_asked(path, pairs)):
             if text:
                 yield text
             if count % 256 == 0:
@@ -279,7 +300,13 @@ def read_documents(
         progress.update(task, completed=before)
 
 
-def read_conversations(path: Path, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
+def _asked[Item](path: Input, items: Iterator[Item]) -> Iterator[Item]:
+    """Yield `items`; an error of object storage becomes a `RemoteError`."""
+    with asking(str(path)) if isinstance(path, RemoteFile) else contextlib.nullcontext():
+        yield from items
+
+
+def read_conversations(path: Input, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
     """Every line's conversation as the template renders it, and the bytes read so far."""
     fix = "is no file of JSON lines, as conversations are; leave it out of the pattern"
     require(kind_of(path) in JSON_LINES, "input", str(path), fix)
@@ -295,9 +322,11 @@ def main(argv: Sequence[str]) -> None:
         prog = "ultrascale prepare-data"
         args = command_line.read(Args, argv, prog=prog, description=__doc__ or "")
         index = prepare(args)
+        if is_url(str(args.out)):
+            upload_shards(args.folder, str(args.out))
     tokens = sum(shard.tokens for shard in index.shards)
     documents = sum(shard.documents for shard in index.shards)
-    name = "bytes" if index.tokenizer == "bytes" else args.out / "tokenizer.json"
+    name = "bytes" if index.tokenizer == "bytes" else f"{args.out}/tokenizer.json"
     print(f"{args.out}: {tokens:,} tokens of {documents:,} documents in {len(index.shards)} shards")
     print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
     print(f"--model.vocab-size {index.vocab_size}")

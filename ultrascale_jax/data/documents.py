@@ -1,4 +1,4 @@
-"""Read documents from files: text, JSON lines (also compressed), Parquet and ArrayRecord.
+"""Read documents from files, also of object storage: text, JSON lines (also compressed), Parquet and ArrayRecord.
 
 Every reader yields a document and about how many bytes of the file were read so far, and holds a part of the file at
 a time. A fault raises `UserError` that names the file and the place.
@@ -15,6 +15,10 @@ from typing import IO, Any
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json
+from ultrascale_jax.storage.remote import RemoteFile
+
+Input = Path | RemoteFile
+"""A file of documents: on a disk or in object storage."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
@@ -32,25 +36,25 @@ message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_RE
 """The parts of tensorflow/core/example/{example,feature}.proto that can hold text."""
 
 
-def read_file(path: Path, field: str) -> Iterator[tuple[str, int]]:
+def read_file(path: Input, field: str) -> Iterator[tuple[str, int]]:
     """The documents of a file in the form that its suffix tells; `field` holds their text."""
     readers = dict.fromkeys(JSON_LINES, read_json_lines)
     readers |= {".parquet": read_parquet, ".array_record": read_array_record}
     return readers.get(kind_of(path), read_text)(path, field)
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: Input) -> str:
     """The suffix that tells the form of a file, below that of compression."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 @contextlib.contextmanager
-def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def open_input(path: Input) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """Open a file, decompressed, and a function that tells how many of its own bytes were read so far.
 
     Raises `UserError` inside the block for a compressed file that is damaged or cut short.
     """
-    with open(path, "rb") as raw, contextlib.ExitStack() as opened:
+    with path.open("rb") as raw, contextlib.ExitStack() as opened:
         file: Any = raw
         damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
         if path.suffix == ".gz":
@@ -68,7 +72,7 @@ def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
             raise UserError(f"input={str(path)!r}: {words}") from error
 
 
-def import_arrow(path: Path, what: str) -> Any:
+def import_arrow(path: Input, what: str) -> Any:
     """Import pyarrow with its Parquet reader; `UserError` with the extra to install."""
     try:
         import pyarrow.parquet
@@ -78,7 +82,7 @@ def import_arrow(path: Path, what: str) -> Any:
     return pyarrow
 
 
-def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
+def read_text(path: Input, field: str) -> Iterator[tuple[str, int]]:
     """The whole file as one document, and the bytes read so far."""
     del field
     try:
@@ -89,7 +93,7 @@ def read_text(path: Path, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"input={str(path)!r}: {fix}") from error
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
+def read_rows(path: Input) -> Iterator[tuple[int, Any, int]]:
     """The number of every line that is not blank, its JSON, and the bytes read so far."""
     with open_input(path) as (file, done):
         for number, line in enumerate(file, start=1):
@@ -97,7 +101,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
                 yield number, parse_json(line, f"input={str(path)!r}: line {number}"), done()
 
 
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
+def read_json_lines(path: Input, field: str) -> Iterator[tuple[str, int]]:
     """The text of every line's object, and the bytes read so far."""
     for number, document, done in read_rows(path):
         yield text_of(document, field, f"input={str(path)!r}: line {number}"), done
@@ -119,12 +123,12 @@ def whole_characters(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
+def read_parquet(path: Input, field: str) -> Iterator[tuple[str, int]]:
     """The text of every row, and about how many bytes were read so far."""
     pyarrow = import_arrow(path, "Parquet")
     size, rows = path.stat().st_size, 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
             names, total = file.schema_arrow.names, file.metadata.num_rows
             fix = f"has no column {field!r} but {names}; give another --text-field"
             require(field in names, "input", str(path), fix)
@@ -139,10 +143,12 @@ def read_parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
 
 
-def read_array_record(path: Path, field: str) -> Iterator[tuple[str, int]]:
+def read_array_record(path: Input, field: str) -> Iterator[tuple[str, int]]:
     """The text of every record: a JSON object, or a tf.train.Example as TensorFlow Datasets write them."""
     from array_record.python import array_record_module
 
+    fix = "ArrayRecord is read from a disk; download the file first"
+    require(not isinstance(path, RemoteFile), "input", str(path), fix)
     size, where = path.stat().st_size, f"input={str(path)!r}: record"
     try:
         reader = array_record_module.ArrayRecordReader(str(path))

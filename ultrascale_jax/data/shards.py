@@ -136,14 +136,19 @@ class Shard:
     # Not in `repr`, of which the fingerprint of shards without answers was always made.
     answers_sha256: str | None = dataclasses.field(default=None, repr=False)
 
-    def fault(self, folder: Path, dtype: np.dtype, vocab_size: int) -> str | None:
-        """Check the files of this shard. Returns an error that names the file, or None if they are sound."""
+    def sizes(self, dtype: np.dtype) -> dict[str, int]:
+        """Return the bytes of each file of this shard, by kind."""
         sizes = {
             "tokens": self.tokens * dtype.itemsize,
             "documents": self.documents * DOCUMENT.itemsize,
         }
         if self.answers_sha256 is not None:
             sizes["answers"] = -(-self.tokens // 8)
+        return sizes
+
+    def fault(self, folder: Path, dtype: np.dtype, vocab_size: int) -> str | None:
+        """Check the files of this shard. Returns an error that names the file, or None if they are sound."""
+        sizes = self.sizes(dtype)
         for kind, size in sizes.items():
             path = folder / f"{self.name}.{kind}"
             if not path.is_file():

@@ -2,7 +2,7 @@
 
     python-stdlib    the .py files of the running Python's own standard library: no download, about 10 MB
     text:GLOB        each matching file is one document of UTF-8 text, held in memory
-    tokens:DIR       token shards that `ultrascale prepare-data` wrote, memory-mapped
+    tokens:DIR       token shards that `ultrascale prepare-data` wrote, memory-mapped; also `tokens:s3://BUCKET/DIR`
     synthetic        random token ids and document borders, without end
 
 Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter.
@@ -23,6 +23,8 @@ import numpy as np
 from ultrascale_jax.config import DataConfig, UserError, require
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from ultrascale_jax.storage.cache import cache_folder
+from ultrascale_jax.storage.remote import RemoteError, is_url
 
 KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
 
@@ -126,10 +128,15 @@ def _open(
         return Synthetic(vocab_size)
     if kind == "tokens":
         try:
-            return open_shards(Path(argument), vocab_size, tokenizer.fingerprint, together=together)
+            folder = local_shards(argument, together)
+            return open_shards(folder, vocab_size, tokenizer.fingerprint, together=together)
+        except RemoteError as error:
+            raise type(error)(f"data.source={name!r}: {error}") from error
         except (ValueError, OSError) as error:
             fix = "name a folder that ultrascale prepare-data wrote, or write it anew"
-            if not Path(argument).is_dir():
+            if is_url(argument):
+                fix = f"--out of prepare-data writes there; copies are in {cache_folder('tokens')}"
+            elif not Path(argument).is_dir():
                 fix = f"make it: ultrascale prepare-data --input 'FILES' --out {argument} --tokenizer {data.tokenizer}"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
     paths = (
@@ -143,6 +150,18 @@ def _open(
     fix = "no file with text matches; give another pattern"
     require(bool(files), "data.source", name, fix)
     return _encode(name, files, tokenizer, vocab_size)
+
+
+def local_shards(place: str, together: bool) -> Path:
+    """Return the folder of the shards at `place`: itself, or for a URL the copy on this host, fetched if need be."""
+    if not is_url(place):
+        return Path(place)
+    # Here, as `prepare_data` needs no JAX.
+    import jax
+
+    from ultrascale_jax.data.remote_shards import fetch_shards
+
+    return fetch_shards(place, quiet=together and jax.process_index() > 0)
 
 
 def stdlib_paths() -> list[Path]:

@@ -15,6 +15,8 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign
+from ultrascale_jax.data.remote_shards import fetch_tokenizer
+from ultrascale_jax.storage.remote import is_url
 
 SEPARATORS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
@@ -164,8 +166,13 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, or the path of a `tokenizer.json`."""
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(name)
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, or the path or URL of a `tokenizer.json`."""
+    return ByteTokenizer() if name == "bytes" else JsonTokenizer(on_disk(name))
+
+
+def on_disk(name: str) -> str:
+    """Return `name`, or of a URL the path of the copy that is fetched to this host."""
+    return str(fetch_tokenizer(name)) if is_url(name) else name
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

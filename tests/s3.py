@@ -1,0 +1,42 @@
+"""A real S3 server on loopback (moto's), and what tests ask of it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import fsspec
+from moto.server import ThreadedMotoServer
+
+BUCKET = "bucket"
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[dict[str, str]]:
+    """Run a server with an empty `BUCKET`; yield the environment of its clients, which this process has inside too."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        client().mkdir(BUCKET)
+        yield environment
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        server.stop()
+
+
+def client():
+    """The file system of the server in this process's environment."""
+    return fsspec.filesystem("s3", use_listings_cache=False)

@@ -1,0 +1,83 @@
+"""Keep copies of objects on this host, in `$XDG_CACHE_HOME/ultrascale_jax` or `~/.cache/ultrascale_jax`.
+
+A file is there whole or not at all, and was verified before it got its name. Processes of one host fetch a file once.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.storage.remote import Remote
+
+TRIES = 2
+"""Downloads of an object before its content counts as wrong."""
+
+
+def cache_folder(*names: str) -> Path:
+    """Make and return the folder `names` of the cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base).joinpath("ultrascale_jax", *names).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def name_of(content: str | bytes) -> str:
+    """Return the name of a folder for `content`: a part of its SHA-256."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[
+        :32
+    ]
+
+
+def write_shared(path: Path, content: bytes) -> None:
+    """Write a small file whole, while other processes may write the same."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def fetch(remote: Remote, name: str, path: Path, *, size: int, sha256: str) -> None:
+    """Make the file `path` of the object `name`, unless it is there with `size` bytes.
+
+    Raises `UserError` where the object is not of `size` bytes and `sha256`, and `RemoteError`.
+    """
+    if _is_there(path, size):
+        return
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_there(path, size):
+            return
+        partial, fault = path.with_name(f".{path.name}.partial"), ""
+        for _ in range(TRIES):
+            remote.download(name, partial)
+            fault = _fault(partial, size, sha256)
+            if not fault:
+                os.replace(partial, path)
+                return
+        partial.unlink()
+    raise UserError(f"{remote.url}/{name} {fault}: upload it again")
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _fault(path: Path, size: int, sha256: str) -> str:
+    """Return in words how a file is not of this size and digest; empty if it is."""
+    if (found := path.stat().st_size) != size:
+        return f"has {found} bytes, not {size}"
+    with open(path, "rb") as file:
+        same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    return "" if same else "has other bytes than its index says (SHA-256)"
+
+
+def require_room(folder: Path, needed: int, what: str, fix: str) -> None:
+    """Raise `UserError` where the disk of `folder` has no `needed` bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{what} needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; {fix}"
+        )

@@ -1,0 +1,237 @@
+"""Reach object storage by URL, `s3://BUCKET/PATH` or `gs://BUCKET/PATH`.
+
+fsspec does the work, with s3fs for S3 and servers of its protocol, and gcsfs for Google's storage. Both promise that an
+object appears whole or not at all and that a reader sees the newest one; neither can rename a folder.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import IO, Any
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.events import printable
+from ultrascale_jax.launch.exit_codes import CRASHED
+
+WORKERS = 16
+"""Threads that move objects: a connection to object storage has a fraction of a host's bandwidth."""
+
+EXTRAS = {"s3": "s3", "gs": "gcs"}
+"""Extra of this package for each scheme."""
+
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or give the machine a service account",
+}
+
+DENIED = (401, 403)
+"""HTTP's codes for a caller who is unknown, or may not do this."""
+
+
+class RemoteError(UserError, OSError):
+    """Object storage did not do what it was asked; a restart may help."""
+
+    exit_code = CRASHED
+
+
+class RemoteRefused(RemoteError):
+    """The bucket, the credentials or a right is missing, which lasts until somebody fixes it."""
+
+    exit_code = UserError.exit_code
+
+
+def is_url(text: str) -> bool:
+    """Return whether `text` begins like a URL: `s3://`."""
+    return scheme_of(text) is not None
+
+
+def scheme_of(text: str) -> str | None:
+    """Return the scheme of a URL, as `s3`; None for a path."""
+    match = re.match(r"([a-z][a-z0-9+.-]+)://", text)
+    return match[1] if match else None
+
+
+@contextlib.contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Turn the errors of the libraries into `RemoteError`; that of a missing object stays `FileNotFoundError`."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, UserError):
+        raise
+    except Exception as error:  # The libraries raise what their own libraries do.
+        raise _explained(url, error) from error
+
+
+def _explained(url: str, error: Exception) -> RemoteError:
+    words = printable(error) or type(error).__name__
+    if "Credentials" in type(error).__name__:
+        fix = CREDENTIALS.get(scheme_of(url) or "", "give some")
+        return RemoteRefused(f"{url}: no credentials ({words}); {fix}")
+    if isinstance(error, PermissionError) or getattr(error, "code", None) in DENIED:
+        fix = "the credentials need the rights to list, read, write and delete there"
+        return RemoteRefused(f"{url}: access denied ({words}); {fix}")
+    return RemoteError(f"{url}: {words}")
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for `url`, and the path of `url` in it.
+
+    Raises `UserError` that names the extra to install.
+    """
+    import fsspec
+
+    scheme = scheme_of(url) or "file"
+    try:
+        # What other hosts write must be seen: no listing is remembered.
+        filesystem = fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        install = f"pip install 'ultrascale_jax[{extra}]'" if extra else printable(error)
+        raise UserError(f"{url}: {scheme}:// needs more packages; {install}") from error
+    except ValueError as error:
+        raise UserError(f"{url}: {printable(error)}; write s3://BUCKET/PATH or gs://...") from error
+    return filesystem, filesystem._strip_protocol(url)
+
+
+class Remote:
+    """A folder of object storage. Methods raise `RemoteError`."""
+
+    def __init__(self, url: str):
+        """Open `url`, without asking for anything. Raises `UserError` where a package is missing."""
+        self.url = url.rstrip("/")
+        with asking(self.url):
+            self._fs, self._root = open_filesystem(self.url)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def files(self, below: str = "") -> dict[str, int]:
+        """Return names below the folder, as `a/b`, or of those in its folder `below`, and their sizes in bytes.
+
+        Raises `UserError` for a name that leads out of a folder on a disk.
+        """
+        try:
+            with asking(self.url):
+                found = self._fs.find(self._path(below).rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {
+            path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()
+        }
+        for name in sizes:
+            if not set(name.split("/")).isdisjoint({"", ".", ".."}) or "\0" in name:
+                raise UserError(f"{self.url}: holds an object named {name!r}; remove it")
+        return sizes
+
+    def read(self, name: str, most: int = 1 << 24) -> bytes | None:
+        """Return the content of an object of at most `most` bytes; None if there is none."""
+        url, path = f"{self.url}/{name}", self._path(name)
+        try:
+            with asking(url):
+                size = self._fs.info(path)["size"]
+                if size > most:
+                    raise UserError(f"{url}: has {size:,} bytes, more than it should")
+                return self._fs.cat_file(path)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, or replace it."""
+        with self._writing(name):
+            self._fs.pipe_file(self._path(name), content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object unless there is one; return whether it was written."""
+        try:
+            with self._writing(name):
+                self._fs.pipe_file(self._path(name), content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def upload(self, path: Path, name: str) -> None:
+        """Write a file's content as an object."""
+        size = path.stat().st_size
+        with self._writing(name):
+            if size:
+                self._fs.put_file(str(path), self._path(name))
+            else:
+                self._fs.pipe_file(self._path(name), b"")
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object's content as a file, whose folder must exist. Raises `RemoteError` if it is missing."""
+        try:
+            with asking(f"{self.url}/{name}"):
+                self._fs.get_file(self._path(name), str(path))
+        except FileNotFoundError:
+            raise RemoteError(f"{self.url}/{name}: there is no such object") from None
+
+    def copy(self, name: str, to: str) -> None:
+        """Copy an object inside the storage."""
+        with self._writing(to):
+            self._fs.cp_file(self._path(name), self._path(to))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is gone already is no error."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), asking(f"{self.url}/{name}"):
+                self._fs.rm_file(self._path(name))
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            with asking(f"{self.url}/{name}"):
+                yield
+        except FileNotFoundError:
+            raise RemoteRefused(f"{self.url}: there is no such bucket; make it first") from None
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """An object with the part of `Path` that a reader of files needs."""
+
+    url: str
+    size: int
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.url).name
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.url).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.url).suffix
+
+    def stat(self) -> SimpleNamespace:
+        """Return the size as `os.stat` does."""
+        return SimpleNamespace(st_size=self.size)
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """Open the object for reading, block by block; an error raised by a read is turned by `asking`."""
+        with asking(self.url):
+            filesystem, path = open_filesystem(self.url)
+            return filesystem.open(path, mode)
+
+
+def matching(pattern: str) -> list[RemoteFile]:
+    """Return the objects that match a URL with `*`, `**` and `?`, in order. Raises `RemoteError`."""
+    scheme = scheme_of(pattern)
+    try:
+        with asking(pattern):
+            filesystem, path = open_filesystem(pattern)
+            found = filesystem.glob(path, detail=True)
+    except FileNotFoundError:
+        return []
+    files = ((name, info) for name, info in found.items() if info["type"] == "file")
+    return sorted(
+        RemoteFile(f"{scheme}://{name.lstrip('/')}", info["size"]) for name, info in files
+    )
