@@ -176,8 +176,7 @@ class Soak:
 
     def _launch(self) -> subprocess.Popen:
         planned = plan(self._options, self._random)
-        words = ["--faults", "--checkpoint.max-failures", "1000000"]
-        return launch(self._options, self._run_dir, *words, US_FAULT=planned)
+        return launch(self._options, self._run_dir, "--faults", US_FAULT=planned)
 
     def _strike(self, kind: str, step: int) -> int:
         """Do it; the step from which the run must get on before the next one."""
@@ -256,13 +255,18 @@ def plan(options: Options, chance: random.Random) -> str:
     return ",".join(faults)
 
 
-def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subprocess.Popen:
-    """Start the run under its supervisor, in a process group of its own."""
-    own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
+def arguments(options: Options, run_dir: Path) -> list[str]:
+    """Return the command line of a process of the run."""
     given = [options.recipe, "--run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
     given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
     given += ["--checkpoint.every", str(options.save_every)]
-    given += ["--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
+    return [*given, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
+
+
+def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subprocess.Popen:
+    """Start the run under its supervisor, in a process group of its own."""
+    own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
+    given = arguments(options, run_dir)
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_PLATFORMS": "cpu",

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from scripts import soak
+from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.launch.goodput import Ledger
 
 FLIP = soak.Strike(10.0, soak.FLIP, 45, "", flipped=40)
@@ -43,6 +44,12 @@ def test_a_save_is_due_where_its_step_was_done_while_the_disk_was_full():
     rows = [{"step": step, "time": step / 5.0} for step in range(80, 110)]
     assert soak.saves_due([full, FLIP], rows, 20) == 1
     assert soak.saves_due([full], rows, 50) == 0
+
+
+def test_the_trainer_takes_the_words_of_a_soak(tmp_path):
+    words = [*soak.arguments(soak.Options(), tmp_path), "--faults"]
+    cfg, options = command_line.parse(words, prog="", options=train.Options)
+    assert (cfg.checkpoint.every, cfg.watch.rerun, options.faults) == (20, True, True)
 
 
 def metrics(*steps, loss=2.0):
