@@ -312,7 +312,7 @@ def cudnn_applies(q: jax.Array, k: jax.Array, masked: bool = False, causal: bool
 
 
 def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.Array:
-    """The definition: arguments and result as `attention`; scores and softmax in float32."""
+    """Compute `attention` by its definition, with scores and softmax in float32."""
     k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
     scores_BKGTS = _scores(q, k, visible_keys(q_index, k_index, segment_ids, window))
     return _ungroup(_weighted(jax.nn.softmax(scores_BKGTS, axis=-1), v)).astype(q.dtype)

@@ -191,7 +191,7 @@ def _half(size: int) -> int:
 
 
 def _row_tiles(sizes: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles of the rows, a column each: expert (E: none), start, own rows from which and how many; their number.
+    """Return the tiles of the rows, a column each (expert or E; start; first own row; own rows), and their number.
 
     A group of n tiles ends in the n-th after its start, so all its tiles but the last are followed by a later start:
     there are at most as many tiles as R has without groups, and one more for each further group.

@@ -44,7 +44,7 @@ def quantize_fp8(
     power_of_2: bool = False,
     implementation: str = "auto",
 ) -> Quantized:
-    """`x` in float8, each part times the inverse of its scale.
+    """Convert `x` to float8, each part times the inverse of its scale.
 
     A scale is the part's largest magnitude over the largest number of `dtype`; 1 for a part of zeros (or of values so
     small that the scale would not be a normal number). Infinities and NaNs give NaNs.
@@ -74,13 +74,13 @@ def quantize_fp8_both(
     power_of_2: bool = False,
     implementation: str = "auto",
 ) -> tuple[Quantized, Quantized]:
-    """`quantize_fp8` of `x` `[..., M, K]` and of its transpose `[..., K, M]`; the kernel reads x once."""
+    """Quantise `x` `[..., M, K]` and its transpose `[..., K, M]` as `quantize_fp8` does; the kernel reads x once."""
     straight, turned = _quantize(x, scaling, amax, dtype, power_of_2, implementation, both=True)
     return straight, turned
 
 
 def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`values` times `scales`, multiplied in float32."""
+    """Multiply `values` by `scales` in float32."""
     values, scales = q.values.astype(jnp.float32), q.scales
     if scales.ndim:
         (M, K), rows = values.shape[-2:], scales.shape[-2]
@@ -90,7 +90,7 @@ def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool):
-    """`quantize_fp8` of x, and of its transpose if `both`."""
+    """Quantise x, and its transpose if `both`."""
     _check(scaling, dtype)
     if amax is not None:
         if scaling != "tensor":
@@ -120,7 +120,7 @@ def _check(scaling: str, dtype) -> None:
 
 
 def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
-    """The definition of `quantize_fp8`."""
+    """Compute `quantize_fp8` by its definition."""
     x32 = x.astype(jnp.float32)
     if scaling == "tensor":
         amax = jnp.max(jnp.abs(x32)) if amax is None else amax.astype(jnp.float32)
@@ -135,7 +135,7 @@ def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
 def kernel(
     x, scaling: Scaling, dtype, power_of_2: bool, *, both: bool, programs: int | None = None
 ) -> tuple[Quantized, ...]:
-    """The kernel's `quantize_fp8`, and of the transpose if `both`; `programs` run at once (none: one on each SM)."""
+    """Quantise x by the kernel, and its transpose if `both`; `programs` run at once (none: one on each SM)."""
     scale, tiles = (
         functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2),
         scaling == "tile",
@@ -145,7 +145,7 @@ def kernel(
 
 
 def scale_of(amax: jax.Array, dtype, power_of_2: bool) -> jax.Array:
-    """The scales of parts whose largest magnitudes are `amax`, float32."""
+    """Return the float32 scales of parts whose largest magnitudes are `amax`."""
     # Not a division, of which XLA makes this only where it compiles it.
     scale = amax * (1 / float(jnp.finfo(dtype).max))
     scale = jnp.where(scale < TINY, 1.0, scale)
@@ -164,7 +164,7 @@ def cast(x: jax.Array, inverse: jax.Array, dtype) -> jax.Array:
 
 
 def _blocks(x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
-    """`[..., M, K]` as `[..., m, rows, k, columns]`, with zeros at the ends of what does not divide."""
+    """Reshape `[..., M, K]` to `[..., m, rows, k, columns]`, padded with zeros where that does not divide."""
     counts = [math.ceil(n / size) for n, size in zip(x.shape[-2:], sizes, strict=True)]
     ends = [count * size - n for count, size, n in zip(counts, sizes, x.shape[-2:], strict=True)]
     if any(ends):
@@ -173,7 +173,7 @@ def _blocks(x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
 
 
 def _spread(scales: jax.Array, sizes: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
-    """Each of `[..., m, k]` for all of its block, `[..., M, K]`."""
+    """Repeat each number of `[..., m, k]` over its block: `[..., M, K]`."""
     *rest, m, k = scales.shape
     dims = *range(len(rest) + 1), len(rest) + 2
     blocks = lax.broadcast_in_dim(scales, (*rest, m, sizes[0], k, sizes[1]), dims)

@@ -42,7 +42,7 @@ def quantize(
     tiles: bool,
     programs: int | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Values and scales of x, and with `both` of its transpose.
+    """Return values and scales of x, and with `both` of its transpose.
 
     Args:
       x: `[M, K]` bfloat16, multiples of 128.
@@ -97,7 +97,7 @@ def quantize(
 
 
 def _quantize_tile(scale_of, place, x_s, values_s, scales_s, values_g, scales_g) -> None:
-    """One tile: `values_s` are `[turns, 2, HALF, TILE]`, `scales_s` `[turns, TILE]`, or none for one scale."""
+    """Quantise one tile: `values_s` are `[turns, 2, HALF, TILE]`, `scales_s` `[turns, TILE]`, or none for one scale."""
 
     def load(turn, half):
         part = pl.ds(half * HALF, HALF)
@@ -130,6 +130,6 @@ def _quantize_tile(scale_of, place, x_s, values_s, scales_s, values_g, scales_g)
 
 
 def _scalar(scale_of: Callable, amax: jax.Array) -> jax.Array:
-    """`scale_of` one number; its bits cannot be had but in an array."""
+    """Apply `scale_of` to one number; only an array gives access to its bits."""
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     return jnp.max(scale_of(plgpu.layout_cast(jnp.full((LANES,), amax), layout)))

@@ -47,7 +47,7 @@ def rms_norm(
 
 
 def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """The definition of `rms_norm`."""
+    """Compute `rms_norm` by its definition."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     weight = lax.broadcast_in_dim(weight.astype(jnp.float32), x.shape, (x.ndim - 1,))

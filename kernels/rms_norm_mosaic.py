@@ -36,7 +36,7 @@ REGISTERS = 16384
 
 
 class Chunks:
-    """How a row of D elements is cut: chunks `[size, LANES]`, from `starts` on, each thread with neighbours of it."""
+    """Chunks `[size, LANES]` of a row of D elements, from `starts` on; each thread holds neighbours."""
 
     def __init__(self, D: int):
         each = D // LANES
@@ -46,7 +46,7 @@ class Chunks:
         self.layout = plgpu.Layout.WG_STRIDED((self.size, LANES), vec_size=math.gcd(self.size, 8))
 
     def load(self, ref: Any, start: int) -> jax.Array:
-        """The chunk of a row `[D / LANES, LANES]`, in float32."""
+        """Load the chunk of a row `[D / LANES, LANES]`, in float32."""
         part = plgpu.load(ref.at[pl.ds(start, self.size)], layout=self.layout)
         return part.astype(jnp.float32)
 

@@ -26,7 +26,7 @@ def share(total: int, together: int, programs: int) -> tuple[Callable, jax.Array
 def loaded_ahead(
     step: Callable, count: jax.Array, load: Callable, loaded: Any, depth: int, state: Any = ()
 ) -> Any:
-    """The state after `step(n, slot, state)` for each n below count, with the next `depth` loaded meanwhile.
+    """Run `step(n, slot, state)` for each n below count while the next `depth` load; return the last state.
 
     `load(n, slot, barrier)` starts the copies of n into the slot; `loaded` has `depth` barriers for each warpgroup. A
     step may write to the slot too; what it started to copy from there is copied when it returns.

@@ -56,7 +56,7 @@ class Options:
     microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (8, 16)
     """Micro-batches of a step (m); each is measured with each number of ranks."""
     ms: float = 800.0
-    """How long each of the three operations of a micro-batch takes on one rank: 1 / v of it for each of v stages."""
+    """Milliseconds of each of the three operations of a micro-batch on one rank: 1 / v of it for each of v stages."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("out/bench/pipelines.json")
     """JSON file for the figures."""
 

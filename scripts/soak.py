@@ -41,7 +41,7 @@ DISK_MB = 512
 """Of the disk that the checkpoints are on, where one can be mounted."""
 
 FULL_S = 8.0
-"""How long it stays full."""
+"""Seconds for which it stays full."""
 
 FLIP = "flipped byte in the newest checkpoint"
 FULL = "full disk"
@@ -58,7 +58,7 @@ class Options:
     """Options of the soak test."""
 
     minutes: float = 30.0
-    """How long faults strike."""
+    """Minutes for which faults strike."""
     every: float = 30.0
     """Seconds between them; if the run has done no new step since the last one, it is given the time to."""
     seed: int = 0

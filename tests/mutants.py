@@ -49,7 +49,7 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How the tests of a mutant ended."""
+    """Result of the tests of a mutant."""
 
     mutant: Mutant
     verdict: str

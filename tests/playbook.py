@@ -22,7 +22,7 @@ ERRATA = {
     "widget accumulation": "The widget has no float32 sums of gradients, which nanotron always keeps.",
     "experts": "The cheat-sheet divides expert parallelism's ratio by the number of experts, which cancels.",
 }
-"""What is wrong or missing in the playbook, by name; some are in its discussions 86, 104, 122, 125, 126."""
+"""Errors and gaps of the playbook, by name; some are in its discussions 86, 104, 122, 125, 126."""
 
 
 def num_params(layers: int, h: int, v: int) -> int:

@@ -104,7 +104,7 @@ class Run:
         """Print a line, on process 0."""
         self.hooks = tuple(hooks)
         self.started = started
-        """When `train` was called, by `time.monotonic`."""
+        """Time of the call of `train`, by `time.monotonic`."""
         self.first_step = self.step = step
         """Optimizer steps done before this process began; and the step that is under way, or was last."""
         self.stopped = False

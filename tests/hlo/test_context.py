@@ -99,7 +99,7 @@ def test_memory_depends_on_the_piece_and_not_on_the_sequence(compiled):
 
 
 def hops_beside_attention(step) -> int:
-    """How many sends of a ring's loops have attention between start and end: all of them, or it raises."""
+    """Count the sends of a ring's loops, all of which must have attention between start and end."""
     sends = [c for c in step.collectives if c.kind == "collective-permute"]
     assert sends
     assert all(c.asynchronous for c in sends)

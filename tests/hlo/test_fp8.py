@@ -21,7 +21,7 @@ def gemms(step: CompiledStep) -> list[str]:
 
 
 def products(step: CompiledStep) -> dict[str, int]:
-    """How many of them there are."""
+    """Number of them."""
     low = sum("$f8" in line for line in gemms(step))
     return {"fp8": low, "bf16": len(gemms(step)) - low}
 

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 PICKLE = (
     b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R."
 )
-"""What `torch.load` would run `true` for."""
+"""A pickle that makes `torch.load` run `true`."""
 
 
 def read_all(folder):

@@ -21,7 +21,7 @@ BY_KERNEL = ("block", "tile")
 
 
 def parts(shape, scaling):
-    """Where each scale's part lies in `[M, K]`, in the order of `[m, k]`."""
+    """Place of each scale's part in `[M, K]`, in the order of `[m, k]`."""
     rows, columns = (size or n for size, n in zip(SIZES[scaling], shape, strict=True))
     return [
         [(slice(i, i + rows), slice(k, k + columns)) for k in range(0, shape[1], columns)]

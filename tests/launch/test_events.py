@@ -50,7 +50,7 @@ def test_lines_of_many_processes_do_not_mix(tmp_path):
 
 
 HOSTILE = ("9" * 5000, "9" * 400, "NaN", "Infinity", "true", "[" * 5000)
-"""What stands where a number should, and is none that a process can have written."""
+"""Texts in the place of numbers, none of which a process can have written."""
 
 
 def test_a_line_that_was_cut_short_is_left_out(tmp_path):

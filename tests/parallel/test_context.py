@@ -61,7 +61,7 @@ def build_mesh(sizes: tuple[int, ...], names: tuple[str, ...] = ("cp",), kind=EX
 
 
 class Layout(NamedTuple):
-    """Where q, and k and v, lie on a mesh; whether gradients are taken inside the manual region."""
+    """Axes of q, and of k and v, on a mesh; whether gradients are taken inside the manual region."""
 
     mesh: Mesh
     q: P
@@ -179,7 +179,7 @@ def check_kind(context, n, kind, heads=KV_HEADS):
 
 KINDS = pytest.mark.parametrize("kind", ["causal", "packed", "window"])
 GQA = ["gqa"]
-"""Where kinds of heads are not the point: the program has a third of the size."""
+"""For tests of something else than kinds of heads: the program has a third of the size."""
 
 
 def wide_but(stays: set[str], contexts: list[ContextConfig]):

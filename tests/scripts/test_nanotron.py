@@ -24,7 +24,7 @@ from ultrascale_jax.plan.hardware import find_gpu
 
 GIB = 2**30
 EXACT = Allocator(fixed=0, activations=1, logit=10, hidden=0, queue=0)
-"""What is needed, without the allocator's share."""
+"""The bytes needed, without the allocator's share."""
 
 
 @pytest.fixture(scope="module")

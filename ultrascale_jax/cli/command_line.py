@@ -56,7 +56,7 @@ MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
 
 PATIENCE_S = 10.0
-"""How long a process keeps an error to itself that process 0 must have had too."""
+"""Seconds for which a process keeps an error to itself that process 0 must have had too."""
 
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -103,7 +103,7 @@ class JobOptions(Options):
     """Options of a script that may be one process of many."""
 
     dist: DistConfig = dataclasses.field(default_factory=DistConfig)
-    """How this process joins the others."""
+    """Place of this process among the others."""
 
     def join(self) -> Launch | None:
         """Take the fake devices asked for, or join the other processes; call it before JAX's first array.
@@ -129,7 +129,7 @@ class _Command[O: Options]:
 def parse[O: Options](
     argv: Sequence[str], *, prog: str, options: type[O] = Options, description: str = ""
 ) -> tuple[Config, O]:
-    """The configuration and the options that `argv` (without the program's name) asks for.
+    """Return the configuration and the options that `argv` (without the program's name) asks for.
 
     A script with options of its own passes a subclass of `Options`. What cannot be understood ends
     the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
@@ -170,7 +170,7 @@ def parse[O: Options](
 
 
 def _with_short_options(cfg: Config, options: Options) -> Config:
-    """`cfg` with the fields that have a short option too."""
+    """Return `cfg` with the fields that have a short option too."""
     if options.run_dir is not None:
         cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=options.run_dir))
     if options.init_from is not None:
@@ -182,7 +182,7 @@ def _with_short_options(cfg: Config, options: Options) -> Config:
 def on_devices(
     cfg: Config, options: Options, tell: Callable[[str], None], *, must_fit: bool = True
 ) -> Config:
-    """`cfg` for the devices that JAX finds: what is open chosen and told by process 0, mesh resolved, all checked.
+    """Return `cfg` for the devices that JAX finds: open fields chosen (process 0 tells), mesh resolved, all checked.
 
     Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do;
     on a CPU, whose memory nobody knows, and without `must_fit` also where nothing fits something is chosen.
@@ -222,7 +222,7 @@ def checked(
     *,
     must_fit: bool = True,
 ) -> Config:
-    """`cfg` for the GPUs of `cluster`: what is open chosen and told, mesh resolved, all checked.
+    """Return `cfg` for the GPUs of `cluster`: open fields chosen and told, mesh resolved, all checked.
 
     Raises `UserError` as `Config.check` and `choose_auto` do.
     """
@@ -236,7 +236,7 @@ def checked(
 
 
 def _on_fake_devices(cfg: Config, options: Options) -> Config:
-    """`cfg` as `on_devices` makes it with `--devices`, without JAX."""
+    """Return `cfg` as `on_devices` makes it with `--devices`, without JAX."""
     from ultrascale_jax.plan.auto import cluster_of
 
     cluster = cluster_of("cpu", options.devices or 1)
@@ -244,7 +244,7 @@ def _on_fake_devices(cfg: Config, options: Options) -> Config:
 
 
 def _with_numbers(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with the number for the word `auto` where the field is one."""
+    """Return `arguments` with the number for the word `auto` where the field is one."""
     option = "--train.microbatches"
     return [
         f"{option}={AUTO}"
@@ -257,11 +257,11 @@ def _with_numbers(arguments: Sequence[str]) -> list[str]:
 
 
 PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
-"""What a model can have or not; naming a field of it on the command line turns it on."""
+"""Optional parts of a model; naming a field of one on the command line turns it on."""
 
 
 def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
-    """`cfg` with the parts of the model of which `arguments` name a field and which it has not."""
+    """Add to `cfg` the parts of the model of which `arguments` name a field and which it has not."""
     model = copy.copy(cfg.model)
     for name, part in PARTS.items():
         words = re.compile(rf"--model\.{name.replace('_', '.')}\.")
@@ -299,7 +299,7 @@ def user_errors(patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _is_follower() -> bool:
-    """Whether the environment says that this process is one of a job, and not its first."""
+    """Return whether the environment says that this process is one of a job, and not its first."""
     try:
         launch = detect(os.environ)
     except UserError:
@@ -308,14 +308,14 @@ def _is_follower() -> bool:
 
 
 def recipes() -> list[str]:
-    """The names of the recipes in `configs/`."""
+    """Return the names of the recipes in `configs/`."""
     return [
         module.name for module in pkgutil.iter_modules(configs.__path__) if module.name != "shapes"
     ]
 
 
 def load_recipe(name: str) -> Config:
-    """The `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
+    """Return the `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
     known = recipes()
     is_file = name.endswith(".py")
     require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
@@ -408,7 +408,7 @@ def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _mesh_argument(arguments: Sequence[str]) -> str | None:
-    """The value of `--mesh`, which, unless it is `auto`, replaces the recipe's mesh before `--mesh.AXIS` changes it."""
+    """Return the value of `--mesh`, which unless `auto` replaces the recipe's mesh before `--mesh.AXIS` changes it."""
     values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
     values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
     return values[-1] if values else None
@@ -422,7 +422,7 @@ def read[T](
     description: str = "",
     default: T | None = None,
 ) -> T:
-    """The options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
+    """Return the options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
 
     Raises:
       UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
@@ -457,7 +457,7 @@ def read[T](
 
 
 def _unboxed(box: str) -> tuple[str, str]:
-    """The first part of tyro's error as one line, and the options that it suggests.
+    """Return the first part of tyro's error as one line, and the options that it suggests.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """

@@ -191,7 +191,7 @@ def _described(eos: str, eos_id: int, context: int) -> dict[str, bytes]:
 
 
 def known_context(cfg: Config, run_dir: Path) -> int:
-    """The longest context that the imported model, or else the run, is known to handle."""
+    """Return the longest context that the imported model, or else the run, is known to handle."""
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
         known = original.get("max_position_embeddings")
@@ -203,7 +203,7 @@ def known_context(cfg: Config, run_dir: Path) -> int:
 
 
 def with_model(cfg: Config, hf_dir: str | Path) -> Config:
-    """`cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
+    """Return `cfg` with the model in `hf_dir` and, if it brings one, that model's tokenizer."""
     model, data = read_config(hf_dir), cfg.data
     if TOKENIZER in travelling(Path(hf_dir)):
         data = dataclasses.replace(data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
@@ -211,7 +211,7 @@ def with_model(cfg: Config, hf_dir: str | Path) -> Config:
 
 
 def train_command(recipe: Config, cfg: Config, arguments: Sequence[str]) -> str:
-    """The command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
+    """Return the command that goes on training `cfg`, which the recipe and `arguments` alone do not make.
 
     `recipe` is what `arguments` make. A part of the model can be changed or added on the command line, but not
     removed; then the command is followed by a remark that says which recipe is needed.

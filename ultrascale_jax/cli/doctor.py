@@ -15,7 +15,7 @@ from ultrascale_jax.cli.doctor_checks import flags
 NOT_TRIED = "not tried, because of the FAIL above"
 
 LINKS_S, PREFLIGHT_S = 60.0, 60.0
-"""How long the measurements and the preflight may take on GPUs; a CPU gets four times as long."""
+"""Seconds that the measurements and the preflight may take on GPUs; a CPU gets four times as long."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ class Options:
     system: Annotated[str | None, command_line.option("TEXT")] = None
     """With --chat, the system message before the first turn."""
     num_tokens: int = 200
-    """How many tokens to sample; a document that ends earlier ends the text."""
+    """Number of tokens to sample; a document that ends earlier ends the text."""
     temperature: float = 0.8
     """Divides the logits: below 1 is more predictable, 0 always takes the most likely token."""
     top_k: int = 50
@@ -163,7 +163,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """`text` without the control characters that a terminal would obey."""
+    """Return `text` without the control characters that a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

@@ -151,7 +151,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Source of the tokens, and how rows are packed."""
+    """Source of the tokens, and packing of the rows."""
 
     source: str = "python-stdlib"
     """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`."""
@@ -190,7 +190,7 @@ GROUPED = ("interleaved", "zb_uniform")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the micro-batches (`train.microbatches`) travel through the stages; without effect if mesh.pp is 1."""
+    """Pipeline schedule of the micro-batches (`train.microbatches`); without effect if mesh.pp is 1."""
 
     schedule: str = "1f1b"
     """`afab`, `1f1b`, `interleaved`, `zb_uniform`, `zb_h1`, `zb_v`, `dualpipe_v`, or your own table `FILE.csv`."""
@@ -238,7 +238,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """How attention crosses the pieces of a sequence; without effect if mesh.cp is 1."""
+    """Attention across the pieces of a sequence; without effect if mesh.cp is 1."""
 
     strategy: Strategy = "zigzag"
     """`ring` and `zigzag` (equal work) pass keys and values on, `allgather` gathers them, `ulysses` exchanges heads."""
@@ -278,7 +278,7 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """How tokens travel to their experts over mesh.ep, and what keeps experts equally busy."""
+    """Exchange of tokens with their experts over mesh.ep, and balance of the experts."""
 
     dispatch: Dispatch = "dropless"
     """All-to-alls in as many rounds as it takes, one that drops what is over `capacity_factor`, or all-gather."""
@@ -319,7 +319,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save and what to resume."""
+    """Steps to save, and the checkpoint to resume from."""
 
     every: int = 1000
     """Steps between checkpoints; 0 saves only after the last step."""
@@ -339,7 +339,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where a run writes to."""
+    """Folder of a run, and its trackers."""
 
     run_dir: str = "out/run"
     """Folder that holds everything a run writes."""

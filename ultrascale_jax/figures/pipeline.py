@@ -16,7 +16,7 @@ class Operation(NamedTuple):
     """F, B or W."""
     microbatch: int
     chunk: int
-    """Which stage of the rank."""
+    """Stage of the rank, from 0."""
     start: float
     end: float
 

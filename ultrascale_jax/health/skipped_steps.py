@@ -54,7 +54,7 @@ class SkippedSteps(Hook):
     """Counts skipped steps, records them, and ends a run with `MOST_IN_A_ROW` of them."""
 
     def __init__(self, loader: Loader, newest: Callable[[], int | None]):
-        """`newest`: the newest checkpoint's step."""
+        """Take from `newest` the newest checkpoint's step."""
         self._loader, self._newest = loader, newest
         self._in_a_row = 0
         self._last: list[dict] = []

@@ -35,7 +35,7 @@ class StragglerCheck(Hook):
     """Compares the times of this process's steps with the others' every so many."""
 
     def __init__(self, every: int):
-        """`every`: steps between comparisons."""
+        """Compare after each `every` steps."""
         self._every = every
         self.steps: list[float] = []
         self.own: list[float] = []

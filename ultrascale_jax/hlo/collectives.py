@@ -87,7 +87,7 @@ class Collective:
 
     @property
     def times(self) -> int:
-        """How often one step runs it; in a loop whose length depends on data never, as `timeline.py` has it."""
+        """Runs in one step; in a loop whose length depends on data 0, as in `timeline.py`."""
         return math.prod(trips or 0 for trips in self.loops)
 
 

@@ -56,7 +56,7 @@ class FaultPlan:
 
     @classmethod
     def read(cls, environ: Mapping[str, str], rank: int, run_dir: Path) -> "FaultPlan":
-        """The plan of `US_FAULT`. Raises `UserError` where it cannot be understood."""
+        """Return the plan of `US_FAULT`. Raises `UserError` for a text of another form."""
         text = environ.get(VARIABLE, "")
         faults = []
         for part in filter(None, text.split(",")):

@@ -11,7 +11,7 @@ class ProcessStat:
     state: str
     """A letter: R runs, S sleeps, D waits for a disk, T is stopped by a signal, Z and X have ended."""
     start_ticks: int
-    """When it began, in ticks (`SC_CLK_TCK`) since the machine was switched on."""
+    """Its start, in ticks (`SC_CLK_TCK`) since the machine was switched on."""
 
     @property
     def is_alive(self) -> bool:

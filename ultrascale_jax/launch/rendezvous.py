@@ -113,7 +113,7 @@ def _run[Value](main: Coroutine[Any, Any, Value]) -> Value:
 
 
 class _Deadline:
-    """When to give up waiting."""
+    """The time after which waiting ends."""
 
     def __init__(self, timeout_s: float, stop: Callable[[], bool]):
         self._end, self._stop = time.monotonic() + timeout_s, stop
@@ -318,7 +318,7 @@ async def _end_of(reader: asyncio.StreamReader) -> None:
 
 
 def _report(place: Place, me: dict, dist: DistConfig, deadline: _Deadline) -> None:
-    """The other processes' side: report, and wait until process 0 lets them go on."""
+    """Report to process 0, and wait until it lets this process go on."""
     context, why = make_tls(dist, server=False), "nobody listens there"
     while (left := deadline.left()) > 0:
         try:

@@ -142,7 +142,7 @@ class RunLock:
         return f"no sign of life for {self._stale_s:g} s"
 
     def _beat(self) -> None:
-        """The thread: all that this process does with the lock once it has it, as the disk may not answer."""
+        """Run in a thread, as the disk may not answer: keep the lock, and release it at the end."""
         while not self._done.wait(self._beat_s):
             # A disk that fails now may not do so next time.
             with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ def _birth(pid: int) -> int | None:
 
 
 def _read(path: Path) -> str | None:
-    """The lock's text, read through no link."""
+    """Read the lock's text, through no link."""
     try:
         with open(path, opener=open_regular, errors="replace") as file:
             return file.read(10_000)
@@ -208,7 +208,7 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _parse(text: str) -> dict | None:
-    """The holder that a lock names; none where it is damaged."""
+    """Return the holder that a lock names; none where it is damaged."""
     try:
         holder = json.loads(text)
     except UNREADABLE:

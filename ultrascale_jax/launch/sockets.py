@@ -39,7 +39,7 @@ class Place:
         return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
     def everywhere(self) -> "Place":
-        """The port on all interfaces."""
+        """Return the port on all interfaces."""
         return Place(self.text, socket.AF_INET6, ("::", self.sockaddr[1], 0, 0))
 
 

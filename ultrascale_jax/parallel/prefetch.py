@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 class Delay(NamedTuple):
-    """What travels in a layer's backward pass only when a part of the layer has its gradient.
+    """Parameters and gradients that travel in a backward pass only once a part of the layer has its gradient.
 
     XLA has one stream for all collectives, so the reductions that a layer waits for come behind what travels already.
     With a tensor group the MLP's input gradient is reduced halfway through the backward pass; what would still travel

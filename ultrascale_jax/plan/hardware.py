@@ -55,7 +55,7 @@ class Gpu:
     network_gbs: float
     """To other nodes, one GPU's share, in the usual machine."""
     source: str
-    """Where the links are from."""
+    """Source of the figures of the links."""
 
     def peak_flops(self, precision: str = "bf16") -> float:
         """Return the dense peak in FLOP/s.

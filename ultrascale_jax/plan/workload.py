@@ -48,7 +48,7 @@ class Run:
     microbatches: int = 1
     """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
     zero: Literal[0, 1, 2, 3] = 3
-    """What is sharded over (fsdp, cp, ep), as `train.zero`."""
+    """ZeRO stage over (fsdp, cp, ep), as `train.zero`."""
     remat: str = "none"
     """As `train.remat`."""
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"

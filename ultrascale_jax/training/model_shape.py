@@ -17,7 +17,7 @@ class ModelShape(ModelConfig):
 
     @classmethod
     def of(cls, model: ModelConfig, **changes) -> "ModelShape":
-        """The same sizes as `model`, with `changes`."""
+        """Return the sizes of `model`, with `changes`."""
         fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return cls(**(fields | changes))
 

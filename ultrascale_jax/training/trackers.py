@@ -52,7 +52,7 @@ CLOSE_S, FAILED_S = 45.0, 5.0
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker is told when it opens."""
+    """The run that a tracker opens for."""
 
     cfg: Config
     step: int
@@ -175,7 +175,7 @@ class Kind(NamedTuple):
 
     open: Callable[[Start], Tracker]
     module: str
-    """What it imports."""
+    """Module that it imports."""
     extra: str
     """The extra of this package that brings it."""
 

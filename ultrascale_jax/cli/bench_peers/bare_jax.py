@@ -20,7 +20,7 @@ from ultrascale_jax.cli.bench_peers.contestant import (
 
 
 def init(model: dict, key: jax.Array) -> dict:
-    """Parameters, stacked over layers."""
+    """Draw the parameters, stacked over layers."""
     V, D, F, L = (model[name] for name in ("vocab_size", "d_model", "d_ff", "num_layers"))
     N, H = model["num_heads"], model["head_dim"]
     shapes = {
@@ -46,7 +46,7 @@ def norm(x, weight, eps):
 
 
 def rotate(x, theta):
-    """Rotary embedding of [B, T, N, H]."""
+    """Apply rotary embeddings to [B, T, N, H]."""
     T, half = x.shape[1], x.shape[3] // 2
     angle = jnp.arange(T)[:, None] * theta ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
@@ -68,7 +68,7 @@ def block(x, p, model):
 
 
 def loss_fn(params, tokens, targets, model, unrolled):
-    """Mean cross-entropy in nats."""
+    """Return the mean cross-entropy in nats."""
     x = params["embed"][tokens]
     if unrolled:
         for layer in range(model["num_layers"]):

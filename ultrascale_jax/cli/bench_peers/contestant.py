@@ -42,7 +42,7 @@ class Program:
     """Operations of one call, or least bytes of traffic where `limit` is `copy`."""
     limit: Limit
     copies: int
-    """How often its function does it, each time with arguments of its own."""
+    """Times that its function does it, each with arguments of its own."""
     figures: dict[str, float] = field(default_factory=dict)
     """Of its row in the report, beside times."""
 

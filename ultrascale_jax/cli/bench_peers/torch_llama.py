@@ -27,7 +27,7 @@ from ultrascale_jax.cli.bench_peers.contestant import (
 
 
 def rope_table(model: dict, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[T, H / 2]`, float32."""
+    """Return cosines and sines `[T, H / 2]`, float32."""
     half = model["head_dim"] // 2
     frequency = model["rope_theta"] ** (-torch.arange(half, dtype=torch.float32) / half)
     if s := model["rope_scaling"]:
@@ -43,7 +43,7 @@ def rope_table(model: dict, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary embedding of `[B, N, T, H]`."""
+    """Apply rotary embeddings to `[B, N, T, H]`."""
     cos, sin = rope
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -226,7 +226,7 @@ def choose_attention(model: dict, batch: int, seq_len: int) -> str:
 
 
 def timed(step: Callable[[], object], num_steps: int) -> list[float]:
-    """Seconds of each step, on a GPU by its own clock while the host runs ahead."""
+    """Return the seconds of each step, on a GPU by its own clock while the host runs ahead."""
     if not torch.cuda.is_available():
         marks = [time.perf_counter()]
         for _ in range(num_steps):

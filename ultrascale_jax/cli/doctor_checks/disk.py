@@ -17,7 +17,7 @@ from ultrascale_jax.train_step.state import abstract_state
 
 PROBE_BYTES = 16 * 2**20
 SEEN_S = 30.0
-"""How long a file may take to be seen by other hosts; NFS keeps what it knows of a folder for up to 30 s."""
+"""Seconds until other hosts must see a file; NFS keeps what it knows of a folder for up to 30 s."""
 
 
 def checkpoint_bytes(cfg: Config, mesh: Mesh) -> int:

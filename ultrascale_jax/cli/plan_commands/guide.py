@@ -66,7 +66,7 @@ class Options(common.Assumptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What the whole training takes."""
+    """Time, energy and cost of the whole training."""
 
     days: float
     gpu_hours: float

@@ -60,7 +60,7 @@ class Event(NamedTuple):
     kind: str
     """`gemm`, `attention`, `other`, `copy`, a collective's kind, or `loop` for iterations that are not shown."""
     where: str
-    """Where in the traced Python program it comes from."""
+    """Its place in the traced Python program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class Timeline:
     link_s: dict[tuple[str, ...], float]
     """Of the links: by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
     waited_s: dict[tuple[str, ...], float]
-    """Those of them that the compute stream waits for."""
+    """As `link_s`, of the time that the compute stream waits."""
     streams: dict[str, list[Event]]
     """The first iterations of each loop in full, the others as one event of kind `loop`."""
     left_out: tuple[str, ...] = ()
-    """Where the loops come from whose length XLA could not find out: nothing in them is counted."""
+    """Places of the loops whose length XLA could not find out: nothing in them is counted."""
     one_stream_s: float | None = None
     """The step with all asynchronous collectives on one stream (`simulate_step`)."""
     side_by_side_s: float | None = None
@@ -339,7 +339,7 @@ def _members(devices: tuple[int, ...], gpus_per_node: int) -> Group:
 
 
 def _same(state: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether two iterations took equally long and left the links alike."""
+    """Return whether two iterations took equally long and left the links alike."""
     return all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(state, other, strict=True)
     )

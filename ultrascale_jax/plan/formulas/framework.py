@@ -26,14 +26,14 @@ class FrameworkProfile:
     attention: float = 1.0
     """Speed of attention over that of `costs.attention_seconds`."""
     passes: float
-    """How often a layer reads or writes a bfloat16 vector of d_model + d_ff / 2 for each token, forward and backward,
-    beside its matrix products and attention."""
+    """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
+    matrix products and attention."""
     logit_bytes: float
     """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
     host_s: float
     """Least time of a layer, forward and backward: kernel launches of the host."""
     tensor_passes: int = 8
-    """How often a layer gathers or scatters the residual stream, forward and backward."""
+    """Times that a layer gathers or scatters the residual stream, forward and backward."""
     gathers: int = 1
     """Collectives in which a layer's parameters are gathered (ZeRO-3)."""
     travel: float = 1.0

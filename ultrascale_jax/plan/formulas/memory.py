@@ -199,5 +199,5 @@ def timeline(run: Run) -> list[tuple[str, int]]:
 
 
 def fits(run: Run, gpu: Gpu) -> bool:
-    """Whether `run` needs no more than what is usable of `gpu`."""
+    """Return whether `run` needs no more than what is usable of `gpu`."""
     return breakdown(run).peak_bytes <= gpu.usable_bytes

@@ -34,7 +34,7 @@ class Counts:
     ticks: dict[str, int]
     """By the kind of operation: ticks that run it, on whatever rank (in lock step all wait for it); and `all`."""
     times: dict[str, int]
-    """How often the executor runs `embed`, `head` and `embed_gradient`."""
+    """Times that the executor runs `embed`, `head` and `embed_gradient`."""
     slots: dict[str, int]
     """As `buffers.Slots`: most values of a kind at once on the fullest rank."""
     peaks: dict[str, int]

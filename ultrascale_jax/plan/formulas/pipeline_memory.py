@@ -69,7 +69,7 @@ def w_queue_bytes(run: Run, layer: Layer) -> float:
 
 
 def overlaps_passes(run: Run) -> bool:
-    """Whether a tick has forward and backward passes, of different stages."""
+    """Return whether a tick has forward and backward passes, of different stages."""
     ticks = pipeline.counts(run).ticks
     return ticks["F"] + ticks["B"] > ticks["all"]
 

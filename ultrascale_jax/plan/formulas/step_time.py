@@ -253,7 +253,7 @@ class Step:
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
     def layer_parameters(self, forward: float, backward: float) -> float:
-        """The parameters of a layer; routed experts hide behind all of it where the layer before gathers them."""
+        """Time gathering a layer's parameters; routed experts hide behind a layer if the last one gathers them."""
         params = self.layer_params()
         if self.run.prefetches:
             return self.parameters(params, *self.beside(forward, backward))

@@ -108,7 +108,7 @@ class Search:
         """
         self.cfg, self.cluster = cfg, cluster
         self.counts = dict.fromkeys(("candidates", "fits", "does not fit", NEEDLESS), 0)
-        """How many candidates there were, and how many were pruned for which reason."""
+        """Number of candidates, and of those pruned, by reason."""
         self._candidates: dict[Run, Candidate] = {}
         self._misses: list[tuple[int, Run]] = []
         self._choices, self._shape = choices or {}, shape
@@ -258,7 +258,7 @@ class Search:
 
     @property
     def closest(self) -> tuple[int, Run] | None:
-        """Of what does not fit, the run that needs the least memory, and the bytes that it needs."""
+        """The run that needs the least memory of those that do not fit, and its bytes."""
         return min(self._misses, key=lambda miss: miss[0], default=None)
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:

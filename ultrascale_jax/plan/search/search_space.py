@@ -98,7 +98,7 @@ class Space:
     refusal: str = ""
     """Why this release trains none of them; empty if it does."""
     illegal: Counter[str] = field(default_factory=Counter)
-    """How many combinations of the fields are illegal, by the field that is."""
+    """Number of illegal combinations of the fields, by the field that is illegal."""
 
 
 def drawback(run: Run) -> str:
