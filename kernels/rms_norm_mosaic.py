@@ -32,7 +32,7 @@ MEMORY = 224 * 1024
 """Bytes of shared memory for rows, weight and sums; a Hopper SM has 227 KiB for a program."""
 
 REGISTERS = 16384
-"""Elements of the sums that a program's warpgroups carry together: a quarter of the registers of an SM."""
+"""Elements of the sums that a program's warpgroups carry in all: a quarter of the registers of an SM."""
 
 
 class Chunks:
@@ -74,11 +74,11 @@ def backward(
     (M, D), programs, chunks = x.shape, programs or cores(), Chunks(x.shape[1])
     tall, depth = D // LANES, min(8, max(2, 8192 // D))
     own = depth * D * (x.dtype.itemsize + dy.dtype.itemsize) + 4 * chunks.size * LANES
-    together = min(4, REGISTERS // D, (MEMORY - 4 * D) // own)
+    warpgroups = min(4, REGISTERS // D, (MEMORY - 4 * D) // own)
 
     def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, there, sums_s, summed):
         wg = lax.axis_index("wg")
-        row_of, count = share(M, together, programs)
+        row_of, count = share(M, warpgroups, programs)
         pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(weight_g, weight_s, there))
         plgpu.barrier_wait(there)
 
@@ -95,22 +95,22 @@ def backward(
         )
         _add_up(chunks, sums, dw_g.at[lax.axis_index("program")], sums_s, summed)
 
-    rows = plgpu.SMEM((together, depth, tall, LANES), x.dtype)
+    rows = plgpu.SMEM((warpgroups, depth, tall, LANES), x.dtype)
     memory = (
         rows,
         rows,
         plgpu.SMEM((tall, LANES), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=together * depth),
+        plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups * depth),
         plgpu.Barrier(num_arrivals=1),
-        plgpu.SMEM((together, chunks.size, LANES), jnp.float32),
-        plgpu.Barrier(num_arrivals=together),
+        plgpu.SMEM((warpgroups, chunks.size, LANES), jnp.float32),
+        plgpu.Barrier(num_arrivals=warpgroups),
     )
     out = [
         jax.ShapeDtypeStruct((M, tall, LANES), x.dtype),
         jax.ShapeDtypeStruct((programs, tall, LANES), jnp.float32),
     ]
     operands = [*(a.reshape(M, tall, LANES) for a in (x, dy)), weight.reshape(tall, LANES)]
-    options = {"warpgroups": together, "memory": memory, "approx_math": False}
+    options = {"warpgroups": warpgroups, "memory": memory, "approx_math": False}
     dx, dw = launch(body, "rms_norm_backward", out, programs, operands, **options)
     return dx.reshape(M, D), jnp.sum(dw, axis=0).reshape(D)
 

@@ -16,10 +16,10 @@ LANES = 128
 """Threads of a warpgroup."""
 
 
-def share(total: int, together: int, programs: int) -> tuple[Callable, jax.Array]:
+def share(total: int, warpgroups: int, programs: int) -> tuple[Callable, jax.Array]:
     """Return the function from n to the item, of `total`, that is this warpgroup's n-th, and how many it has."""
-    first = lax.axis_index("program") * together + lax.axis_index("wg")
-    stride = programs * together
+    first = lax.axis_index("program") * warpgroups + lax.axis_index("wg")
+    stride = programs * warpgroups
     return lambda n: first + n * stride, lax.div(total - first + stride - 1, stride)
 
 
