@@ -261,6 +261,39 @@ def test_no_number_of_a_run_may_be_one_that_the_devices_cannot_hold():
         assert len(str(refusal.value)) < 1200
 
 
+@pytest.mark.parametrize(
+    ("ramp", "message"),
+    [
+        ("64", "must end with train.global_batch=16"),
+        ("8; 4: 32", "must end with train.global_batch=16"),
+        ("16; 4: 8", "each must be larger; write sequences of a step, from a step on"),
+        ("8, 4: 16", "write sequences of a step, from a step on: 64; 2000: 128"),
+        ("8; 4: 12; 3: 16", "the stage at 3 would begin after 3 steps, the one before it after 4"),
+        ("8; 2.5: 16", "write stages as FIRST; AT: NEXT"),
+    ],
+)
+def test_a_ramp_of_the_batch_that_cannot_be_is_refused(ramp, message):
+    with pytest.raises(UserError, match=message) as refused:
+        TrainConfig(batch_ramp=ramp)
+    assert str(refused.value).startswith(f"train.batch_ramp={ramp!r}: ")
+
+
+def test_each_size_of_a_ramp_divides_into_micro_batches_for_the_mesh():
+    cfg = replaced(Config(), train__microbatches=4, train__batch_ramp="4; 0.5: 8; 80: 16")
+    assert [cfg.of_batch(size).train.microbatches for size in (4, 8, 16)] == [1, 2, 4]
+    assert cfg.check(4).train.batches.begins == (0, 50, 80)
+    with pytest.raises(
+        UserError,
+        match=r"^train\.batch_ramp='.*': with 4 sequences train\.global_batch=4: must be divisible",
+    ):
+        replaced(cfg, train__microbatches=2).check(8)
+    grouped = replaced(
+        cfg, mesh__pp=2, model__num_layers=4, pp__schedule="interleaved", mesh__fsdp=2
+    )
+    with pytest.raises(UserError, match=r"with 4 sequences train\.microbatches=1: must be a multi"):
+        grouped.check(4)
+
+
 def test_the_tokens_of_a_step_can_be_counted_in_int32():
     rows = (2**31 - 1) // 1024
     replaced(Config(), data__seq_len=1024, train__global_batch=rows)

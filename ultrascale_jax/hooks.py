@@ -46,7 +46,7 @@ class Hook:
         """Before the first step; `run.state` is new or restored, after `run.step` steps."""
 
     def wrap_step(self, run: "Run", step_fn: StepFn) -> StepFn:
-        """Return what is called in place of `step_fn`; called once, when the step is compiled."""
+        """Return what is called in place of `step_fn`; called when a step is compiled, for each size of batch once."""
         return step_fn
 
     def before_step(self, run: "Run") -> None:

@@ -165,7 +165,7 @@ def test_held_out_documents_are_the_asked_share_and_never_trained_on(texts):
     loader = make_loader(texts, seq_len=2, document_mask=False, eval_fraction=0.2)
     streams = []
     for split in (loader, loader.held_out()):
-        [(_, _, samples)] = split._split_samples()
+        [samples] = split._split_samples().values()
         streams.append(b"".join(bytes(samples[i]["tokens"].tolist()) for i in range(len(samples))))
     for document in document_bytes(texts):
         # A document at the very end of a stream may lose its tail.
@@ -202,7 +202,7 @@ def test_a_text_that_occurs_twice_is_on_one_side_only(tmp_path):
         loader = make_loader(source, seq_len=8, document_mask=False, eval_fraction=0.3)
         chosen = []
         for split in (loader, loader.held_out()):
-            parts = [samples for _, _, samples in split._split_samples()]
+            parts = split._split_samples().values()
             chosen.append({int(h) for p in parts for h in p._corpus.hashes[p._documents]})
         assert not chosen[0] & chosen[1]
         assert len(chosen[0] | chosen[1]) == 30

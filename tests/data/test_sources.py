@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from ultrascale_jax.config import DataConfig, UserError
-from ultrascale_jax.data import sources
-from ultrascale_jax.data.sources import open_sources, parse_mixture, parse_named, stdlib_paths
+from ultrascale_jax.data import mixture, sources
+from ultrascale_jax.data.mixture import parse_mixture, parse_named
+from ultrascale_jax.data.sources import open_sources, stdlib_paths
 from ultrascale_jax.data.tokenizer import train_bpe
 
 
@@ -26,7 +27,7 @@ def test_the_standard_library_is_the_same_code_every_time_without_its_tests():
 def test_the_table_of_sources_has_a_row_for_each_kind():
     rows = re.findall(r"^    (\S+)  +\S", sources.__doc__, re.MULTILINE)
     assert rows == ["python-stdlib", "text:GLOB", "tokens:DIR", "synthetic"]
-    assert sorted(rows) == sorted(re.findall(r"[\w:-]+(?=,| or|$)", sources.KINDS))
+    assert sorted(rows) == sorted(re.findall(r"[\w:-]+(?=,| or|$)", mixture.KINDS))
 
 
 def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):
@@ -63,8 +64,8 @@ def test_a_mixture_is_read_as_names_and_weights(source, expected):
 
 def test_weights_are_shares(tmp_path):
     sources = open_sources(DataConfig(source="synthetic@3,python-stdlib"), 256)
-    assert sources.weights == (0.75, 0.25)
-    assert sources.names == ("synthetic", "python-stdlib")
+    assert sources.mixture.weights == ((0.75, 0.25),)
+    assert sources.mixture.names == ("synthetic", "python-stdlib")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,9 @@ def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
     [
         ("a=text:x,a=text:y", "there are two of 'a'; give each source a name"),
         ("text:x,a=text:y", "name all sources, NAME=SOURCE, or none"),
+        ("a=text:x; 5: text:y", "evaluations are of one mixture during the whole run"),
     ],
 )
-def test_sources_of_an_evaluation_are_all_named_once(source, said):
+def test_sources_of_an_evaluation_are_all_named_once_and_have_no_stages(source, said):
     with pytest.raises(UserError, match=rf"^data\.eval_source='{source}': {said}"):
         parse_named(source)

@@ -194,6 +194,75 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
     assert bits(saved_state(BASE, tmp_path / "run", 8)) == bits(saved_state(BASE, straight[0], 8))
 
 
+STAGED = change(
+    BASE,
+    data={"source": "synthetic; 4: synthetic@3,synthetic@1"},
+    train={"batch_ramp": "4; 4: 8", "microbatches": 2, "eval_every": 0},
+    optim={"warmup_steps": 0},
+)
+"""Two micro-batches of 4 sequences after 4 steps, before that one, and a second source after 4."""
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged")
+    return folder, run(STAGED, folder)
+
+
+@pytest.mark.slow
+def test_a_ramp_of_the_batch_compiles_a_step_for_each_size_and_counts_its_tokens(
+    staged, capsys, tmp_path
+):
+    folder, summary = staged
+    rows = step_rows(folder)
+    loader = Loader(STAGED.data, vocab_size=64, global_batch=STAGED.train.batches, seed=0, steps=8)
+    assert [row["batch_hash"] for row in rows] == [loader.batch_hash(step) for step in range(8)]
+    passed = [row["tokens_per_s"] * row["step_s"] / 32 for row in rows]
+    np.testing.assert_allclose(passed, [4] * 4 + [8] * 4)
+    assert summary["tokens_per_s"] * summary["step_s"] == pytest.approx(32 * (3 * 4 + 4 * 8) / 7)
+    (tmp_path / "metrics.jsonl").write_text("stale\n")
+    branch = change(STAGED, checkpoint={"resume": f"from:{folder}@4"})
+    again = run(branch, tmp_path)
+    said = capsys.readouterr().out
+    assert f"resumed from {folder / 'checkpoints/4'}" in said
+    assert "compiled the step of 8 sequences (micro-batches: 2) in" in said
+    assert "data: stage 2, steps 5 to 8: synthetic 24 sequences (no end), synthetic 8 seq" in said
+    assert again["loss"] == summary["loss"] and again["eval_loss"] == summary["eval_loss"]
+    assert bits(saved_state(STAGED, tmp_path, 8)) == bits(saved_state(STAGED, folder, 8))
+    assert [row["batch_hash"] for row in step_rows(tmp_path)] == [x["batch_hash"] for x in rows]
+
+
+@pytest.mark.slow
+def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(staged, tmp_path):
+    folder, _ = staged
+    branch = change(STAGED, checkpoint={"resume": f"from:{folder}@4"}, train={"steps": 4})
+    later = {"data": {"source": "synthetic; 6: synthetic,synthetic"}}
+    grown = {"train": {"batch_ramp": "4; 9: 16", "global_batch": 16, "steps": 4}}
+    for change_after in (later, grown):
+        run(change(branch, **change_after), tmp_path / "after")
+        shutil.rmtree(tmp_path / "after")
+    earlier = {"data": {"source": "synthetic; 3: synthetic,synthetic"}}
+    shrunk = {"train": {"batch_ramp": "4; 3: 8", "steps": 4}}
+    for change_before, said in ((earlier, r"data\.source: saved"), (shrunk, r"train\.batch_ramp:")):
+        with pytest.raises(UserError, match=f"checkpoints/4 is of another run:\n  {said}"):
+            run(change(branch, **change_before), tmp_path / "before")
+    for resume, said in (
+        (f"from:{folder}@5", r"there is no such checkpoint; the steps in .* are \[4, 8\]"),
+        (f"from:{tmp_path}", r"there is no such checkpoint; the steps in .* are \[\]"),
+    ):
+        with pytest.raises(UserError, match=rf"^checkpoint\.resume='from:.*': {said}"):
+            run(change(branch, checkpoint={"resume": resume}), tmp_path / "none")
+
+
+# Implied by test_a_ramp_of_the_batch..., and tests/parity of a step on any mesh.
+@pytest.mark.wide
+def test_a_ramp_of_the_batch_has_the_same_losses_in_a_pipeline(staged, tmp_path):
+    cfg = dataclasses.replace(STAGED, mesh=MeshConfig.of(pp=2, fsdp=2))
+    run(cfg, tmp_path)
+    losses = [[row["loss"] for row in step_rows(f)] for f in (tmp_path, staged[0])]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 # Implied by test_manager.py's states on any mesh, tests/parity, and a loader that has no mesh.
 @pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):

@@ -21,6 +21,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
+from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
 from ultrascale_jax.checkpoint.layout import Groups, join, split, with_retired
 from ultrascale_jax.checkpoint.restoring import found_by_process0
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
@@ -275,19 +276,21 @@ class Checkpoints:
     ) -> tuple[TrainState, int, list[str]] | None:
         """The newest state that is what was saved, its step, and what to tell of it; none if nothing was ever saved.
 
-        Damaged checkpoints are put aside. `accept(metadata, place)` raises `UserError` for another run's checkpoint,
-        and returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged, and
+        Where nothing was, `checkpoint.resume` may name another run's checkpoint, and its metrics come along. Damaged
+        checkpoints are put aside. `accept(metadata, place)` raises `UserError` for another run's checkpoint, and
+        returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged, and
         `Unreadable` if it cannot tell.
         """
 
-        def restore_step(step: int) -> tuple[TrainState, list[str]]:
-            place = self.folder / str(step)
+        def restore(place: Path) -> tuple[TrainState, list[str]]:
             meta, note = restoring.opened(place)
             notes = [f"resumed from {place}", *([] if note is None else [f"warning: {note}"])]
             notes += [f"changed since: {change}" for change in accept(meta, place)]
-            return self._load(step, abstract, meta), notes
+            return self._load(place, abstract, meta), notes
 
-        found = restoring.newest(self._listed()[0], restore_step, self._put_aside)
+        found = restoring.newest(
+            self._listed()[0], lambda step: restore(self.folder / str(step)), self._put_aside
+        )
         if found is not None:
             step, (state, notes) = found
             for other in self._listed()[0]:
@@ -302,7 +305,25 @@ class Checkpoints:
                 f"all checkpoints in {self.folder} are damaged ({', '.join(aside)}): put a good one back under its "
                 "number, or start anew with checkpoint.resume=never"
             )
-        return None
+        return self._branch(restore)
+
+    def _branch(
+        self, restore: Callable[[Path], tuple[TrainState, list[str]]]
+    ) -> tuple[TrainState, int, list[str]] | None:
+        """Restore what `checkpoint.resume` names of another run, which is only read."""
+        point = branch_point(self._cfg.checkpoint.resume)
+        if point is None:
+            return None
+
+        def damaged(step: int, why: str) -> None:
+            fix = f"step {step} is damaged ({why}); name another step"
+            require(False, "checkpoint.resume", self._cfg.checkpoint.resume, fix)
+
+        found = restoring.newest([int(point.name)], lambda _: restore(point), damaged)
+        assert found is not None
+        bring_metrics(point, Path(self._cfg.log.run_dir))
+        step, (state, notes) = found
+        return state, step, notes
 
     def meta(self, step: int) -> dict:
         """Return the JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
@@ -310,16 +331,17 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """Restore the state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
-        return self._load(step, abstract, restoring.opened(self.folder / str(step))[0])
+        place = self.folder / str(step)
+        return self._load(place, abstract, restoring.opened(place)[0])
 
-    def _load(self, step: int, abstract: TrainState, meta: dict) -> TrainState:
+    def _load(self, place: Path, abstract: TrainState, meta: dict) -> TrainState:
         """As `restore`.
 
         What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
         checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
         """
         like, shapes = _shapes(abstract, meta)
-        groups = restoring.load(self.folder / str(step), meta, shapes)
+        groups = restoring.load(place, meta, shapes)
         order = abstract.params.layer_order_of
         state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)
         return reset_optional_state(state, abstract, self._cfg)

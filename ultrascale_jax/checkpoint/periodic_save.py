@@ -1,5 +1,7 @@
 """Save a checkpoint every `checkpoint.every` steps, and at the last step of a process."""
 
+from collections.abc import Callable
+
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.hooks import Hook, Row, Run
@@ -12,9 +14,9 @@ class PeriodicSave(Hook):
     process is written all the same, but deletes no older one: good checkpoints outlive a run of bad steps.
     """
 
-    def __init__(self, checkpoints: Checkpoints, fingerprint: str):
-        """`fingerprint` is that of the training data."""
-        self._checkpoints, self._fingerprint = checkpoints, fingerprint
+    def __init__(self, checkpoints: Checkpoints, fingerprint_at: Callable[[int], str]):
+        """`fingerprint_at` returns the fingerprint of what so many steps have read."""
+        self._checkpoints, self._fingerprint_at = checkpoints, fingerprint_at
         self._late = self._skipped = False
 
     def on_metrics(self, run: Run, row: Row) -> None:
@@ -32,7 +34,7 @@ class PeriodicSave(Hook):
         for hook in run.hooks:
             hook.before_save(run)
         with run.pause("save"):
-            meta = describe(run.cfg, run.step, self._fingerprint)
+            meta = describe(run.cfg, run.step, self._fingerprint_at(run.step))
             self._checkpoints.save(run.state, meta, wait=run.is_last, rotate=not self._skipped)
         for hook in run.hooks:
             hook.on_save(run)

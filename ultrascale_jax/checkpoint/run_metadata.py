@@ -14,11 +14,12 @@ from ultrascale_jax.config.renamed import upgraded
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
-    *("train.seed", "train.global_batch", "train.init_from", "train.lora"),
+    *("train.seed", "train.global_batch", "train.batch_ramp", "train.init_from", "train.lora"),
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 
-Only the places of the data and the tokenizer may change, as long as the tokens in them do not, and `data.eval_source`.
+The places of the data and the tokenizer may change, as long as the tokens in them do not, and `data.eval_source`. A
+later stage of the data or of the batch may change too: the fingerprint is of what was read, which stays the same.
 """
 
 FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
@@ -27,14 +28,16 @@ FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
 NO_DATA = "no data yet, tokenizer "
 """Start of the fingerprint of a run that has read no data, before that of its tokenizer (empty: any)."""
 
-DATA_ORDER = ("data.", "train.seed", "train.global_batch")
+BATCHES = ("train.global_batch", "train.batch_ramp")
+
+DATA_ORDER = ("data.", "train.seed", *BATCHES)
 """Fields that decide what is read and in which order."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def describe(cfg: Config, step: int, fingerprint: str) -> dict:
-    """Return the metadata to save after `step` optimizer steps on the data of `fingerprint`."""
+    """Return the metadata to save after `step` optimizer steps, which have read the data of `fingerprint`."""
     return {
         "config": json.loads(json.dumps(dataclasses.asdict(cfg))),
         "data": {"step": step, "fingerprint": fingerprint, "seed": cfg.train.seed},
@@ -64,7 +67,9 @@ def check_same_run(
 
     Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
     """
-    saved, now = fields(config_from_dict(meta["config"])), fields(cfg)
+    before = config_from_dict(meta["config"])
+    saved, now, step = fields(before), fields(cfg), meta["data"]["step"]
+    same_batches = before.train.batches.until(step) == cfg.train.batches.until(step)
     allowed, old = cfg.checkpoint.allow_change, meta["data"]["fingerprint"]
     fresh, same_data = old.startswith(NO_DATA), old == fingerprint
     free = (*FREE, *DATA_ORDER) if fresh else FREE
@@ -74,7 +79,8 @@ def check_same_run(
         if saved.get(name) == now.get(name) or name.startswith(free):
             continue
         moved = same_data and name in ("data.source", "data.tokenizer", "data.eval_source")
-        must_not = name.startswith(SAME) and not moved and name not in allowed
+        later = same_batches and name in BATCHES
+        must_not = name.startswith(SAME) and not (moved or later or name in allowed)
         (refused if must_not else noted).append(change)
     if fresh and old not in (NO_DATA, NO_DATA + tokenizer):
         name, changed = "data.tokenizer", cfg.data.tokenizer
@@ -86,11 +92,11 @@ def check_same_run(
         (noted if DATA in allowed else refused).append(change)
     if refused:
         raise UserError(_of_another_run(refused, cfg, place, fits))
-    before = meta["versions"]
+    old_versions = meta["versions"]
     return noted + [
-        f"{name}: saved by {before[name]}, now {version}"
+        f"{name}: saved by {old_versions[name]}, now {version}"
         for name, version in versions().items()
-        if before.get(name, version) != version
+        if old_versions.get(name, version) != version
     ]
 
 

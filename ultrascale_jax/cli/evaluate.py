@@ -115,7 +115,8 @@ def on_mesh(options: Options, cfg: Config, positions: int) -> tuple[Config, "Mes
     rows = options.batch or -(-DEFAULT_ROWS // parts) * parts
     fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*mesh.pp={parts}"
     require(rows % parts == 0, "batch", rows, fix)
-    train = replace(cfg.train, global_batch=rows, microbatches=sizes.pp, remat="none")
+    batches = {"global_batch": rows, "batch_ramp": "", "microbatches": sizes.pp}
+    train = replace(cfg.train, **batches, remat="none")
     data = replace(cfg.data, seq_len=length, tokenizer=options.tokenizer or cfg.data.tokenizer)
     cfg = replace(
         cfg,

@@ -19,6 +19,7 @@ from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import require as require
 from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.batches import Batches as Batches
 from ultrascale_jax.config.kernels import KernelsConfig as KernelsConfig
 from ultrascale_jax.config.model import Experts as Experts
 from ultrascale_jax.config.model import LatentAttention as LatentAttention
@@ -154,7 +155,8 @@ class DataConfig:
     """Source of the tokens, and packing of the rows."""
 
     source: str = "python-stdlib"
-    """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`."""
+    """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`; another mixture from a
+    step or a share of the run on: `tokens:a; 0.8: tokens:a,tokens:b`."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     seq_len: int = 256
@@ -325,14 +327,18 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only after the last step."""
     keep: int = 3
     """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
-    resume: Literal["auto", "never", "must"] = "auto"
-    """Continue from the newest checkpoint: if there is one, never, or else fail."""
+    resume: str = "auto"
+    """Continue from the newest checkpoint: `auto`, if there is one; `never`; `must`, or fail. `from:RUN_DIR[@STEP]`: if
+    there is none, branch off that run's checkpoint, with its optimizer, step and place in the data."""
     allow_change: tuple[str, ...] = ()
     """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
 
     `data` stands for the tokens themselves."""
 
     def __post_init__(self):
+        known = re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL) is not None
+        fix = "must be auto, never, must or from:RUN_DIR[@STEP]"
+        require(known, "checkpoint.resume", self.resume, fix)
         require_at_least(0, "checkpoint", self, ("every",))
         require_at_least(1, "checkpoint", self, ("keep",))
 
@@ -431,10 +437,23 @@ class Config:
             fix = f"multiplies bfloat16; use auto or xla with {train.precision}"
             fits = model.experts is None or kernel != "mosaic"
             require(fits, "kernels.grouped_matmul", kernel, fix)
+        for size in train.batches.sizes[:-1]:
+            try:
+                self.of_batch(size).check(num_devices)
+            except UserError as error:
+                words = f"train.batch_ramp={train.batch_ramp!r}: with {size} sequences {error}"
+                raise UserError(words) from None
         if mesh.tensor > GPUS_PER_NODE:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
+
+    def of_batch(self, size: int) -> "Config":
+        """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""
+        train = self.train
+        microbatches = train.batches.microbatches(size, train.microbatches)
+        changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ""}
+        return dataclasses.replace(self, train=dataclasses.replace(train, **changes))
 
     def _check_names(self) -> None:
         sections = {
@@ -485,7 +504,12 @@ def with_changes(
     cp: ContextConfig | None = None,
     **train: Any,
 ) -> Config:
-    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp."""
+    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp.
+
+    Another `global_batch` is that of every step, without a ramp.
+    """
+    if train.get("global_batch", cfg.train.global_batch) != cfg.train.global_batch:
+        train = {"batch_ramp": "", **train}
     sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
     train_cfg = dataclasses.replace(cfg.train, **train)
     return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)

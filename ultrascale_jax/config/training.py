@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ultrascale_jax.config.base import require, require_at_least
+from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.lora import Lora
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
@@ -116,6 +117,9 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     global_batch: int = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
+    batch_ramp: str = ""
+    """Smaller batches first, each from a step or a share of the run on, the last `train.global_batch`: `64; 2000: 128;
+    5000: 256`. Micro-batches keep their size, and their number grows."""
     microbatches: int = 1
     """Gradient-accumulation steps inside one optimizer step; `auto` (0): the fastest number that fits."""
     zero: Literal[0, 1, 2, 3] = 3
@@ -147,6 +151,13 @@ class TrainConfig:
         remat_names(self.remat)
         if self.lora:
             Lora.parse(self.lora)
+        if self.batch_ramp:
+            Batches.parse(self.batch_ramp, self.global_batch, self.steps)
+
+    @property
+    def batches(self) -> Batches:
+        """Return the sequences of each step."""
+        return Batches.parse(self.batch_ramp, self.global_batch, self.steps)
 
     @property
     def auto(self) -> tuple[str, ...]:

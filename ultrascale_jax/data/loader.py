@@ -2,24 +2,28 @@
 
 The documents of a split are put in an order set by the seed and read as one stream; sample i is its
 tokens i*T to i*T+T, one more than a row so that every token but the first is a target. Grain
-shuffles the samples anew for every epoch and mixes the sources by weight, both by index alone, so
-row r of step s is simply sample s*B+r: no state to save, and each process reads only the rows of
-its own devices. `samples.py` cuts the rows; `balance.py` deals them to the devices.
+shuffles the samples anew for every epoch, and `mixture.py` mixes the sources by weight, stage after
+stage. Both go by index alone, so row r of step s is simply sequence s*B+r, or what a ramp of the
+batch makes of s*B: no state to save, and each process reads only the rows of its own devices.
+`samples.py` cuts the rows; `balance.py` deals them to the devices.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.config import LARGEST, Batches, DataConfig, UserError, require
+from ultrascale_jax.config.stages import begins, parse_stages
 from ultrascale_jax.data.balance import attention_work, deal_rows
+from ultrascale_jax.data.mixture import StagedSamples, parse_named
 from ultrascale_jax.data.samples import (
     ENDLESS,
     Batch,
@@ -31,7 +35,7 @@ from ultrascale_jax.data.samples import (
     random_bits,
 )
 from ultrascale_jax.data.shards import Corpus
-from ultrascale_jax.data.sources import Sources, Synthetic, open_sources, parse_named
+from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.sharding.rules import act
 
 
@@ -51,12 +55,13 @@ class Loader:
     Args:
         data: source, tokenizer and packing.
         vocab_size: ids must be below it.
-        global_batch: rows of one step (B), over all processes.
+        global_batch: rows of one step (B), over all processes; or those of each step.
         seed: sets the order of the training split; the held-out split always has the same.
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
         order: int [T] order of the tokens of a row, as of `sequence_order`; none is the natural one.
-        microbatches: micro-batches of a step, whose devices get rows with similar work.
+        microbatches: micro-batches of a step of the largest size, whose devices get rows with similar work.
+        steps: steps of the run, of which a stage of `data.source` may begin at a share.
         together: every process of the job makes this loader now, so they share the checking: see `open_shards`.
 
     Raises:
@@ -69,17 +74,19 @@ class Loader:
         data: DataConfig,
         *,
         vocab_size: int,
-        global_batch: int,
+        global_batch: int | Batches,
         seed: int,
         split: str = "train",
         sources: Sources | None = None,
         order: np.ndarray | None = None,
         microbatches: int = 1,
+        steps: int | None = None,
         together: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
-        self.data, self.vocab_size, self.global_batch = data, vocab_size, global_batch
-        self.seed, self.split = seed, split
+        self.data, self.vocab_size, self.seed, self.split = data, vocab_size, seed, split
+        self.batches = Batches((global_batch,)) if isinstance(global_batch, int) else global_batch
+        """Rows of each step."""
         if order is not None:
             fix = f"must hold every index below data.seq_len={data.seq_len} once"
             once = np.array_equal(np.sort(order), np.arange(data.seq_len))
@@ -87,21 +94,26 @@ class Loader:
         self._order, self._microbatches, self._together = order, microbatches, together
         self.sources = sources or open_sources(data, vocab_size, together=together)
         self.tokenizer = self.sources.tokenizer
+        stages = parse_stages("data.source", data.source) if split == "train" else ()
+        self.begins: tuple[int, ...] = begins("data.source", data.source, stages, steps)
+        """Steps that are done before each stage of the mixture."""
         samples = self._split_samples()
-        self.num_sequences: int = sum(len(part) for _, _, part in samples)
+        self.num_sequences: int = sum(map(len, samples.values()))
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
-        self.max_documents: int = max((part.max_documents for _, _, part in samples), default=0)
+        self.max_documents: int = max((x.max_documents for x in samples.values()), default=0)
         """The most documents that a row has a piece of."""
-        self._samples = _shuffle_and_mix(samples, self._key()) if self.num_sequences else None
-        places = [(name, weight, Places(name, part)) for name, weight, part in samples]
-        self._places = _shuffle_and_mix(places, self._key()) if self.num_sequences else None
+        places = {i: Places(self.sources.mixture.names[i], part) for i, part in samples.items()}
+        self._lengths = {i: len(part) for i, part in samples.items()}
+        self._samples, self._places = (
+            self._mixed(parts) if samples else None for parts in (samples, places)
+        )
 
     def held_out(self) -> "Loader":
-        """The held-out split of the same, already open sources."""
+        """The held-out split of the same, already open sources, in batches of the largest size of the run."""
         return Loader(
             self.data,
             vocab_size=self.vocab_size,
-            global_batch=self.global_batch,
+            global_batch=self.batches.sizes[-1],
             seed=self.seed,
             split="eval",
             sources=self.sources,
@@ -129,7 +141,7 @@ class Loader:
         return Loader(
             data,
             vocab_size=self.vocab_size,
-            global_batch=self.global_batch,
+            global_batch=self.batches.sizes[-1],
             seed=0,
             order=self._order,
             together=self._together,
@@ -138,28 +150,67 @@ class Loader:
     @property
     def fingerprint(self) -> str:
         """Return a digest of documents, tokenizer and packing; paths, seed and batch size do not change it."""
-        content = {
-            "sources": [corpus.fingerprint for corpus in self.sources.corpora],
-            "weights": self.sources.weights,
+        return self.fingerprint_at(LARGEST)
+
+    def fingerprint_at(self, step: int) -> str:
+        """Return the `fingerprint` of what the first `step` steps have read: later stages do not change it."""
+        weights = self.sources.mixture.weights
+        last = max(sum(begin < step for begin in self.begins), 1)
+        known = self.sources.mixture.known_by(last - 1)
+        content: dict[str, Any] = {
+            "sources": [corpus.fingerprint for corpus in self.sources.corpora[:known]],
+            "weights": weights[0][:known],
             "tokenizer": self.tokenizer.fingerprint,
             "packing": [self.data.seq_len, self.data.document_mask, self.data.held_out_fraction],
         }
+        if last > 1:
+            later = zip(self.begins[1:last], weights[1:last], strict=True)
+            content["stages"] = [(begin, stage[:known]) for begin, stage in later]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def describe(self, steps: int) -> list[str]:
+        """Return a line for each stage of a run of `steps` steps: each source's sequences, and how often it repeats."""
+        if self._samples is None:
+            return []
+        lines = []
+        ends = [*self.begins[1:], steps]
+        for number, (begin, end) in enumerate(zip(self.begins, ends, strict=True), start=1):
+            stage = f"stage {number}, " if len(ends) > 1 else ""
+            if begin >= steps:
+                lines.append(f"data: {stage}after step {begin}: not reached in {steps} steps")
+                continue
+            first, last = (self.batches.before(step) for step in (begin, min(end, steps)))
+            before, after = self._samples.counts(first), self._samples.counts(last)
+            parts = [
+                f"{self.sources.mixture.names[i]} {after[i] - before[i]:,} sequences ({self._epochs(i, after[i])})"
+                for i, weight in enumerate(self.sources.mixture.weights[number - 1])
+                if weight
+            ]
+            lines.append(f"data: {stage}steps {begin + 1} to {min(end, steps)}: {', '.join(parts)}")
+        return lines
+
+    def _epochs(self, source: int, count: int) -> str:
+        """Say how often `count` sequences pass over a source."""
+        length = self._lengths[source]
+        if length == ENDLESS:
+            return "no end"
+        return f"{count / length:.2f} epochs of {length:,}"
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the rows of the global batch of a step, int32 [rows, T] by name."""
-        return self._ordered(self._load(step, range(self.global_batch)[rows]))
+        return self._ordered(self._load(step, range(self.batches.at(step))[rows]))
 
     def batch_hash(self, step: int) -> str:
         """Hash the tokens and targets of the whole global batch; every mesh gives the same hash."""
-        return batch_hash(self._load(step, range(self.global_batch)))
+        return batch_hash(self._load(step, range(self.batches.at(step))))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
         """Return the places in files from which a step's global batch is read, for all rows or the given ones."""
         if self._places is None:
             return []
-        rows = range(self.global_batch) if rows is None else rows
-        found = [self._places[step * self.global_batch + int(row)] for row in rows]
+        rows = range(self.batches.at(step)) if rows is None else rows
+        first = self.batches.before(step)
+        found = [self._places[first + int(row)] for row in rows]
         return cast(list[list[Place]], found)
 
     def device_batches(
@@ -178,12 +229,15 @@ class Loader:
             UnreadableError: the file system failed.
         """
         sharding = NamedSharding(mesh, act("BT"))
-        shape = (self.global_batch, self.data.seq_len)
-        indices = sharding.addressable_devices_indices_map(shape).values()
-        rows = [np.arange(self.global_batch)[index[0]] for index in indices if index is not None]
-        mine = np.unique(np.concatenate(rows))
-        shards = self.global_batch // sharding.shard_shape(shape)[0]
         hashing = jax.process_index() == 0
+
+        @functools.cache
+        def own_rows(size: int) -> tuple[np.ndarray, int]:
+            """Return which of `size` rows are on this process's devices, and the parts into which they are split."""
+            shape = (size, self.data.seq_len)
+            indices = sharding.addressable_devices_indices_map(shape).values()
+            rows = [np.arange(size)[index[0]] for index in indices if index is not None]
+            return np.unique(np.concatenate(rows)), size // sharding.shard_shape(shape)[0]
 
         def load(step: int) -> tuple[int, Batch, str]:
             try:
@@ -195,50 +249,59 @@ class Loader:
                 raise UnreadableError(text) from error
 
         def read(step: int) -> tuple[int, Batch, str]:
+            mine, shards = own_rows(self.batches.at(step))
             own = self._dealt(step, shards)[mine]
             if not hashing:
                 return step, self._ordered(self._load(step, own)), ""
-            batch = self._load(step, range(self.global_batch))
+            batch = self._load(step, range(self.batches.at(step)))
             local = {name: value[own] for name, value in batch.items()}
             return step, self._ordered(local), batch_hash(batch)
 
-        def place(local: np.ndarray) -> jax.Array:
+        def place(local: np.ndarray, size: int) -> jax.Array:
+            mine, _ = own_rows(size)
+
             def piece(index):
                 first = np.searchsorted(mine, index[0].start or 0)
-                count = len(range(self.global_batch)[index[0]])
+                count = len(range(size)[index[0]])
                 return local[first : first + count, index[1]]
 
-            return jax.make_array_from_callback(shape, sharding, piece)
+            return jax.make_array_from_callback((size, self.data.seq_len), sharding, piece)
 
         steps = grain.MapDataset.range(start_step, ENDLESS).map(load)
         options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
         reader = iter(steps.to_iter_dataset(options))
         try:
             for step, batch, digest in reader:
-                yield step, {name: place(value) for name, value in batch.items()}, digest
+                size = self.batches.at(step)
+                yield step, {name: place(value, size) for name, value in batch.items()}, digest
         finally:
             reader.close()
 
     def _dealt(self, step: int, shards: int) -> np.ndarray:
         """Return the row of the global batch for each place on the devices."""
         rows = self.places(step) if shards > 1 and self.data.document_mask else []
+        size = self.batches.at(step)
         if not rows:
-            return np.arange(self.global_batch)
+            return np.arange(size)
         work = np.array([attention_work([count for *_, count in places]) for places in rows])
-        return deal_rows(work, shards, self._microbatches)
+        return deal_rows(work, shards, self.batches.microbatches(size, self._microbatches))
 
     def _key(self) -> tuple:
         return ("train", self.seed) if self.split == "train" else ("eval",)
 
-    def _split_samples(self) -> list[tuple[str, float, PackedSamples | SyntheticSamples]]:
-        """Return name, weight and samples of every source that has a whole row in this split."""
-        corpora = [corpus for corpus in self.sources.corpora if isinstance(corpus, Corpus)]
-        held_out = held_out_hashes(
-            [corpus.hashes for corpus in corpora], self.data.held_out_fraction
-        )
-        samples = []
-        for i, corpus in enumerate(self.sources.corpora):
-            name, key = self.sources.names[i], (*self._key(), i)
+    def _split_samples(self) -> dict[int, PackedSamples | SyntheticSamples]:
+        """Return, by the number of the source, the samples of every source that has a whole row in this split.
+
+        The sources of the first stage decide which documents are held out, and their held-out documents are the split
+        `eval`: a stage that is added or changed later neither moves a document nor makes evaluations differ.
+        """
+        corpora, first = self.sources.corpora, self.sources.mixture.known_by(0)
+        evaluated = [corpus for corpus in corpora[:first] if isinstance(corpus, Corpus)]
+        hashes = [corpus.hashes for corpus in evaluated]
+        held_out = held_out_hashes(hashes, self.data.held_out_fraction)
+        samples = {}
+        for i, corpus in enumerate(corpora[:first] if self.split == "eval" else corpora):
+            name, key = self.sources.mixture.names[i], (*self._key(), i)
             if isinstance(corpus, Synthetic):
                 if self.split == "eval" and not self.data.held_out_fraction:
                     continue
@@ -248,17 +311,30 @@ class Loader:
                 chosen = np.flatnonzero(held if self.split == "eval" else ~held)
                 part = PackedSamples(corpus, chosen, self.data, key)
             if len(part):
-                samples.append((name, self.sources.weights[i], part))
+                samples[i] = part
             elif self.split == "train":
                 fault = f"has less than data.seq_len + 1 = {self.data.seq_len + 1} tokens"
                 raise UserError(f"data.source={name!r}: {fault}; give more text or shorter rows")
         return samples
 
+    def _mixed(self, parts: dict[int, Any]) -> StagedSamples:
+        """Reshuffle every source each epoch, without end, and mix them, all by index."""
+        endless = []
+        for i, part in enumerate(parts.values()):
+            dataset = grain.MapDataset.source(part)
+            if part.shuffled:
+                seed = int(random_bits((*self._key(), i, "shuffle"), 1)[0] % 2**32)
+                dataset = dataset.seed(seed).shuffle()
+            endless.append(dataset.repeat())
+        stages = self.sources.mixture.weights[: len(self.begins)]
+        weights = [[stage[i] for i in parts] for stage in stages]
+        return StagedSamples(endless, weights, [self.batches.before(step) for step in self.begins])
+
     def _load(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
         if self._samples is None:
             fix = "the held-out documents do not fill one row; raise it or lower data.seq_len"
             raise UserError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
-        first = step * self.global_batch
+        first = self.batches.before(step)
         samples = [cast(Batch, self._samples[first + int(row)]) for row in rows]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
         self._check(step, rows, batch)
@@ -312,17 +388,3 @@ def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarra
         count = min(max(1, round(fraction * different.size)), different.size - 1)
         held_out.append(different[:count])
     return np.unique(np.concatenate(held_out))
-
-
-def _shuffle_and_mix(samples, key: tuple) -> grain.MapDataset:
-    """Make one endless dataset: reshuffle every source each epoch, and mix them by weight, all by index."""
-    parts = []
-    for i, (_, _, part) in enumerate(samples):
-        dataset = grain.MapDataset.source(part)
-        if part.shuffled:
-            seed = int(random_bits((*key, i, "shuffle"), 1)[0] % 2**32)
-            dataset = dataset.seed(seed).shuffle()
-        parts.append(dataset.repeat())
-    if len(parts) == 1:
-        return parts[0]
-    return grain.MapDataset.mix(parts, weights=[weight for _, weight, _ in samples])

@@ -5,15 +5,14 @@
     tokens:DIR       token shards that `ultrascale prepare-data` wrote, memory-mapped; also `tokens:s3://BUCKET/DIR`
     synthetic        random token ids and document borders, without end
 
-Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter.
-`data.eval_source` may name such mixtures: `web=text:a/*.txt,code=tokens:b`.
+Several are mixed by weights: `tokens:a@0.7,tokens:b@0.3`; a weight not given is 1, and only ratios matter. A mixture
+may change at a step, or at a share of the run: `tokens:a; 0.8: tokens:a,tokens:b`. `data.eval_source` may name
+mixtures: `web=text:a/*.txt,code=tokens:b`. `mixture.py` reads such texts.
 """
 
 import glob
 import hashlib
-import math
 import os
-import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.mixture import Mixture
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from ultrascale_jax.storage.cache import cache_folder
 from ultrascale_jax.storage.remote import RemoteError, is_url
-
-KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
-
-KIND = "(?:python-stdlib|synthetic|text:|tokens:)"
-"""Regular expression of the beginning of a source."""
 
 STDLIB_SKIPPED = {
     *("test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"),
@@ -50,11 +45,9 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Sources:
-    """All sources of a run, in the order of `data.source`."""
+    """All sources of a run, in the order in which `data.source` first names them."""
 
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
-    """Shares of the sequences; their sum is 1."""
+    mixture: Mixture
     corpora: tuple[Corpus | Synthetic, ...]
     tokenizer: Tokenizer
 
@@ -72,52 +65,9 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
         ValueError: in one line the field, the source, the file at fault and the fix.
     """
     tokenizer = load_tokenizer(data.tokenizer)
-    mixture = parse_mixture(data.source)
-    corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name, _ in mixture)
-    total = sum(weight for _, weight in mixture)
-    return Sources(
-        names=tuple(name for name, _ in mixture),
-        weights=tuple(weight / total for _, weight in mixture),
-        corpora=corpora,
-        tokenizer=tokenizer,
-    )
-
-
-def parse_mixture(source: str) -> list[tuple[str, float]]:
-    """Parse `a@0.7,b@0.3` into names and weights; a comma parts sources only before the name of a kind."""
-    mixture = []
-    for part in re.split(rf",\s*(?={KIND})", source):
-        match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
-        try:
-            name, weight = (match[1], float(match[2])) if match else (part.strip(), 1.0)
-        except ValueError:
-            name, weight = part.strip(), 1.0  # an @ inside a path
-        kind, _, argument = name.partition(":")
-        known = name in ("python-stdlib", "synthetic") or (
-            kind in ("text", "tokens") and bool(argument)
-        )
-        require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")
-        fix = f"the weight of {name!r} must be a positive number"
-        require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
-        mixture.append((name, weight))
-    return mixture
-
-
-def parse_named(source: str) -> dict[str, str]:
-    """Parse `web=text:a,code=tokens:b` into mixtures by name; a text without names is one mixture, whose name is empty.
-
-    Raises `UserError` for a name that is missing or given twice.
-    """
-    named: dict[str, str] = {}
-    for part in re.split(rf",\s*(?=[\w.-]+={KIND})", source.strip()):
-        match = re.fullmatch(rf"([\w.-]+)=({KIND}.*)", part)
-        name, mixture = (match[1], match[2]) if match else ("", part)
-        fix = f"there are two of {name!r}; give each source a name of its own"
-        require(name not in named, "data.eval_source", source, fix)
-        named[name] = mixture
-    fix = "name all sources, NAME=SOURCE, or none"
-    require("" not in named or len(named) == 1, "data.eval_source", source, fix)
-    return named
+    mixture = Mixture.parse(data.source)
+    corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name in mixture.names)
+    return Sources(mixture=mixture, corpora=corpora, tokenizer=tokenizer)
 
 
 def _open(

@@ -72,12 +72,12 @@ class SkippedSteps(Hook):
         run.summary["skipped"] += 1
         if not suspicious(row):
             return
-        step, size = row["step"], run.cfg.train.global_batch
+        step, batches = row["step"], run.cfg.train.batches
         found = {
             "step": step,
             "reason": reason(row),
             **{name: row[name] for name in ("loss", "grad_norm", "batch_hash")},
-            "rows": [(step - 1) * size, step * size],
+            "rows": [batches.before(step - 1), batches.before(step)],
         }
         if jax.process_index() == 0:
             run.events.record("skipped", **found)

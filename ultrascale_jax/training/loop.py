@@ -64,8 +64,13 @@ def train(
 def _run_steps(run: Run, batches: Iterable[Batch]) -> None:
     """Run the steps after `run.step`."""
     step_fn: StepFn | None = None
+    size = 0
     for batch in batches:
-        if step_fn is None:
+        if step_fn is None or batch["tokens"].shape[0] != size:
+            size, step_fn = (
+                batch["tokens"].shape[0],
+                None,
+            )  # frees what the old one holds of the devices
             step_fn = _compile(run, batch)
             if run.check_stop():
                 break
@@ -81,11 +86,15 @@ def _run_steps(run: Run, batches: Iterable[Batch]) -> None:
 
 
 def _compile(run: Run, batch: Batch) -> StepFn:
-    begun = time.monotonic()
+    """Compile the step for batches of this size; a run has another size in each stage of `train.batch_ramp`."""
+    begun, size = time.monotonic(), batch["tokens"].shape[0]
+    cfg = run.cfg.of_batch(size) if run.cfg.train.batch_ramp else run.cfg
     with run.pause("compile"):
-        step_fn: StepFn = make_train_step(run.cfg).lower(run.state, batch).compile()
-    run.summary["compile_s"] = time.monotonic() - begun
-    run.note(f"compiled the step in {run.summary['compile_s']:.1f} s")
+        step_fn: StepFn = make_train_step(cfg).lower(run.state, batch).compile()
+    seconds = time.monotonic() - begun
+    run.summary["compile_s"] = (run.summary["compile_s"] or 0.0) + seconds
+    ramp = f" of {size} sequences (micro-batches: {cfg.train.microbatches})"
+    run.note(f"compiled the step{ramp if run.cfg.train.batch_ramp else ''} in {seconds:.1f} s")
     for hook in run.hooks:
         step_fn = hook.wrap_step(run, step_fn)
     return step_fn

@@ -104,6 +104,8 @@ def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
         # The command has options of its own for them.
         words = str(error).replace("data.source", "source")
         raise UserError(words.replace("set data.tokenizer=", "set --tokenizer ")) from None
+    fix = "has several stages; name one mixture"
+    require(len(opened.mixture.weights) == 1, "source", source, fix)
     parts = []
     for corpus in opened.corpora:
         require(isinstance(corpus, Corpus), "source", source, "has no end; name text")

@@ -100,7 +100,7 @@ def _enter(
     if jax.process_index() == 0:
         text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
         write_atomic(run_dir / "config.json", text.encode())
-    for note in notes + changes:
+    for note in notes + loader.describe(cfg.train.steps) + changes:
         log.note(note)
     trackers = stack.enter_context(Trackers(cfg, step))
     profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
@@ -148,7 +148,7 @@ def _all_hooks(
         ReplicaCheck(cfg.watch.replicas_every),
         Evaluation(cfg, evaluation),
         *own,
-        PeriodicSave(checkpoints, loader.fingerprint),
+        PeriodicSave(checkpoints, loader.fingerprint_at),
         # These see rows that are complete; the last one may end the run.
         log,
         trackers,
@@ -161,7 +161,8 @@ def make_loader(cfg: Config) -> Loader:
     return Loader(
         cfg.data,
         vocab_size=cfg.model.vocab_size,
-        global_batch=cfg.train.global_batch,
+        global_batch=cfg.train.batches,
+        steps=cfg.train.steps,
         seed=cfg.train.seed,
         microbatches=cfg.train.microbatches,
         together=True,
@@ -214,7 +215,7 @@ def _state(
         return check_same_run(
             meta,
             cfg,
-            loader.fingerprint,
+            loader.fingerprint_at(meta["data"]["step"]),
             place,
             tokenizer=loader.tokenizer.fingerprint,
             fits=fits(abstract, meta),

@@ -19,14 +19,14 @@ class Throughput(Hook):
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
-        self._tokens = cfg.train.global_batch * cfg.data.seq_len
+        self._batches, self._seq_len = cfg.train.batches, cfg.data.seq_len
         adapters = adapter_params(cfg.model, cfg.train.lora)
-        flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters)
-        self._flops = self._tokens * flops / mesh.size
+        self._flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters) / mesh.size
         kind = mesh.devices.flat[0].device_kind
-        # Of a step of one second.
+        # Of a token a second.
         self._mfu = mfu(self._flops, kind, cfg.train.precision)
-        self._times: list[float] = []
+        self._steps: list[tuple[float, int]] = []
+        """Seconds and tokens of each step."""
         self._begun = time.monotonic()
 
     def on_start(self, run: Run) -> None:
@@ -37,26 +37,28 @@ class Throughput(Hook):
 
     def on_metrics(self, run: Run, row: Row) -> None:
         begun, self._begun = self._begun, time.monotonic()
-        self._times.append(self._begun - begun)
-        row |= self._of(self._times[-1]) | {"hbm_gb": peak_memory_gb()}
-        if len(self._times) == 1:
+        tokens = self._batches.at(row["step"] - 1) * self._seq_len
+        self._steps.append((self._begun - begun, tokens))
+        row |= self._of(*self._steps[-1]) | {"hbm_gb": peak_memory_gb()}
+        if len(self._steps) == 1:
             run.summary["first_step_s"] = self._begun - run.started
 
     def on_end(self, run: Run) -> None:
         # Without the first step, which warms up.
-        times = self._times[1:]
-        run.summary |= self._of(math.fsum(times) / len(times) if times else None)
+        steps = self._steps[1:]
+        mean = [math.fsum(parts) / len(steps) for parts in zip(*steps, strict=True)]
+        run.summary |= self._of(*mean)
         run.summary["hbm_gb"] = peak_memory_gb() or None
 
-    def _of(self, step_s: float | None) -> dict[str, float | None]:
-        """Return the columns of steps of `step_s` seconds."""
+    def _of(self, step_s: float | None = None, tokens: float = 0.0) -> dict[str, float | None]:
+        """Return the columns of steps of `step_s` seconds and so many tokens."""
         if step_s is None:
             return dict.fromkeys(("tokens_per_s", "step_s", "tflops_per_device", "mfu"))
         return {
-            "tokens_per_s": self._tokens / step_s,
+            "tokens_per_s": tokens / step_s,
             "step_s": step_s,
-            "tflops_per_device": self._flops / step_s / 1e12,
-            "mfu": None if self._mfu is None else self._mfu / step_s,
+            "tflops_per_device": self._flops * tokens / step_s / 1e12,
+            "mfu": None if self._mfu is None else self._mfu * tokens / step_s,
         }
 
 

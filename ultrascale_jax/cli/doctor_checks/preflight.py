@@ -48,6 +48,7 @@ def tiny(cfg: Config, run_dir: Path) -> Config:
         train=dataclasses.replace(
             run,
             steps=STEPS,
+            batch_ramp="",
             global_batch=mesh.batch * run.microbatches,
             eval_every=0,
             eval_batches=1,

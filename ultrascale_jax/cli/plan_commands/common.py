@@ -83,9 +83,8 @@ def parse[O: Options](
             fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
             sequences = count // cfg.data.seq_len
             require(sequences >= 1, "global_batch_tokens", chosen.global_batch_tokens, fix)
-            cfg = dataclasses.replace(
-                cfg, train=dataclasses.replace(cfg.train, global_batch=sequences)
-            )
+            train = dataclasses.replace(cfg.train, global_batch=sequences, batch_ramp="")
+            cfg = dataclasses.replace(cfg, train=train)
         sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
         require(
             seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}"

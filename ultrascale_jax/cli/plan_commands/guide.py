@@ -116,9 +116,9 @@ def main(argv: list[str]) -> None:
 
 
 def training_tokens(cfg: Config, options: Options) -> int:
-    """Return the tokens of the training: those of `--tokens`, or the recipe's steps times its batch."""
+    """Return the tokens of the training: those of `--tokens`, or those of the recipe's batches."""
     if options.tokens is None:
-        return cfg.train.steps * cfg.train.global_batch * cfg.data.seq_len
+        return cfg.train.batches.before(cfg.train.steps) * cfg.data.seq_len
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", options.tokens.strip().upper())
     count = int(float(match[1]) * AMOUNTS[match[2]]) if match else 0
     require(count >= 1, "tokens", options.tokens, "write a number of tokens, as 300B or 15T")

@@ -1,0 +1,46 @@
+"""Branch off another run: with `checkpoint.resume=from:RUN_DIR[@STEP]` a new run goes on from that checkpoint.
+
+So one stable phase has several decays (warmup-stable-decay, arXiv 2404.06395). The other run is only read.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+
+from ultrascale_jax.checkpoint.restoring import found_by_process0
+from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.config import require
+from ultrascale_jax.launch.run_files import (
+    CHECKPOINTS,
+    METRICS,
+    folder_of,
+    read_regular,
+    write_atomic,
+)
+
+PREFIX = "from:"
+
+
+def branch_point(resume: str) -> Path | None:
+    """Return the checkpoint that `checkpoint.resume` names, the newest unless it has a step; None if it names none.
+
+    Raises `UserError` if there is no such checkpoint.
+    """
+    if not resume.startswith(PREFIX):
+        return None
+    found = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", resume.removeprefix(PREFIX), re.DOTALL)
+    assert found is not None
+    folder = folder_of(Path(found[1]).resolve(), CHECKPOINTS, make=False)
+    known = found_by_process0(lambda: steps(folder))
+    step = max(known, default=0) if found[2] is None else int(found[2])
+    fix = f"there is no such checkpoint; the steps in {folder} are {known}"
+    require(step in known, "checkpoint.resume", resume, fix)
+    return folder / str(step)
+
+
+def bring_metrics(point: Path, run_dir: Path) -> None:
+    """Copy the metrics of the run that has the checkpoint `point`; the run that goes on drops what comes after."""
+    rows = point.parent.parent / METRICS
+    if jax.process_index() == 0 and rows.is_file():
+        write_atomic(run_dir / METRICS, read_regular(rows))

@@ -1,0 +1,167 @@
+"""Mixtures of sources: what `data.source` says, and which sample of which source each sequence of a run is.
+
+    tokens:web@0.9,tokens:code@0.1; 0.8: tokens:web@0.5,tokens:math@0.5
+
+A source has one order of samples for the whole run. A later stage goes on in it where the one before stopped, so no
+sample comes twice before its source is exhausted. What a stage reads depends on it and on those before it alone.
+"""
+
+import bisect
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.config import require
+from ultrascale_jax.config.stages import FORM, parse_stages
+
+KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
+
+KIND = "(?:python-stdlib|synthetic|text:|tokens:)"
+"""Regular expression of the beginning of a source."""
+
+NEXT = re.compile(rf",\s*(?={KIND})")
+"""What parts two sources; another comma is a part of a path."""
+
+LOST_STAGE = re.compile(f";.*{KIND}")
+"""What a name has inside if a stage was not written as one."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a run, and their shares in each stage."""
+
+    names: tuple[str, ...]
+    """Sources in the order in which the text first names them."""
+    weights: tuple[tuple[float, ...], ...]
+    """Share of each source in each stage, 0 if it is not in it; the sum of a stage is 1."""
+
+    @classmethod
+    def parse(cls, source: str) -> "Mixture":
+        """Read `data.source`; raises `UserError` for a text of another form."""
+        stages = [_numbered(parse_mixture(s.text)) for s in parse_stages("data.source", source)]
+        sources = list(dict.fromkeys(known for stage in stages for known in stage))
+        weights = []
+        for stage in stages:
+            total = sum(stage.values())
+            weights.append(tuple(stage.get(known, 0.0) / total for known in sources))
+        return cls(tuple(name for name, _ in sources), tuple(weights))
+
+    def known_by(self, stage: int) -> int:
+        """Return how many of the first sources the stages up to `stage` have."""
+        used = [i for weights in self.weights[: stage + 1] for i, w in enumerate(weights) if w]
+        return max(used) + 1
+
+
+def parse_mixture(source: str) -> list[tuple[str, float]]:
+    """Parse `a@0.7,b@0.3` into names and weights; a comma parts sources only before the name of a kind."""
+    mixture = []
+    for part in NEXT.split(source):
+        match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
+        try:
+            name, weight = (match[1], float(match[2])) if match else (part.strip(), 1.0)
+        except ValueError:
+            name, weight = part.strip(), 1.0  # an @ inside a path
+        kind, _, argument = name.partition(":")
+        known = name in ("python-stdlib", "synthetic") or (
+            kind in ("text", "tokens") and bool(argument)
+        )
+        require(LOST_STAGE.search(name) is None, "data.source", source, FORM)
+        require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")
+        fix = f"the weight of {name!r} must be a positive number"
+        require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
+        mixture.append((name, weight))
+    return mixture
+
+
+def parse_named(source: str) -> dict[str, str]:
+    """Parse `web=text:a,code=tokens:b` into mixtures by name; a text without names is one mixture, whose name is empty.
+
+    Raises `UserError` for a name that is missing or given twice.
+    """
+    named: dict[str, str] = {}
+    for part in re.split(rf",\s*(?=[\w.-]+={KIND})", source.strip()):
+        match = re.fullmatch(rf"([\w.-]+)=({KIND}.*)", part)
+        name, mixture = (match[1], match[2]) if match else ("", part)
+        fix = f"there are two of {name!r}; give each source a name of its own"
+        require(name not in named, "data.eval_source", source, fix)
+        fix = "evaluations are of one mixture during the whole run; give one without stages"
+        require(
+            len(parse_stages("data.eval_source", mixture)) == 1, "data.eval_source", source, fix
+        )
+        named[name] = mixture
+    fix = "name all sources, NAME=SOURCE, or none"
+    require("" not in named or len(named) == 1, "data.eval_source", source, fix)
+    return named
+
+
+def _numbered(mixture: list[tuple[str, float]]) -> dict[tuple[str, int], float]:
+    """Return the weights by name and number: a source that is named twice in a stage is two."""
+    weights: dict[tuple[str, int], float] = {}
+    for name, weight in mixture:
+        number = sum(name == other for other, _ in weights)
+        weights[name, number] = weight
+    return weights
+
+
+class StagedSamples:
+    """The samples of a run by the number of the sequence: sources mixed by weight, stage after stage."""
+
+    def __init__(
+        self, parts: Sequence[Any], weights: Sequence[Sequence[float]], begins: Sequence[int]
+    ):
+        """Mix `parts`, endless sequences of samples.
+
+        Args:
+          parts: one for each source.
+          weights: share of each source in each stage, 0 if it is not in it.
+          begins: number of the first sequence of each stage, from 0 up.
+        """
+        self._parts, self._begins = parts, tuple(begins)
+        self._proportions = [_proportions(stage) for stage in weights]
+        self._used = [(0,) * len(parts)]
+        for stage, end in enumerate(self._begins[1:]):
+            self._used.append(self._counts(stage, end))
+
+    def __getitem__(self, number: int) -> Any:
+        source, sample = self.place(number)
+        return self._parts[source][sample]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return source and sample of a sequence."""
+        stage = self._stage(number)
+        before, after = self._counts(stage, number), self._counts(stage, number + 1)
+        source = next(i for i in range(len(before)) if after[i] != before[i])
+        return source, before[source]
+
+    def counts(self, number: int) -> tuple[int, ...]:
+        """Return how many of the first `number` sequences each source gives."""
+        return self._counts(self._stage(number), number)
+
+    def _stage(self, number: int) -> int:
+        return bisect.bisect_right(self._begins, number) - 1
+
+    def _counts(self, stage: int, number: int) -> tuple[int, ...]:
+        """As `counts`, where `number` is in the stage or at its end."""
+        own = interleaved(self._proportions[stage], number - self._begins[stage])
+        return tuple(used + count for used, count in zip(self._used[stage], own, strict=True))
+
+
+def interleaved(proportions: Sequence[int], number: int) -> list[int]:
+    """Return how many of the first `number` elements each source gives where sources are interleaved evenly.
+
+    One more element is one more of one source. The rule is that of Grain's `MapDataset.mix`, which does not tell it.
+    """
+    counts, left, remaining = [], number, sum(proportions)
+    for proportion in proportions:
+        rest = left * (remaining - proportion) // max(remaining, 1)
+        counts.append(left - rest)
+        left, remaining = rest, remaining - proportion
+    return counts
+
+
+def _proportions(weights: Sequence[float]) -> list[int]:
+    """Return weights as integers, of which the least that is not 0 is 100, as Grain rounds them."""
+    scale = 100 / min(weight for weight in weights if weight)
+    return [int(weight * scale) for weight in weights]
