@@ -47,6 +47,11 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     tokens = 16 * 256 / 2  # global_batch and seq_len of the recipe
     assert summary["tokens_per_s_gpu"] == pytest.approx(tokens / summary["step_s"])
 
+    held, unshown = summary["memory_over_step"], 4096  # of constants
+    peak = max(map(sum, zip(*held["bytes"].values(), strict=True)))
+    assert 0 <= summary["peak_bytes"] - peak < unshown
+    assert held["start_s"] == sorted(held["start_s"]) and held["start_s"][-1] < summary["step_s"]
+
     assert json.loads((folder / "summary.json").read_text()) == summary
     program = hlo.parse((folder / "step.hlo").read_text())
     assert program.entry and "exec_time_us" in (folder / "step.hlo").read_text()

@@ -26,6 +26,10 @@ COMPILE = {
     "exposed_s": {"fsdp": 0.05},
     "idle_s": 0.06,
     "collectives": [{"kind": "all-gather", "axes": "fsdp", "times": 2, "bytes": 2**31}],
+    "memory_over_step": {
+        "start_s": [0.0, 0.1],
+        "bytes": {"gradients": [0, 2**30], "activations: kept": [2**30, 2**30]},
+    },
     "timeline": {
         "streams": {
             "compute": [["fusion.7", 0.0, 0.4, "gemm"]],
@@ -93,7 +97,7 @@ def test_plans_of_several_verbs_share_a_page(tmp_path, capsys):
         plans[-1].write_text(json.dumps(content))
     paths, text = report(capsys, "--out", tmp_path / "out", *plans)
     assert set(paths) == {
-        *("timeline", "step_parts", "compiled_memory", "collectives"),
+        *("timeline", "step_parts", "compiled_memory", "memory_over_step", "collectives"),
         "search",
     }
     for shown in (

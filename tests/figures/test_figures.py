@@ -7,7 +7,7 @@ import pytest
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures import page, palette, streams
-from ultrascale_jax.figures.charts import Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
+from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
 from ultrascale_jax.figures.figure import Table, number
 from ultrascale_jax.figures.streams import Event, Streams
 
@@ -99,6 +99,15 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             panels={"p": Cloud(x="measured", y="predicted", groups={"a": points}, equal=True)},
         ),
         STREAMS,
+        Areas(
+            name="areas",
+            **text,
+            starts=[0.0, 1.0],
+            end=4.0,
+            parts={"gradients": [0.0, 2.0], "batch": [6.0, 1.0]},
+            x="ms",
+            unit="GiB",
+        ),
         Ratios(
             name="sheet",
             **text,
@@ -118,11 +127,13 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
     )
     text = page.render(around, drawn)
     found = parsed(text)
-    assert {"bars", "lines", "clouds", "timeline", "sheet"} <= set(found.ids)
+    assert {"bars", "lines", "clouds", "timeline", "areas", "sheet"} <= set(found.ids)
     assert "prefers-color-scheme: dark" in text
     assert text.count('role="img"') == len(kinds) and 'aria-label="Title: of &lt;a&gt;' in text
     for shown in ("12.2", "312", "a&lt;b", "gather&lt;1&gt; (all-gather): 500 ms", "cmd"):
         assert shown in text
+    areas = next(figure for figure in kinds if figure.name == "areas")
+    assert areas.table().rows == (("gradients", 0.0, 1.5, 2.0), ("batch", 6.0, 2.25, 6.0))
     again = kinds[0].draw(tmp_path / "again.png")
     assert again == drawn[0][1]
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "bars.png").read_bytes()

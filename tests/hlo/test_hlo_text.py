@@ -6,6 +6,7 @@ import pytest
 
 from ultrascale_jax.hlo import Array, Dot, matmuls, parse
 from ultrascale_jax.hlo.collectives import find_collectives, groups
+from ultrascale_jax.hlo.live_buffers import CLASSES, live_bytes, read_plan
 from ultrascale_jax.hlo.streams import communication_streams
 
 AXES = {"fsdp": 4, "sp": 2}
@@ -140,3 +141,62 @@ def test_replica_groups_are_read_in_every_form(text, expected):
 def test_text_that_is_not_a_schedule_is_refused(text):
     with pytest.raises(ValueError, match="is_scheduled"):
         parse(text)
+
+
+STEP = """HloModule step, is_scheduled=true
+
+ENTRY main {
+  p.1 = f32[16]{0} parameter(0), metadata={op_name="state.params.w"}
+  tokens.1 = s32[4]{0} parameter(1), metadata={op_name="batch['tokens']"}
+  all-gather.1 = f32[64]{0} all-gather(p.1), metadata={op_name="jit(step)/jvp()/gather"}
+  dot.1 = f32[8]{0} dot(all-gather.1, all-gather.1), metadata={op_name="jit(step)/jvp()/dot_general"}
+  add.1 = f32[8]{0} add(dot.1, dot.1), metadata={op_name="jit(step)/jvp()/add"}
+  dot.2 = f32[8]{0} dot(add.1, dot.1), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
+  ROOT sub.1 = f32[16]{0} subtract(p.1, dot.2), metadata={op_name="jit(step)/optimizer/sub"}
+}
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
+ value: <1 p.1 @0> (size=64,offset=0): f32[16]{0}
+ value: <9 sub.1 @0> (size=64,offset=0): f32[16]{0}
+allocation 1: size 16, page 0, parameter 1, shape |s32[4]| at ShapeIndex {}:
+ value: <2 tokens.1 @0> (size=16,offset=0): s32[4]{0}
+allocation 2: size 4, page 0, thread-local:
+ value: <3 x.1 @0> (size=4,offset=0): f32[]
+allocation 3: size 320, page 0, preallocated-temp:
+ value: <4 all-gather.1 @0> (size=256,offset=0): f32[64]{0}
+ value: <5 dot.1 @0> (size=32,offset=256): f32[8]{0}
+ value: <6 add.1 @0> (size=32,offset=288): f32[8]{0}
+ value: <7 dot.2 @0> (size=32,offset=288): f32[8]{0}
+"""
+LIVE = """HloLiveRange (max 7):
+  InstructionSequence:
+    0:p.1
+    1:tokens.1
+    2:all-gather.1
+    3:dot.1
+    4:add.1
+    5:dot.2
+    6:sub.1
+  BufferLiveRange:
+    p.1{}:0-6
+    all-gather.1{}:2-3
+    dot.1{}:3-5
+    add.1{}:4-5
+    dot.2{}:5-6
+  Live ranges at 3 (peak):
+    all-gather.1{}: 256 bytes (cumulative: 256 bytes)
+"""
+
+
+def test_buffers_are_told_by_their_maker_and_their_life_and_a_shared_place_counts_once():
+    live = live_bytes(read_plan(ASSIGNMENT, LIVE), parse(STEP))
+    held = {kind: row.tolist() for kind, row in zip(CLASSES, live.T, strict=True) if row.any()}
+    assert held == {
+        "master parameters": [64] * 7,
+        "batch": [16] * 7,
+        "communication buffers": [0, 0, 256, 256, 0, 0, 0],
+        "activations: kept": [0, 0, 0, 32, 32, 32, 0],
+        # `dot.2` takes the place of `add.1` in the end.
+        "gradients": [0, 0, 0, 0, 32, 32, 32],
+    }

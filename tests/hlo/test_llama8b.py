@@ -7,6 +7,7 @@ import pytest
 from tests.hlo.conftest import LAYERS
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.hlo.live_buffers import CLASSES, live_bytes
 
 GIB = 2**30
 RUN = Config(
@@ -72,3 +73,24 @@ def test_sequence_parallel_hides_what_backward_products_can_hide(sequence_parall
 @pytest.mark.slow
 def test_attention_is_cudnn(fully_sharded):
     assert sum(m.attention for m in fully_sharded.matmuls) == 3 * LAYERS
+
+
+@pytest.mark.slow
+def test_buffers_along_the_step_are_those_of_theory_and_their_peak_is_xlas(fully_sharded):
+    plan, run, module = fully_sharded.memory_plan, fully_sharded.run, fully_sharded.module
+    live = live_bytes(plan, module)
+    # Without a few constants.
+    assert 0 <= fully_sharded.peak_bytes - live.sum(axis=1).max() < 4096
+    held = dict(zip(CLASSES, live.T, strict=True))
+    shard = 4 * run.shape.num_params / 8  # float32; norms are whole
+    assert held["master parameters"].min() == pytest.approx(shard, rel=1e-3)
+    assert held["optimizer state"].min() == pytest.approx(2 * shard, rel=1e-3)
+    scopes = {m.name: module.by_name[m.computation][m.name].op_name for m in fully_sharded.matmuls}
+    # Behind the last product, the embedding's are not scattered yet.
+    whole = shard + 4 * RUN.model.vocab_size * RUN.model.d_model
+    last = max(plan.positions[name] for name in scopes)
+    assert held["gradients"][last] == pytest.approx(whole, rel=0.02)
+    # When the loss begins, of each layer its input: bfloat16 [2, 8192, D].
+    inputs = RUN.model.num_layers * 2 * (2 * RUN.data.seq_len * RUN.model.d_model)
+    loss = min(plan.positions[name] for name, scope in scopes.items() if "jvp(loss)" in scope)
+    assert inputs <= held["activations: kept"][loss] <= 1.1 * inputs

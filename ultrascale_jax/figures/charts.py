@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
 from typing import Any, ClassVar, Literal
 
 from ultrascale_jax.figures.figure import (
@@ -104,6 +106,74 @@ class Bars(Figure):
             if n % columns == 0:
                 ax.set_ylabel(self.unit)
         legend(canvas, axes[0], reverse=len(look))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Areas(Figure):
+    """Stacked areas over a line: sizes that change at given points."""
+
+    starts: Sequence[float]
+    """Points of the x axis from which on each column of `parts` holds."""
+    end: float
+    """Where the last column ends."""
+    parts: Mapping[str, Sequence[float]]
+    """From the bottom up, in the unit of the figure."""
+    x: str
+    unit: str
+    limit: float | None = None
+    """Height of a dashed line."""
+    limit_name: str = ""
+
+    def __post_init__(self):
+        check_numbers(
+            self.end, *self.starts, *(size for row in self.parts.values() for size in row)
+        )
+        for row in self.parts.values():
+            if len(row) != len(self.starts):
+                raise ValueError(f"{len(row)} sizes of {len(self.starts)} points")
+
+    @property
+    def peak(self) -> int:
+        """The column with the highest stack."""
+        totals = [sum(column) for column in zip(*self.parts.values(), strict=True)]
+        return max(range(len(totals)), key=totals.__getitem__, default=0)
+
+    def table(self) -> Table:
+        widths = [b - a for a, b in pairwise([*self.starts, self.end])]
+        rows = [
+            (part, row[self.peak], sum(map(mul, row, widths)) / sum(widths), max(row))
+            for part, row in self.parts.items()
+            if row
+        ]
+        head = ("", *(f"{name} ({self.unit})" for name in ("at the peak", "mean", "most")))
+        return Table(head=head, rows=tuple(rows))
+
+    def paint(self, canvas: Any) -> None:
+        (ax,) = grid(canvas, 1, 3.6, 1)
+        canvas.set_size_inches(10.5, 4.2)
+        highest = max(map(max, self.parts.values()), default=0.0)
+        look = colours([part for part, row in self.parts.items() if max(row) > INVISIBLE * highest])
+        at = [*self.starts, self.end]
+        floor = [0.0] * len(at)
+        for part, (colour, hatch) in look.items():
+            row = self.parts[part]
+            heights = [a + b for a, b in zip(floor, (*row, row[-1]), strict=True)]
+            style = {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0}
+            ax.fill_between(at, floor, heights, step="post", label=part, **style)
+            floor = heights
+        top = max(floor)
+        if self.limit is not None:
+            line = ax.axhline(self.limit, color=INK, linestyle="--", linewidth=1)
+            line.set_label(self.limit_name)
+            top = max(top, self.limit)
+        box = {"boxstyle": "square,pad=0.1", "facecolor": PAPER, "edgecolor": "none"}
+        place = self.starts[self.peak], max(floor)
+        style = {"ha": "center", "va": "top", "fontsize": 7, "bbox": box}
+        ax.annotate(number(max(floor)), place, (0, -4), textcoords="offset points", **style)
+        ax.set(xlim=(at[0], self.end), ylim=(0, 1.1 * top), xlabel=self.x, ylabel=self.unit)
+        ax.xaxis.set_major_formatter("{x:,g}")
+        handles, labels = ax.get_legend_handles_labels()
+        canvas.legend(handles[::-1], labels[::-1], loc="outside right upper")
 
 
 def _stack(ax: Any, bars: Sequence[Bar], look: Mapping[str, tuple[str, str]], top: float) -> None:

@@ -10,11 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
+from ultrascale_jax.hlo.live_buffers import MemoryPlan, dumped_plan
 from ultrascale_jax.hlo.streams import dumped_streams
 
 DEVICELESS_OPTIONS = {
@@ -29,10 +30,22 @@ DEVICELESS_OPTIONS = {
 BOOLEANS = {"true": True, "false": False}
 
 
+class Compilation(NamedTuple):
+    """A program compiled for GPUs that are not there, and what XLA tells of it in a dump alone."""
+
+    compiled: jax.stages.Compiled
+    seconds: float
+    """Time that XLA took."""
+    streams: dict[str, int]
+    """The stream of each asynchronous collective."""
+    memory: MemoryPlan | None
+    """Which buffers live when."""
+
+
 def compile_deviceless(
     lowered: jax.stages.Lowered, flags: Mapping[str, str | int | bool]
-) -> tuple[jax.stages.Compiled, float, dict[str, int]]:
-    """Compile with these XLA flags, without dashes; return the program, seconds, and streams of its collectives."""
+) -> Compilation:
+    """Compile with these XLA flags, without dashes."""
     options: dict[str, Any] = {
         name: BOOLEANS.get(str(value), value)
         for name, value in {**DEVICELESS_OPTIONS, **flags}.items()
@@ -40,7 +53,8 @@ def compile_deviceless(
     with uncached(), _dumped(options) as folder:
         start = time.perf_counter()
         compiled = lowered.compile(compiler_options=options)
-        return compiled, time.perf_counter() - start, dumped_streams(folder)
+        seconds = time.perf_counter() - start
+        return Compilation(compiled, seconds, dumped_streams(folder), dumped_plan(folder))
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def interruptible[T](work: Callable[[], T]) -> T:
 
 def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
     """Summarize a `CompiledStep` and its `Timeline`: bytes of one GPU, seconds and collectives of one step."""
-    from ultrascale_jax.plan.compiled.compile import predict_step
+    from ultrascale_jax.plan.compiled.compile import memory_over_step, predict_step
 
     found = [c for c in step.collectives if c.times]  # the others wait for experts out of balance
     rows: dict[tuple[str, str], dict[str, float]] = defaultdict(
@@ -105,6 +105,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
         row["seconds"] = timeline.link_s.get(key, 0.0)
         row["exposed_s"] = timeline.waited_s.get(key, 0.0)
     waiting = [c for c in found if not c.asynchronous]
+    times, classes = memory_over_step(step, timeline)
     return {
         **predict_step(step, timeline, cluster.gpu).summary(),
         **{name: getattr(step, name) for name in MEMORY},
@@ -119,6 +120,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
         "busy_s": timeline.busy_s,
         "exposed_s": timeline.exposed_s,
         "idle_s": timeline.idle_s,
+        "memory_over_step": {"start_s": times, "bytes": classes},
         "timeline": {
             "streams": {
                 name: [event[:4] for event in events] for name, events in timeline.streams.items()

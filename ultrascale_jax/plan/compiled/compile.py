@@ -14,16 +14,19 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.deviceless import compile_deviceless, target_checks
+from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
-from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
+from ultrascale_jax.plan.compiled.timeline import COMPUTE, Event, Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -64,6 +67,8 @@ class CompiledProgram:
     """Seconds that XLA took, tracing not included."""
     comm_streams: Mapping[str, int] = field(default_factory=dict)
     """The stream on which XLA put each asynchronous collective; XLA's first, 0, for those that are not named."""
+    memory_plan: MemoryPlan | None = None
+    """XLA's plan of the memory, buffer by buffer."""
 
     @cached_property
     def module(self) -> hlo.Module:
@@ -173,7 +178,8 @@ def compile_program(
     if estimates and target.kind.startswith(ESTIMATED):
         flags |= ESTIMATES
     with jax.set_mesh(mesh), target_checks(target.capability, target.cudnn):
-        compiled, seconds, streams = compile_deviceless(function.lower(*args), flags)
+        compilation = compile_deviceless(function.lower(*args), flags)
+    compiled = compilation.compiled
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # XLA:GPU always has both
     return CompiledProgram(
@@ -183,8 +189,9 @@ def compile_program(
         temporary_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        compile_s=seconds,
-        comm_streams=streams,
+        compile_s=compilation.seconds,
+        comm_streams=compilation.streams,
+        memory_plan=compilation.memory,
     )
 
 
@@ -245,3 +252,36 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         one_stream_s=timeline.one_stream_s,
         side_by_side_s=timeline.side_by_side_s,
     )
+
+
+def memory_over_step(
+    step: CompiledProgram, timeline: Timeline
+) -> tuple[list[float], dict[str, list[int]]]:
+    """Return when the memory in use changes, seconds from the start of `timeline`, and from then on the bytes of each
+    class of buffers (`hlo/live_buffers.py`) that XLA's plan has.
+
+    Iterations of a loop that the timeline does not show hold what that loop holds at its fullest. Nothing where XLA
+    told no plan.
+    """
+    plan, module = step.memory_plan, step.module
+    if plan is None:
+        return [], {}
+    live = live_bytes(plan, module)
+    loops = {
+        i.name: i for body in module.computations.values() for i in body if i.opcode == "while"
+    }
+
+    def position(event: Event) -> int | None:
+        if event.kind != LOOP:
+            return plan.positions.get(event.name)
+        loop = loops[event.name.partition(":")[0]]
+        body = [plan.positions[i.name] for i in module.computations[module.loop(loop)[0]]]
+        return min(body) + int(live[min(body) : max(body) + 1].sum(axis=1).argmax())
+
+    times, rows = [], []
+    for event in timeline.streams[COMPUTE]:
+        if (found := position(event)) is not None and (not rows or (live[found] != rows[-1]).any()):
+            times.append(event.start_s)
+            rows.append(live[found])
+    table = np.array(rows).T.tolist()
+    return times, {kind: row for kind, row in zip(CLASSES, table, strict=True) if any(row)}

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo import Instruction, Module, collectives
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
@@ -272,7 +273,7 @@ class _Replay:
                 begin = max(start, events[-1].start_s + events[-1].duration_s)
                 name = f"{loop.name}: {iterations} more iterations"
                 end = max(begin, self.now, self.free.get(stream, 0.0))
-                events.append(Event(name, begin, end - begin, "loop", loop.op_name))
+                events.append(Event(name, begin, end - begin, LOOP, loop.op_name))
 
     def conditional(self, instruction: Instruction) -> None:
         """Take the slowest branch in its share of the time."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
-from ultrascale_jax.figures.charts import Bar, Bars, Cloud, Clouds, Point
+from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
 from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.figures.palette import WHOLE
 from ultrascale_jax.figures.streams import Event, Streams
@@ -110,6 +110,8 @@ def _compile(content: dict[str, Any], tail: str) -> list[Figure]:
         x="",
     )
     found += [step_parts, _compiled(content, f"compiled_memory{tail}", where)]
+    if content.get("memory_over_step", {}).get("start_s"):  # older files have none
+        found.append(_memory_over_step(content, f"memory_over_step{tail}", where))
     if rows := content["collectives"]:
         found.append(_collectives(rows, f"collectives{tail}", where))
     return found
@@ -144,6 +146,23 @@ def _compiled(content: dict[str, Any], name: str, where: str) -> Figure:
         unit="GiB",
         x="",
         **usable(usable_gib),
+    )
+
+
+def _memory_over_step(content: dict[str, Any], name: str, where: str) -> Figure:
+    held = content["memory_over_step"]
+    parts = {kind: [size / GIB for size in row] for kind, row in held["bytes"].items()}
+    return Areas(
+        name=name,
+        title=f"Memory over one step: {where}",
+        caption="The buffers of XLA's own plan that are in use, by what they hold, along the simulated step. "
+        "Iterations of a loop that are not shown one by one hold what the loop holds at its fullest.",
+        starts=[1e3 * start for start in held["start_s"]],
+        end=1e3 * content["step_s"],
+        parts=parts,
+        x="ms",
+        unit="GiB",
+        **usable(content["usable_bytes"] / GIB),
     )
 
 
