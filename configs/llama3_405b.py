@@ -4,15 +4,26 @@
 Recomputation and micro-batches are the fastest that fit the GPUs at hand.
 """
 
-from dataclasses import replace
+from ultrascale_jax.config import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.configs import shapes
 
-from ultrascale_jax.config import LogConfig, OptimConfig
-from ultrascale_jax.configs import llama3_70b, shapes
-
-config = replace(
-    llama3_70b.config,
+config = Config(
     model=shapes.LLAMA3_405B,
+    mesh=MeshConfig(fsdp=-1, sp=2),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
     optim=OptimConfig(lr=8e-5, min_lr_ratio=0.01, warmup_steps=8000),
-    train=replace(llama3_70b.config.train, steps=1_200_000, global_batch=2048),
+    train=TrainConfig(
+        steps=1_200_000, global_batch=2048, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
+    checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/llama3_405b"),
 )

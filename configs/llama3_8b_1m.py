@@ -6,21 +6,42 @@ stretches 8,192 tokens by 128 with the thresholds of arXiv 2504.06214, which mad
 attention crosses documents (see `llama3_8b_128k`).
 """
 
-from dataclasses import replace
+import dataclasses
 
-from ultrascale_jax.config import CheckpointConfig, LogConfig, MeshConfig, OptimConfig, RopeScaling
-from ultrascale_jax.configs import llama3_8b_128k, shapes
+from ultrascale_jax.config import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    ContextConfig,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+)
+from ultrascale_jax.configs import shapes
 
 ROPE = RopeScaling(kind="yarn", factor=128.0, freq_factors=(1.0, 4.0))
 
-config = replace(
-    llama3_8b_128k.config,
-    model=replace(shapes.LLAMA3_8B, rope_scaling=ROPE),
+config = Config(
+    model=dataclasses.replace(shapes.LLAMA3_8B, rope_scaling=ROPE),
     mesh=MeshConfig(cp=64, fsdp=-1),
-    data=replace(llama3_8b_128k.config.data, seq_len=1_048_576),
+    cp=ContextConfig(ulysses=8),
+    data=DataConfig(
+        source="tokens:data/long",
+        tokenizer="data/tokenizer.json",
+        seq_len=1_048_576,
+        document_mask=False,
+    ),
     optim=OptimConfig(lr=3e-5, warmup_steps=20),
-    train=replace(
-        llama3_8b_128k.config.train, steps=250, global_batch=4, eval_every=50, eval_batches=1
+    train=TrainConfig(
+        steps=250,
+        global_batch=4,
+        microbatches=AUTO,
+        remat="save:q,k,v,attn_core,attn_out,gate",
+        eval_every=50,
+        eval_batches=1,
     ),
     checkpoint=CheckpointConfig(every=50),
     log=LogConfig(run_dir="out/llama3_8b_1m"),

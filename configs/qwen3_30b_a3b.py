@@ -4,15 +4,28 @@
 balancing loss is that of its `config.json`.
 """
 
-from dataclasses import replace
+from ultrascale_jax.config import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.configs import shapes
 
-from ultrascale_jax.config import LogConfig, MoEConfig, OptimConfig
-from ultrascale_jax.configs import mixtral_8x7b, shapes
-
-config = replace(
-    mixtral_8x7b.config,
+config = Config(
     model=shapes.QWEN3_30B_A3B,
+    mesh=MeshConfig(fsdp=-1, ep=8),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
     optim=OptimConfig(lr=3e-4, warmup_steps=2000),
+    train=TrainConfig(
+        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
     moe=MoEConfig(aux_loss=(0.001, "batch")),
+    checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/qwen3_30b_a3b"),
 )
