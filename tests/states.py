@@ -8,17 +8,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.state import TrainState, abstract_state, reset_optional_state
 
 
-def some_state(cfg: Config, mesh: Mesh, scale: float = 0.1) -> TrainState:
+def some_state(
+    cfg: Config, mesh: Mesh, scale: float = 0.1, model: type[Transformer] = Transformer
+) -> TrainState:
     """A state at step 0: norms of one, biases and moments of zero, and weights of this standard deviation, which
     depend on `train.seed` and not on the mesh.
 
     `init_state` compiles for two seconds of CPU a mesh; this puts numpy's numbers where they rest.
     """
     rng = np.random.default_rng(cfg.train.seed)
-    abstract = abstract_state(cfg, mesh)
+    abstract = abstract_state(cfg, mesh, model)
 
     def numbers(name, shape):
         if not name.startswith(("params.", "frozen.")) or "bias" in name:

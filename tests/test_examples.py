@@ -33,6 +33,13 @@ def test_ring_attention_in_a_plain_nnx_model_has_the_gradients_of_dense_attentio
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.wide  # `tests/parity/test_own_layers.py` compares gradients too
+def test_own_layers_train_on_a_pipeline_as_on_one_device():
+    one, many = load("own_layer").main()
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    assert one[-1] < one[0] - 0.5
+
+
 @pytest.mark.slow
 def test_the_training_loop_trains():
     losses = load("own_training_loop").main()

@@ -1,4 +1,4 @@
-"""The examples of `docs/library.md`, `pipelines.md`, `context.md`, `experts.md`, `precision.md` run as they stand."""
+"""The examples of `docs/` (library, layers, pipelines, context, experts, precision) run as they stand."""
 
 import re
 import subprocess
@@ -15,8 +15,9 @@ from tests.attention_oracle import dense_attention
 from tests.runs import step_rows
 
 ROOT = Path(__file__).parent.parent
-DOCS, PIPELINES, CONTEXT, EXPERTS, PRECISION = (
-    ROOT / f"docs/{page}.md" for page in ("library", "pipelines", "context", "experts", "precision")
+DOCS, LAYERS, PIPELINES, CONTEXT, EXPERTS, PRECISION = (
+    ROOT / f"docs/{page}.md"
+    for page in ("library", "layers", "pipelines", "context", "experts", "precision")
 )
 
 
@@ -65,6 +66,15 @@ def test_the_hook_adds_its_column(tmp_path):
         [row["tokens"] for row in rows]
     ).tolist()
     assert len(rows) == 4
+
+
+@pytest.mark.wide  # `tests/models/test_own_layers.py` resumes and loads such a run
+def test_a_layer_of_ones_own_trains_as_the_page_shows(tmp_path):
+    names: dict = {}
+    (source,) = examples(LAYERS)
+    exec(compile(source.replace("out/", f"{tmp_path}/"), str(LAYERS), "exec"), names)
+    assert len(step_rows(tmp_path / "squared_relu")) == 2
+    assert names["trained"].blocks.mlp.w_up[...].shape == (2, 32, 64)
 
 
 @pytest.mark.slow

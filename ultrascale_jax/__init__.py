@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
+    from ultrascale_jax.models.attention import Attention, attend
+    from ultrascale_jax.models.block import Layers
+    from ultrascale_jax.models.fp8 import linear
     from ultrascale_jax.models.generate import generate
+    from ultrascale_jax.models.inputs import LayerInputs
+    from ultrascale_jax.models.layers import MLP, gather_sequence, param, rms_norm, scatter_sequence
+    from ultrascale_jax.models.rotary import rotate
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.context.attention import (
         allgather_attention,
@@ -59,6 +65,13 @@ if TYPE_CHECKING:
     from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+    from ultrascale_jax.sharding.primitives import (
+        all_reduce,
+        broadcast_param,
+        einsum,
+        mean,
+        reshard,
+    )
     from ultrascale_jax.sharding.rules import act, vary
     from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
@@ -68,6 +81,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLP",
+    "Attention",
     "Batch",
     "CheckpointConfig",
     "Config",
@@ -77,6 +92,8 @@ __all__ = [
     "Hook",
     "KernelsConfig",
     "LatentAttention",
+    "LayerInputs",
+    "Layers",
     "Loader",
     "LogConfig",
     "MeshConfig",
@@ -93,29 +110,41 @@ __all__ = [
     "abstract_mesh",
     "abstract_state",
     "act",
+    "all_reduce",
     "allgather_attention",
+    "attend",
+    "broadcast_param",
     "build_schedule",
     "choose_auto",
     "compile_program",
     "compile_step",
     "context_attention",
+    "einsum",
     "estimate_step",
     "expert_layer",
     "find_cluster",
     "forward_only",
+    "gather_sequence",
     "generate",
     "init_state",
     "layer_order",
+    "linear",
     "load_hf",
     "load_run",
     "make_mesh",
     "make_train_step",
+    "mean",
     "memory_breakdown",
+    "param",
     "pipeline",
     "read_hf_config",
     "read_schedule",
+    "reshard",
     "ring_attention",
+    "rms_norm",
+    "rotate",
     "save_hf",
+    "scatter_sequence",
     "sequence_order",
     "simulate_step",
     "smap",
@@ -128,6 +157,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Attention": "models.attention",
     "Batch": "hooks",
     "CheckpointConfig": "config",
     "Config": "config",
@@ -137,8 +167,11 @@ _HOME = {
     "Hook": "hooks",
     "KernelsConfig": "config",
     "LatentAttention": "config",
+    "LayerInputs": "models.inputs",
+    "Layers": "models.block",
     "Loader": "data.loader",
     "LogConfig": "config",
+    "MLP": "models.layers",
     "MeshConfig": "config",
     "MoEConfig": "config",
     "ModelConfig": "config",
@@ -153,29 +186,41 @@ _HOME = {
     "abstract_mesh": "sharding.mesh",
     "abstract_state": "train_step.state",
     "act": "sharding.rules",
+    "all_reduce": "sharding.primitives",
     "allgather_attention": "parallel.context.attention",
+    "attend": "models.attention",
+    "broadcast_param": "sharding.primitives",
     "build_schedule": "parallel.pipeline.schedules:build",
     "choose_auto": "plan.auto",
     "compile_program": "plan.compiled.compile",
     "compile_step": "plan.compiled.compile",
     "context_attention": "parallel.context.attention",
+    "einsum": "sharding.primitives",
     "estimate_step": "plan.formulas.step_time:estimate",
     "expert_layer": "parallel.experts.exchange",
     "find_cluster": "plan.hardware",
     "forward_only": "parallel.pipeline.orders",
+    "gather_sequence": "models.layers",
     "generate": "models.generate",
     "init_state": "train_step.state",
     "layer_order": "parallel.pipeline.schedules",
+    "linear": "models.fp8",
     "load_hf": "huggingface.checkpoint:load",
     "load_run": "checkpoint.load_params:load_params",
     "make_mesh": "sharding.mesh",
     "make_train_step": "train_step.step",
+    "mean": "sharding.primitives",
     "memory_breakdown": "plan.formulas.memory:breakdown",
+    "param": "models.layers",
     "pipeline": "parallel.pipeline.executor",
     "read_hf_config": "huggingface.config:read_config",
     "read_schedule": "parallel.pipeline.table_csv:read_csv",
+    "reshard": "sharding.primitives",
     "ring_attention": "parallel.context.attention",
+    "rms_norm": "models.layers",
+    "rotate": "models.rotary",
     "save_hf": "huggingface.checkpoint:save",
+    "scatter_sequence": "models.layers",
     "sequence_order": "parallel.context.layout",
     "simulate_step": "plan.compiled.compile",
     "smap": "sharding.manual",

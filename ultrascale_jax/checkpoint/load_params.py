@@ -11,7 +11,7 @@ from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.manifest import Damaged
-from ultrascale_jax.checkpoint.run_metadata import config_from_dict, saved_config
+from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
@@ -29,13 +29,15 @@ def load_params(
     mesh: Mesh,
     step: int | None = None,
     *,
+    model: type[Transformer] = Transformer,
     like: Transformer | None = None,
     merge: bool = True,
 ) -> tuple[Config, Transformer]:
     """Load config and model of a run's checkpoint (default: the newest good one) on `mesh`, without optimizer state.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers, unless `like` has the
-    shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on.
+    shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on. `model` is the class that
+    the run was trained with.
 
     Adapters (`train.lora`) are merged into their base, or with `merge` false returned alone.
 
@@ -50,7 +52,9 @@ def load_params(
 
     def take(step: int) -> tuple[Config, Transformer]:
         meta, note = restoring.opened(folder / str(step))
-        found = _params(folder, mesh, step, meta, like, merge)
+        kind = model if like is None else type(like)
+        check_model(meta, kind, folder / str(step))
+        found = _params(folder, mesh, step, meta, kind, like, merge)
         _warn(note)
         return found
 
@@ -71,7 +75,13 @@ def _warn(note: str | None) -> None:
 
 
 def _params(
-    folder: Path, mesh: Mesh, step: int, meta: dict, like: Transformer | None, merge: bool
+    folder: Path,
+    mesh: Mesh,
+    step: int,
+    meta: dict,
+    model: type[Transformer],
+    like: Transformer | None,
+    merge: bool,
 ) -> tuple[Config, Transformer]:
     cfg = config_from_dict(meta["config"])
     cfg = dataclasses.replace(
@@ -80,7 +90,7 @@ def _params(
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
     )
-    wanted = abstract_state(cfg, mesh).params if like is None or cfg.train.lora else like
+    wanted = abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora else like
     shapes = flatten(checkpoint_layout_shapes(wanted, wanted.layer_order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
     loaded = unflatten(groups[PARAMS], wanted)
@@ -94,7 +104,7 @@ def _merged(
 ) -> tuple[Config, Transformer]:
     """Return the base of adapters with these in its weights, and the config of a run without adapters."""
     plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=""))
-    like = abstract_state(plain, mesh).params if like is None else like
+    like = abstract_state(plain, mesh, type(adapters)).params if like is None else like
     fix = "is a run of train.lora, whose adapters lie in another order here; export it, and begin with hf:DIR"
     require(like.layer_order == adapters.layer_order, "train.init_from", cfg.log.run_dir, fix)
     base = initial_params(cfg, like, mesh)

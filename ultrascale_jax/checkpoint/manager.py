@@ -24,7 +24,7 @@ from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
 from ultrascale_jax.checkpoint.layout import Groups, join, split, with_retired
 from ultrascale_jax.checkpoint.restoring import found_by_process0
-from ultrascale_jax.checkpoint.run_metadata import config_from_dict
+from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
     quarantine,
@@ -209,7 +209,8 @@ class Checkpoints:
     def _begin(self, step: int, state: TrainState, meta: dict) -> None:
         state = dataclasses.replace(state, frozen=None)
         groups = split(to_checkpoint_layout(state, state.params.layer_order_of))
-        meta = with_digest(meta | {"arrays": restoring.record(groups)})
+        model = type(state.params).__qualname__
+        meta = with_digest(meta | {"arrays": restoring.record(groups), "model": model})
         try:
             response = self._orbax.save_checkpointables_async(
                 step, groups, force=True, custom_metadata=meta
@@ -340,6 +341,7 @@ class Checkpoints:
         What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
         checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
         """
+        check_model(meta, type(abstract.params), place)
         like, shapes = _shapes(abstract, meta)
         groups = restoring.load(place, meta, shapes)
         order = abstract.params.layer_order_of

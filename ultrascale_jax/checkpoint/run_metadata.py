@@ -33,6 +33,9 @@ BATCHES = ("train.global_batch", "train.batch_ramp")
 DATA_ORDER = ("data.", "train.seed", *BATCHES)
 """Fields that decide what is read and in which order."""
 
+BUILT_IN = "Transformer"
+"""Class of a model whose checkpoint names none."""
+
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -43,6 +46,14 @@ def describe(cfg: Config, step: int, fingerprint: str) -> dict:
         "data": {"step": step, "fingerprint": fingerprint, "seed": cfg.train.seed},
         "versions": versions(),
     }
+
+
+def check_model(meta: dict, model: type, place: object) -> None:
+    """Refuse a checkpoint at `place` of another class of model than `model`: other layers, other numbers."""
+    saved, now = meta.get("model", BUILT_IN), model.__qualname__
+    how = "leave it out" if saved == BUILT_IN else f"pass the class {saved} in Python"
+    fix = f"the checkpoint {place} is of a {saved}; {how} (`train`, `load_run`: model=)"
+    require(saved == now, "model", now, fix)
 
 
 def versions() -> dict[str, str]:

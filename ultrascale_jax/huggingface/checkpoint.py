@@ -173,6 +173,8 @@ def save(
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     require(free, "path", str(path), "already holds something; choose another folder")
     config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
+    fix = "has layers of its own, which transformers does not know"
+    require(not model.layers.own, "model", type(model).__name__, fix)
     _check_parameters(model, cfg)
     arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
     table = tensors(cfg)

@@ -1,12 +1,14 @@
-"""One layer of the decoder, `Block`, and the parameters of all its layers, `BlockStack`."""
+"""One layer of the decoder, `Block`, the classes of its parts, `Layers`, and the parameters of all, `BlockStack`."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig, require
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.attention import Attention
@@ -23,12 +25,65 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, Routed
-from ultrascale_jax.sharding.primitives import gather_param, grad_barrier
+from ultrascale_jax.sharding.primitives import gather_param, grad_barrier, partial_axes
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
 ATTENTION_PARTS = ("attn_norm", "attn", "mlp_norm")
 FEED_FORWARDS: tuple[FeedForward, ...] = ("mlp", "moe")
 PARTS = (*ATTENTION_PARTS, *FEED_FORWARDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Classes of the parts of each layer; `docs/layers.md` has the contract.
+
+    A subclass of `Transformer` names its own: `layers = Layers(mlp=SquaredReLU)`. Experts (`model.experts`) keep their
+    own layer.
+    """
+
+    attention: Callable[..., Any] | None = None
+    """`(cfg, key, kernels) -> module`; the module maps `(x_BRD, inputs)` to partial sums `[B, T, D]` of the tensor
+    group and the cache. None is `Attention`, or `MLA` where the model has `latent`."""
+    mlp: Callable[..., Any] = MLP
+    """`(cfg, key) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type."""
+    norm: Callable[..., Any] | None = None
+    """`(cfg) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type. None is RMSNorm. It stands before (or
+    after, `model.norm_placement`) both halves of a layer, and before the head."""
+
+    def make_norm(self, cfg: ModelConfig) -> Any:
+        """Make a norm of the residual stream: a module, or the scale of RMSNorm."""
+        if self.norm is None:
+            return param(None, "D", "BRD", (cfg.d_model,), std=1)
+        return self.norm(cfg)
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The names of the classes that are not the built-in ones."""
+        given = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
+        return {name: _name(cls) for name, (cls, default) in given.items() if cls is not default}
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__name__", str(cls))
+
+
+def _check_result(part: str, module: Any, y: Any, like: jax.Array) -> None:
+    """Refuse a part's result that is not split and typed as the residual stream `like`."""
+    found, wanted = jax.typeof(y), jax.typeof(like)
+    same = (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    same = same and found.sharding.spec.partitions == wanted.sharding.spec.partitions
+    fix = f"returned {found}, and must return {wanted}, like the residual stream: `linear(..., to='BRD')`, in x's type"
+    require(same, f"layers.{part}", _name(type(module)), fix)
+
+
+def _check_partial(module: Any, y: jax.Array) -> None:
+    """Refuse an attention's result that is a whole sum: in a pipeline it would be added up once more."""
+    axes = {axis for axis in TENSOR if mesh_size(axis) > 1}
+    fix = (
+        f"returned {jax.typeof(y)}, and must return partial sums over {', '.join(TENSOR)}: "
+        "`linear('BTNH,NHD->BTD', ..., partial=True)`"
+    )
+    require(axes <= partial_axes(y), "layers.attention", _name(type(module)), fix)
 
 
 def _grads_together[Tree](tree: Tree, *, frozen: bool) -> Tree:
@@ -88,27 +143,29 @@ class BlockStack(_Parts):
 class Block(_Parts):
     """One layer: attention and MLP or experts, each with its norm and residual connection."""
 
-    attn: Attention | MLA
+    attn: Any
 
     @classmethod
-    def init_attention(cls, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array) -> "Block":
+    def init_attention(
+        cls, layers: Layers, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
+    ) -> "Block":
         """Make a layer without its feed-forward layer."""
-        attention = Attention if cfg.latent is None else MLA
+        attention = layers.attention or (Attention if cfg.latent is None else MLA)
         return cls(
             cfg,
             kernels,
-            attn_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
+            attn_norm=layers.make_norm(cfg),
             attn=attention(cfg, jax.random.split(key)[0], kernels),
-            mlp_norm=param(None, "D", "BRD", (cfg.d_model,), std=1),
+            mlp_norm=layers.make_norm(cfg),
         )
 
     @staticmethod
     def init_feed_forward(
-        kind: FeedForward, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
-    ) -> MLP | MoE:
+        kind: FeedForward, layers: Layers, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
+    ) -> Any:
         """Make the feed-forward layer of the layer that `init_attention` makes of the same key."""
         key = jax.random.split(key)[1]
-        return MLP(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
+        return layers.mlp(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
         """Return this layer with whole parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
@@ -145,13 +202,21 @@ class Block(_Parts):
             frozen = has_adapters(self.attn) or has_adapters(feed_forward)
             h, attn = _grads_together((h, self.attn), frozen=frozen)
             h, cache = attn(h, inputs)
+            fix = "returned no cache, which generation needs; `attend` returns one"
+            require(
+                inputs.cache is None or cache is not None,
+                "layers.attention",
+                _name(type(attn)),
+                fix,
+            )
             h, feed_forward = _grads_together((h, feed_forward), frozen=frozen)
             h, *more = h if isinstance(h, tuple) else (h,)
+            _check_partial(attn, h)
             h = checkpoint_name(sum(more, scatter_sequence(h)), "attn_out")
             return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
 
     def feed(
-        self, x_BRD: jax.Array, feed_forward: MLP | MoE, moe: MoEConfig
+        self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig
     ) -> tuple[jax.Array, Routed | None]:
         """Run the second half: the residual stream, and what the router of experts did."""
         post, routed = self.cfg.norm_placement == "post", None
@@ -161,10 +226,18 @@ class Block(_Parts):
                 h, routed = feed_forward(h, moe)
             else:
                 h = feed_forward(h)
+                _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
             return x_BRD + (self._norm(h, "mlp_norm") if post else h), routed
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
-        weight = getattr(self, name)[...]
-        settings = self.cfg.norm_eps, self.kernels.norm
-        return checkpoint_name(rms_norm(x_BRD, weight, "D", "BRD", *settings), name)
+        return checkpoint_name(normed(x_BRD, getattr(self, name), self.cfg, self.kernels), name)
+
+
+def normed(x_BRD: jax.Array, norm: Any, cfg: ModelConfig, kernels: KernelsConfig) -> jax.Array:
+    """Apply a norm as `Layers.make_norm` makes it, its parameters whole."""
+    if is_variable(norm):
+        return rms_norm(x_BRD, norm[...], "D", "BRD", cfg.norm_eps, kernels.norm)
+    y_BRD = norm(x_BRD)
+    _check_result("norm", norm, y_BRD, x_BRD)
+    return y_BRD

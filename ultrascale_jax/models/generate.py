@@ -20,7 +20,6 @@ from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import einsum
 from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size, specs, vary
 
 PROMPT_STEP = 64
@@ -96,7 +95,7 @@ def _generate(model, prompt_BP, prompt_length, key, num_tokens, temperature, top
         assert cache is not None
         cache = *cache[:2], start + count
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
-        logits = einsum("BTD,DV->BTV", x_BTD, head, dtype=jnp.float32)
+        logits = model.unembed(x_BTD, head)
         return jax.reshard(logits[:, 0], act("B_")), cache
 
     def sample(logits, key):

@@ -10,17 +10,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import ModelConfig
+from ultrascale_jax.config import ModelConfig, require
 from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, linear
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, is_variable, linear
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, gather_param, mean, reshard
 from ultrascale_jax.sharding.rules import (
     TENSOR,
     act,
+    act_axes,
     axes_of,
+    check_letters,
+    mesh_size,
     specs,
     stored_spec,
 )
@@ -39,7 +42,26 @@ def param(
     """Make a float32 parameter with these dims; `act_dims` are those of the activation that it is multiplied with.
 
     Without a key it is made of ones when `std` is 1 (norm scales) and zeros when it is 0 (biases).
+
+    Args:
+      key: of the normal distribution from which it is drawn.
+      dims: a letter of the alphabet for each dim (`sharding/rules.py`), which says how it is split. A matrix that maps
+        D to others is split by ZeRO too, and cast to the type of compute; all else stays float32.
+      act_dims: letters of an activation, whose axes are those over which the gradient is a sum.
+      shape: sizes of the whole.
+      std: standard deviation.
+
+    Raises `UserError` for unknown letters, and sizes that the mesh does not divide.
     """
+    check_letters("dims", dims)
+    check_letters("act_dims", act_dims)
+    fix = f"dims={dims!r} has {len(dims)} letters; give as many sizes"
+    require(len(dims) == len(shape), "shape", shape, fix)
+    for letter, size in zip(dims, shape, strict=True):
+        # Few kv heads are repeated, and a vocabulary may rest whole.
+        axes = () if letter in "KV" else act_axes(letter)
+        fix = f"{letter} is {size}, and must be divisible by mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}"
+        require(size % mesh_size(*axes) == 0, "shape", shape, fix)
     spec = stored_spec(dims, shape)
     if key is None:
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
@@ -94,6 +116,16 @@ def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
     latent = cfg.latent
     latents = {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
     return {"D": cfg.d_model} | latents
+
+
+def gather_params[M](module: M, dtype: jax.typing.DTypeLike, sizes: Mapping[str, int]) -> M:
+    """Apply `gather_param` to each parameter of `module`, or to one parameter."""
+
+    def leaf(param):
+        given = param.get_value(), param.dims, param.act_dims
+        return param.replace(gather_param(*given, dtype, sizes))
+
+    return jax.tree.map(leaf, module, is_leaf=is_variable)
 
 
 def gather_fp8(

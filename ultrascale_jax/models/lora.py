@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ultrascale_jax.config import require
 from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import is_variable, linear
-from ultrascale_jax.models.layers import adapter_of, gather_sequence, has_adapters
+from ultrascale_jax.models.layers import MLP, adapter_of, gather_sequence, has_adapters
 from ultrascale_jax.sharding.rules import specs, stored_spec
 
 WEIGHTS = {
@@ -76,6 +78,8 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
             WEIGHTS[target][1]: target for target in lora.targets if WEIGHTS[target][0] == part
         }
         if found:
+            fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
+            require(type(module) in (Attention, MLP), "train.lora", "+".join(found.values()), fix)
             module.lora = Adapters(
                 **{
                     name: Adapter(getattr(module, name), lora, keys[target])

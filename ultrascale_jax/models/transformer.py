@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from flax import nnx
 from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, cut
+from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, Layers, cut, normed
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import gather_sequence, param, rms_norm, zero_sizes
+from ultrascale_jax.models.layers import gather_params, gather_sequence, param, zero_sizes
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
@@ -79,7 +79,14 @@ class ModelOutputs(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model, Llama-style; `huggingface/families.py` lists the families it covers exactly."""
+    """Decoder-only language model, Llama-style; `huggingface/families.py` lists the families it covers exactly.
+
+    A subclass may name classes of its own for the parts of its layers, override methods (`loss`, `unembed`) and add
+    parameters; `docs/layers.md` shows how. `train`, `init_state` and the like take it as `model=`.
+    """
+
+    layers: ClassVar[Layers] = Layers()
+    """Classes of the parts of each layer."""
 
     def __init__(
         self,
@@ -97,15 +104,15 @@ class Transformer(nnx.Module):
         k_embed, k_blocks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        attention = functools.partial(Block.init_attention, cfg, kernels)
+        attention = functools.partial(Block.init_attention, self.layers, cfg, kernels)
         parts = _stack(attention, cfg, k_blocks, self.layer_order, 0).parts
         for kind in FEED_FORWARDS:
             if layers := self.layers_with(kind):
-                make = functools.partial(Block.init_feed_forward, kind, cfg, kernels)
+                make = functools.partial(Block.init_feed_forward, kind, self.layers, cfg, kernels)
                 order = self.layer_order_of(f"blocks.{kind}.")
                 parts[kind] = _stack(make, cfg, k_blocks, order, layers.start)
         self.blocks = BlockStack(cfg, kernels, **parts)
-        self.final_norm = param(None, "D", "BRD", (D,), std=1)
+        self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
 
@@ -237,8 +244,12 @@ class Transformer(nnx.Module):
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """Apply the final norm."""
-        weight = gather_param(self.final_norm[...], "D", "BRD", jnp.float32, zero_sizes(self.cfg))
-        return rms_norm(x_BRD, weight, "D", "BRD", self.cfg.norm_eps, self.kernels.norm)
+        norm = self.gathered(self.final_norm, x_BRD.dtype)
+        return normed(x_BRD, norm, self.cfg, self.kernels)
+
+    def gathered[M](self, module: M, dtype: jax.typing.DTypeLike) -> M:
+        """Return a parameter or a module beside the blocks with whole parameters, matrices in `dtype`."""
+        return gather_params(module, dtype, zero_sizes(self.cfg))
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Return the output head `[D, V]`, V over the tensor group and pp."""
@@ -254,7 +265,10 @@ class Transformer(nnx.Module):
         z_loss: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them."""
+        """Return objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them.
+
+        In training and evaluation; `generate` reads `unembed`, and scores of single rows `head_weight`.
+        """
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
             if self.kernels.loss == "mosaic":
@@ -267,4 +281,8 @@ class Transformer(nnx.Module):
         """Return logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
         inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
-        return einsum("BTD,DV->BTV", x_BTD, self.head_weight(dtype), dtype=jnp.float32)
+        return self.unembed(x_BTD, self.head_weight(dtype))
+
+    def unembed(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+        """Return logits `[B, T, V]` float32 of hidden states after the final norm: of `logits` and `generate`."""
+        return einsum("BTD,DV->BTV", x_BTD, head_DV, dtype=jnp.float32)

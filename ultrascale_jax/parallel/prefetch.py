@@ -156,7 +156,10 @@ class _Loop:
         if self.delay is None:
             return row, waiting
         floats = [path for path, leaf in jax.tree.leaves_with_path(now) if _is_float(leaf)]
-        until = own[[_part(path) for path in floats].index(self.delay.until)]
+        parts = [_part(path) for path in floats]
+        if self.delay.until not in parts:  # a norm without parameters
+            return row, waiting
+        until = own[parts.index(self.delay.until)]
         late = [leaf for path, leaf in jax.tree.leaves_with_path(row[0]) if self.is_late(path)]
         held = waiting if self.delay.scatters else []
         late, held, _ = jax.lax.optimization_barrier((late, held, until))

@@ -4,6 +4,7 @@
     reduce_gradient, scatter_gradient its gradient, summed over the devices
     reshard, einsum                   an activation split as other letters say
     all_reduce, mean                  a reduction over dims that may be split
+    partial_axes                      axes over which an activation may be a partial sum
     offset, piece                     where this device's piece begins, and its size
     broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
     embed_lookup                      rows of a table whose rows are split
@@ -14,6 +15,7 @@ collectives do the same. Only this package asks which of the two holds, so a mod
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -29,6 +31,7 @@ from ultrascale_jax.sharding.rules import (
     act,
     act_axes,
     axes_of,
+    check_letters,
     gathered_spec,
     gradient_axes,
     is_matrix,
@@ -56,16 +59,29 @@ def offset(dim: str, size: int) -> jax.Array | int:
     return jax.lax.axis_index(axes) * size if manual() and axes else 0
 
 
+def partial_axes(x: jax.Array) -> frozenset[str]:
+    """Return the axes over which `x` may be a partial sum, as its type says; with pieces those over which it varies."""
+    return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
+
+
 def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
     """Finish a reduction over activation `dims` that the text did on what it sees.
 
-    In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims.
+    In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims. The mean
+    of equal values says to JAX's types that they are equal: a loss that all members of the tensor group compute.
     """
-    axes = tuple(sorted(axes_of(dims)))
+    axes = axes_of(dims)
     if not manual() or not axes:
         return tree
-    reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
-    return reduce(tree, axes)
+    if op == "sum":
+        return jax.lax.psum(tree, tuple(sorted(axes)))
+    reduce = jax.lax.pmean if op == "mean" else jax.lax.pmax
+
+    def leaf(x):
+        differs = tuple(sorted(axes & varying(x)))
+        return reduce(x, differs) if differs else x
+
+    return jax.tree.map(leaf, tree)
 
 
 def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
@@ -91,6 +107,7 @@ def reshard(
       reduced: axes over which the cotangent of the result stays a partial sum.
     """
     dims, to = subscripts.split("->")
+    check_letters("subscripts", dims + to)
     if not manual():
         y = jax.reshard(x, act(to, reduced=reduced))
         return checkpoint_name(y, PRODUCT) if summed else y
@@ -125,8 +142,9 @@ def einsum(
     left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
 
     Raises:
-      ValueError: a contracted dim is split over other axes (`contracted_axes`).
+      ValueError: a contracted dim is split over other axes (`contracted_axes`), or a letter is not of the alphabet.
     """
+    check_letters("subscripts", "".join(re.split(",|->", subscripts)))
     out, summed = subscripts.split("->")[1], contracted_axes(subscripts)
     y = product(
         subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype

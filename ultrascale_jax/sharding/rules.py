@@ -28,6 +28,11 @@ from collections.abc import Iterable
 import jax
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import require
+
+LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUM")
+"""The letters above, and M, micro-batches."""
+
 BATCH = ("dp", "fsdp", "ep")
 TENSOR = ("sp", "tp")
 VOCABULARY = ("pp", "sp", "tp")
@@ -55,6 +60,13 @@ PARAMETER: dict[str, tuple[str, ...]] = {
     "E": ("ep",),
     "L": ("pp",),
 }
+
+
+def check_letters(argument: str, dims: str) -> None:
+    """Refuse letters that are not of the alphabet: an unknown one would be split over no axis in silence."""
+    unknown = "".join(sorted(set(dims) - LETTERS))
+    fix = f"{unknown} is none of the letters {''.join(sorted(LETTERS))} (sharding/rules.py, docs/layers.md)"
+    require(not unknown, argument, dims, fix)
 
 
 def manual() -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapters
@@ -74,17 +74,19 @@ def layer_order(cfg: Config) -> LayerOrder | None:
     return schedules.layer_order(*stages, model.num_layers, model.dense_layers)
 
 
-def initial_state(cfg: Config) -> TrainState:
+def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
+    is_model = isinstance(model, type) and issubclass(model, Transformer)
+    require(is_model, "model", model, "must be Transformer or a subclass of it, not an instance")
 
     def rest(value, dims, act_dims):
         return jax.reshard(value, stored_spec(dims, value.shape, zero=cfg.train.zero))
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
-    model = Transformer(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
+    made = model(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
     if cfg.train.lora:
-        model = add_adapters(model, Lora.parse(cfg.train.lora), jax.random.fold_in(key, 1))
-    return fresh_state(cfg, map_params(rest, model))
+        made = add_adapters(made, Lora.parse(cfg.train.lora), jax.random.fold_in(key, 1))
+    return fresh_state(cfg, map_params(rest, made))
 
 
 def fresh_state(cfg: Config, model: Transformer) -> TrainState:
@@ -98,10 +100,10 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     return TrainState(params, init(params), zero, zero, zero, *carried(cfg), frozen)
 
 
-def init_adapters(cfg: Config, mesh: Mesh) -> TrainState:
+def init_adapters(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state of `train.lora` without the frozen base."""
     with jax.set_mesh(mesh):
-        make = jax.jit(lambda: dataclasses.replace(initial_state(cfg), frozen=None))
+        make = jax.jit(lambda: dataclasses.replace(initial_state(cfg, model), frozen=None))
         return make()
 
 
@@ -137,18 +139,21 @@ def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -
     )
 
 
-def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """Make a fresh state on the devices of `mesh`; each device makes only its own pieces."""
+def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
+    """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own pieces."""
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     with jax.set_mesh(mesh):
-        return jax.jit(initial_state, static_argnums=0, compiler_options=options)(cfg)
+        make = jax.jit(initial_state, static_argnums=(0, 1), compiler_options=options)
+        return make(cfg, model)
 
 
-def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
-    """Return shapes, types and shardings of the state, without allocating anything."""
+def abstract_state(
+    cfg: Config, mesh: Mesh | AbstractMesh, model: type[Transformer] = Transformer
+) -> TrainState:
+    """Return shapes, types and shardings of the state of a `model`, without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(lambda: initial_state(cfg))
+        state = jax.eval_shape(lambda: initial_state(cfg, model))
 
     def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # eval_shape leaves the sharding of a value out that is whole on every device.

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config
 from ultrascale_jax.hooks import Batch, Hook, Run, StepFn
 from ultrascale_jax.launch.faults import FaultPlan
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.setup import open_run
 
@@ -24,6 +25,7 @@ def train(
     cfg: Config,
     mesh: Mesh,
     *,
+    model: type[Transformer] = Transformer,
     hooks: Sequence[Hook] = (),
     profile: tuple[int, int] | None = None,
     faults: FaultPlan | None = None,
@@ -33,6 +35,7 @@ def train(
     Args:
         cfg: a checked config.
         mesh: the mesh of `cfg.mesh`.
+        model: the class of the model, with layers of your own say (`docs/layers.md`).
         hooks: called around each step, after the built-in ones but before rows are written and checkpoints saved.
         profile: write a trace of the steps from the first number up to, not including, the second to `run_dir/profile`.
         faults: what is to go wrong on purpose.
@@ -49,7 +52,7 @@ def train(
         Diverged: too many steps in a row were not finite, or spikes.
         ReplicasDiffer: a device's copy of an array is not that of the others.
     """
-    with open_run(cfg, mesh, hooks=hooks, profile=profile, faults=faults) as run:
+    with open_run(cfg, mesh, model=model, hooks=hooks, profile=profile, faults=faults) as run:
         run.check_stop()
         for hook in run.hooks:
             hook.on_start(run)

@@ -31,6 +31,7 @@ from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.train_step.precision import check_kernels
 from ultrascale_jax.train_step.state import (
@@ -58,19 +59,21 @@ def open_run(
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
     faults: FaultPlan | None,
+    model: type[Transformer] = Transformer,
 ) -> Iterator[Run]:
     """Take the run directory, and yield the run with its state: the newest checkpoint's, or a new one.
 
     Inside the block `mesh` is set. See `train` for the arguments and for what it raises.
     """
     with contextlib.ExitStack() as stack:
-        yield _enter(stack, cfg, mesh, hooks, profile, faults or FaultPlan.none())
+        yield _enter(stack, cfg, mesh, model, hooks, profile, faults or FaultPlan.none())
 
 
 def _enter(
     stack: contextlib.ExitStack,
     cfg: Config,
     mesh: Mesh,
+    model: type[Transformer],
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
     faults: FaultPlan,
@@ -95,7 +98,7 @@ def _enter(
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
         checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, check_lock))
-        state, step, changes = _state(cfg, mesh, loader, checkpoints)
+        state, step, changes = _state(cfg, mesh, model, loader, checkpoints)
     log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
     if jax.process_index() == 0:
         text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
@@ -205,11 +208,11 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
 
 
 def _state(
-    cfg: Config, mesh: Mesh, loader: Loader, checkpoints: Checkpoints
+    cfg: Config, mesh: Mesh, model: type[Transformer], loader: Loader, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, list[str]]:
     """Restore the newest checkpoint, or make a new state; return it, its step, and lines to print about it."""
 
-    abstract = abstract_state(cfg, mesh)
+    abstract = abstract_state(cfg, mesh, model)
 
     def accept(meta: dict, place: Path) -> list[str]:
         return check_same_run(
@@ -226,7 +229,7 @@ def _state(
     if cfg.train.lora:
         fix = "adapters need a model that has learned: give --init-from hf:DIR or RUN_DIR"
         require(bool(cfg.train.init_from), "train.lora", cfg.train.lora, fix)
-        state, step, notes = resumed or (init_adapters(cfg, mesh), 0, begins)
+        state, step, notes = resumed or (init_adapters(cfg, mesh, model), 0, begins)
         assert abstract.frozen is not None
         notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
         frozen = initial_params(cfg, abstract.frozen, mesh)
@@ -234,7 +237,7 @@ def _state(
     if resumed is not None:
         return resumed
     if not cfg.train.init_from:
-        return init_state(cfg, mesh), 0, []
+        return init_state(cfg, mesh, model), 0, []
     params = initial_params(cfg, abstract.params, mesh)
     begin = jax.jit(fresh_state, static_argnums=0, donate_argnums=1)
     return begin(cfg, params), 0, begins

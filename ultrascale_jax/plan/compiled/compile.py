@@ -26,6 +26,7 @@ from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.deviceless import compile_deviceless, target_checks
 from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, Event, Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
@@ -137,6 +138,7 @@ def compile_step(
     gpu: str = "h100",
     *,
     gpus_per_host: int | None = None,
+    model: type[Transformer] = Transformer,
     estimates: bool = True,
     options: Mapping[str, str] | None = None,
 ) -> CompiledStep:
@@ -145,12 +147,14 @@ def compile_step(
     Args:
       cfg: a run; its mesh is checked here.
       num_devices, gpu, gpus_per_host: as `target_devices` takes them.
+      model: the class of the model, with layers of your own say (`docs/layers.md`).
       estimates, options: as `compile_program` takes them; `options` are added to the flags of a run.
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
     cfg = cfg.check(num_devices)
     flags = {**GPU_FLAGS, **xla_options(cfg), **(options or {})}
-    step, args = make_train_step(cfg), (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    step = make_train_step(cfg)
+    args = abstract_state(cfg, mesh, model), abstract_batch(cfg, mesh)
     program = compile_program(step, *args, mesh=mesh, gpu=gpu, estimates=estimates, options=flags)
     return CompiledStep(run=Run.of(cfg, num_devices), **vars(program))
 

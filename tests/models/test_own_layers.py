@@ -1,0 +1,170 @@
+"""Layers of one's own: what breaks the contract of `docs/layers.md` gets one error, and checkpoints know the class."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ultrascale_jax as us
+from tests.own_layers import GatedAttention, OwnModel, SquaredReLU
+from tests.runs import change, mesh_of, saved_state, step_rows
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.train_step.state import abstract_batch
+from ultrascale_jax.train_step.step import train_step
+
+CFG = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8
+    ),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(steps=2, global_batch=8, precision="bf16", eval_batches=1),
+)
+
+
+def on(cfg: Config, mesh: str) -> Config:
+    cfg = change(cfg, mesh=MeshConfig.parse(mesh).sizes)
+    return cfg.check(int(np.prod(list(cfg.mesh.sizes.values()))))
+
+
+def trace(model: type, mesh: str = "fsdp=2,sp=2", **train) -> None:
+    """Trace a training step, without compiling it."""
+    cfg = on(change(CFG, train=train), mesh)
+    devices = mesh_of(cfg)
+    with jax.set_mesh(devices):
+        state, batch = us.abstract_state(cfg, devices, model), abstract_batch(cfg, devices)
+        jax.eval_shape(lambda *args: train_step(cfg, *args), state, batch)
+
+
+def model_with(**parts) -> type:
+    class Own(us.Transformer):
+        layers = us.Layers(**parts)
+
+    return Own
+
+
+class InFloat32(SquaredReLU):
+    def __call__(self, x_BRD):
+        return super().__call__(x_BRD).astype(jnp.float32)
+
+
+class Gathered(SquaredReLU):
+    def __call__(self, x_BRD):
+        return us.reshard("BRD->BTD", super().__call__(x_BRD))
+
+
+class WholeSums(GatedAttention):
+    def __call__(self, x_BRD, inputs):
+        y_BTD, cache = super().__call__(x_BRD, inputs)
+        return us.reshard("BTD->BTD", y_BTD, summed=frozenset({"sp", "tp"})), cache
+
+
+def mlp_of(dims: str, shape: tuple[int, ...], act_dims: str = "BTD") -> type:
+    class OfDims(SquaredReLU):
+        def __init__(self, cfg, key):
+            self.w = us.param(key, dims, act_dims, shape)
+
+    return OfDims
+
+
+FAULTS = {
+    "type": ({"mlp": InFloat32}, r"layers\.mlp='InFloat32': returned float32\["),
+    "split": ({"mlp": Gathered}, r"layers\.mlp='Gathered': .*must return bfloat16\[8"),
+    "whole sums": ({"attention": WholeSums}, r"layers\.attention='WholeSums': .*partial=True"),
+    "unknown letter": ({"mlp": mlp_of("DY", (32, 8))}, r"dims='DY': Y is none of the letters A"),
+    "unknown letter of x": ({"mlp": mlp_of("DF", (32, 8), "BTd")}, r"act_dims='BTd': d is none"),
+    "number of sizes": ({"mlp": mlp_of("DF", (32,))}, r"shape=\(32,\): dims='DF' has 2 letters"),
+    "size": ({"mlp": mlp_of("DF", (32, 7))}, r"shape=\(32, 7\): F is 7, .*mesh\.sp\*mesh\.tp=2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("mesh", ["fsdp=2,sp=2", "pp=2,sp=2"])
+def test_a_layer_that_breaks_the_contract_is_named(name, mesh):
+    parts, message = FAULTS[name]
+    with pytest.raises(UserError, match=message):
+        trace(model_with(**parts), mesh)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,sp=2", "pp=2,sp=2"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_block"])
+def test_own_layers_take_every_precision(mesh, precision):
+    trace(OwnModel, mesh, precision=precision)
+
+
+def test_what_cannot_be_with_own_layers_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"train\.lora=.* has a GatedAttention; train all"):
+        trace(OwnModel, lora="rank=2", init_from="hf:x")
+    with pytest.raises(UserError, match=r"model=.*must be Transformer or a subclass"):
+        trace(lambda *args: OwnModel(*args))
+    cfg = on(CFG, "fsdp=2")
+    state = some_state(cfg, mesh_of(cfg), model=OwnModel)
+    with pytest.raises(UserError, match=r"model='OwnModel': has layers of its own"):
+        us.save_hf(state.params, cfg.model, tmp_path / "hf")
+
+
+def test_a_checkpoint_of_own_layers_is_loaded_on_another_mesh_with_its_class(tmp_path):
+    cfg = on(change(CFG, log={"run_dir": str(tmp_path)}), "pp=2,fsdp=2")
+    state = some_state(cfg, mesh_of(cfg), model=OwnModel)
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, describe(cfg, 1, "data"), wait=True)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    mesh = mesh_of(on(CFG, "fsdp=2,tp=2"))
+    _, loaded = us.load_run(tmp_path, mesh, model=OwnModel)
+    np.testing.assert_array_equal(loaded.w_up[...], state.params.w_up[...])
+    up = state.params.blocks.mlp.w_up[...]
+    np.testing.assert_array_equal(loaded.blocks.mlp.w_up[...], up)
+    with pytest.raises(
+        UserError, match=r"model='Transformer': .* is of a OwnModel; pass the class"
+    ):
+        us.load_run(tmp_path, mesh)
+    with pytest.raises(
+        UserError, match=r"model='Transformer': .* is of a OwnModel; pass the class"
+    ):
+        saved_state(cfg, tmp_path, 1)
+
+
+@pytest.mark.wide
+def test_the_planner_compiles_own_layers():
+    cfg = change(CFG, mesh=MeshConfig.parse("fsdp=4,sp=2").sizes, train={"zero": 3})
+    plain, own = (us.compile_step(cfg, 8, model=model) for model in (us.Transformer, OwnModel))
+    assert own.argument_bytes > plain.argument_bytes  # wider by a head and a gate
+    assert us.simulate_step(own, us.find_cluster(None, "h100", 8)).step_s > 0
+
+
+@pytest.mark.wide  # `tests/parity/test_own_layers.py` has the numbers, the test above the checkpoint
+def test_the_trainer_resumes_own_layers_on_another_mesh_and_generates(tmp_path):
+    cfg = change(CFG, log={"run_dir": str(tmp_path)}, train={"precision": "fp32"})
+    for mesh, steps in (("pp=2,fsdp=2", 1), ("fsdp=2,tp=2", 2)):
+        now = on(change(cfg, train={"steps": steps}), mesh)
+        us.train(now, mesh_of(now), model=OwnModel)
+    assert [row["step"] for row in step_rows(tmp_path)] == [1, 2]
+    for mesh in ("fsdp=2,tp=2", "pp=2,tp=2"):
+        devices = mesh_of(on(CFG, mesh))
+        _, model = us.load_run(tmp_path, devices, model=OwnModel)
+        with jax.set_mesh(devices):
+            prompt = np.arange(16, dtype=np.int32).reshape(2, 8)
+            settings = {"temperature": 0, "key": jax.random.key(0)}
+            found = us.generate(model, prompt, 4, **settings)
+            if mesh == "pp=2,tp=2":
+                np.testing.assert_array_equal(found, expected)
+                continue
+            tokens, expected = prompt, np.asarray(found)
+            for _ in range(4):
+                places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+                logits = model.logits(tokens, places)
+                best = np.argmax(np.asarray(logits)[:, -1:], axis=-1).astype(np.int32)
+                tokens = np.concatenate([tokens, best], axis=1)
+            np.testing.assert_array_equal(expected, tokens[:, 8:])
