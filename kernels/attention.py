@@ -19,7 +19,7 @@ from ultrascale_jax.kernels import attention_cudnn
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mosaic import Ranges
 from ultrascale_jax.kernels.attention_packed import packed_attention
-from ultrascale_jax.kernels.device import choose, on_gpu, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma, on_gpu
 from ultrascale_jax.kernels.document_classes import LEAST_TOKENS, SHORTEST, divides
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.kernels.residuals import name_attention
@@ -112,7 +112,7 @@ def attention(
       `[B, T, N, H]` in q's type.
     """
     if segment_ids is not None and packs(implementation, q, k, window):
-        return packed_attention(*vary_alike(q, k, v, segment_ids[0]))
+        return packed_attention(*match_vma(q, k, v, segment_ids[0]))
     chosen = _choose(implementation, q, k, segment_ids is not None)
     if chosen == "mosaic":
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
@@ -123,7 +123,7 @@ def attention(
         visible = []
         if segment_ids is not None:
             visible = [segment_ids[0][:, :, None] == segment_ids[1][:, None, :]]
-        q, k, v, *visible = vary_alike(q, k, v, *visible)
+        q, k, v, *visible = match_vma(q, k, v, *visible)
         mask = BlockMask(visible=visible[0] if visible else None, causal=True, window=window)
         return _fused(q, k, v, mask, chosen)
     reference = attention_reference
@@ -333,7 +333,7 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
 def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
     """Return the arrays and then the ranges, `[B, T]`, typed as varying over the same mesh axes."""
     bounds = (jnp.broadcast_to(x, arrays[0].shape[:2]) for x in ranges)
-    *others, start, end = vary_alike(*arrays, *bounds)
+    *others, start, end = match_vma(*arrays, *bounds)
     return *others, Ranges(start, end)
 
 

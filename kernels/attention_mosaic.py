@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.device import vary_alike
+from ultrascale_jax.kernels.device import match_vma
 
 HALF = 64
 """Rows of a warpgroup, in queries or keys."""
@@ -498,7 +498,7 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )(*operands.values())
-    return vary_alike(*results, *operands.values())[: len(out)]
+    return match_vma(*results, *operands.values())[: len(out)]
 
 
 def _load_ahead(p: Program, loads: Loads) -> None:

@@ -32,7 +32,7 @@ def cores() -> int:
     return jax.devices()[0].core_count if absent is None else absent.num_cores
 
 
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+def match_vma(*arrays: jax.Array) -> list[jax.Array]:
     """Return the arrays typed as varying over all mesh axes over which any of them does, as results and gradients."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
     missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, dequantize
 
 
@@ -51,7 +51,7 @@ def fp8_matmul(
         got=f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}",
         field="kernels.fp8_matmul",
     )
-    a_values, a_scales, b_values, b_scales = vary_alike(*a, *b)
+    a_values, a_scales, b_values, b_scales = match_vma(*a, *b)
     if not fused:
         return _reference(Quantized(a_values, a_scales), Quantized(b_values, b_scales), out_dtype)
     if len(shapes[0]) == 3:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma
 
 
 def grouped_matmul(
@@ -54,7 +54,7 @@ def grouped_matmul(
     )
     # An expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all.
     capacity = min(R, 8 * math.ceil(capacity_factor * R / E / 8))
-    return _grouped_matmul(*vary_alike(x, w, sizes), capacity, fused)
+    return _grouped_matmul(*match_vma(x, w, sizes), capacity, fused)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

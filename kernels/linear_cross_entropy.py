@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma
 
 CHUNK_BYTES = 2**28
 """Upper bound of one chunk's logits in float32; with the kernels, of their gradients."""
@@ -63,7 +63,7 @@ def linear_cross_entropy(
     # A target that does not count, or is no word of this piece, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
     counted = jnp.where(targets >= 0, weight, 0.0)
-    arrays = vary_alike(x, head, columns)
+    arrays = match_vma(x, head, columns)
     return _cross_entropy(*arrays, counted, z_loss, tuple(sorted(axes)), fused)
 
 
@@ -89,7 +89,7 @@ def _backward(z_loss, axes, fused, saved, g):
     x, head, columns, counted, lse = saved
     gold_scale = counted * (g[0] + g[1])
     scale = gold_scale + counted * g[0] * 2 * z_loss * lse
-    lse, scale, gold_scale, _ = vary_alike(lse, scale, gold_scale, x)
+    lse, scale, gold_scale, _ = match_vma(lse, scale, gold_scale, x)
     dx, dhead = _gradients(x, head, columns, lse, scale, gold_scale, fused)
     return dx.astype(x.dtype), dhead, None, None
 
@@ -134,7 +134,7 @@ def _gradients(x, head, columns, lse, scale, gold_scale, fused: bool) -> tuple:
         return dx, lax.dynamic_update_slice_in_dim(dhead, more, start, axis=1)
 
     zeros = jnp.zeros((M, D), jnp.float32), jnp.zeros_like(head)
-    state = tuple(vary_alike(*zeros, x)[:2])
+    state = tuple(match_vma(*zeros, x)[:2])
     whole, rest = divmod(V, width)
     if whole:
         state = lax.fori_loop(0, whole, lambda n, state: visit(n * width, width, *state), state)

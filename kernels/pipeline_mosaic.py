@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.device import cores, vary_alike
+from ultrascale_jax.kernels.device import cores, match_vma
 
 STAGES = 4
 """Steps loaded ahead; with the buffers of the results they nearly fill shared memory (227 KiB)."""
@@ -55,7 +55,7 @@ def launch(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=approx_math),
     )(*operands)
-    return vary_alike(*results, *operands)[: len(out)]
+    return match_vma(*results, *operands)[: len(out)]
 
 
 def pipeline(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
@@ -95,7 +95,7 @@ def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool
     if amax is not None:
         if scaling != "tensor":
             raise ValueError(f"amax is given for scaling={scaling!r}: only 'tensor' takes it")
-        x, amax = vary_alike(x, amax)
+        x, amax = match_vma(x, amax)
     fused = choose(
         implementation,
         fits=scaling in ("block", "tile")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, vary_alike
+from ultrascale_jax.kernels.device import choose, match_vma
 
 
 def rms_norm(
@@ -43,7 +43,7 @@ def rms_norm(
         got=f"{x.dtype} with {weight.dtype}, D={D}",
         field="kernels.norm",
     )
-    return _rms_norm(*vary_alike(x, weight), eps, fused)
+    return _rms_norm(*match_vma(x, weight), eps, fused)
 
 
 def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
-from ultrascale_jax.kernels.device import vary_alike
+from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
 
@@ -44,7 +44,7 @@ def compiled(h100s) -> Callable:
 
         def local(*args):
             # Varying already, so that a vector's gradient stays what this device has of it.
-            return run(*vary_alike(*args))
+            return run(*match_vma(*args))
 
         with jax.set_mesh(h100s), uncached():
             given = [

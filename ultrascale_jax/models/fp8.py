@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from ultrascale_jax.kernels.device import device, on_gpu, on_hopper, vary_alike
+from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
 from ultrascale_jax.sharding.manual import leave_partial, smap
@@ -117,7 +117,7 @@ def weight_amaxes(blocks: Any, layer_order_of: Callable, num_layers: int) -> dic
     def run(values):
         ends = np.cumsum([len(value) for value in values])
         found = [jnp.max(jnp.abs(value), tuple(range(1, value.ndim))) for value in values]
-        found = jnp.concatenate(vary_alike(*found)).astype(jnp.float32)
+        found = jnp.concatenate(match_vma(*found)).astype(jnp.float32)
         axes = tuple(sorted(varying(found) - {"pp"}))
         found = jax.lax.pmax(found, axes) if axes else found
         found = jax.lax.all_gather(found, "pp") if mesh_size("pp") > 1 else found[None]
@@ -159,7 +159,7 @@ def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **
         before, after = x.shape[:-contracted], w.value.shape[contracted:]
         K = math.prod(w.value.shape[:contracted])
         w = w.map(lambda a: a.reshape(K, -1))
-        x, value, *quantised = vary_alike(x.reshape(-1, K), *jax.tree.leaves(w))
+        x, value, *quantised = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
         # JAX would make cotangents of the wrong type for float8 values.
         y = _multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
         return leave_partial(y.reshape(*before, *after), out_sharding.unreduced)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import ContextConfig, Strategy
 from ultrascale_jax.kernels.attention import packs
 from ultrascale_jax.kernels.attention_packed import packed_attention
-from ultrascale_jax.kernels.device import vary_alike
+from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -98,7 +98,7 @@ def _attend(
     """
     packable = segment_ids is not None and spec.ranks == 1 and positions is None and not with_lse
     if packable and packs(spec.implementation, q, k, spec.window):
-        return packed_attention(*vary_alike(q, k, v, segment_ids)), None
+        return packed_attention(*match_vma(q, k, v, segment_ids)), None
     T, apart = q.shape[1], segment_ids is not None or positions is not None
     masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and positions is None:
