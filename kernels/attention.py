@@ -117,7 +117,7 @@ def attention(
     if chosen == "mosaic":
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
         ranges = visible_ranges(q_index, k_index, segment_ids, window)
-        *arrays, ranges = _alike(ranges, q, k, v)
+        *arrays, ranges = _match_vma(ranges, q, k, v)
         return _fused(*arrays, BlockMask(ranges=ranges), chosen)
     if chosen == "cudnn":
         visible = []
@@ -159,7 +159,7 @@ def attention_forward(
     chosen = _choose(implementation, q, k, mask.is_array, mask.causal)
     if chosen == "mosaic":
         ranges = mask.as_ranges(T, S)
-        return mosaic.forward(*_alike(ranges, q, k, v))
+        return mosaic.forward(*_match_vma(ranges, q, k, v))
     if chosen == "cudnn":
         return attention_cudnn.forward(q, k, v, mask.listed(S), mask.causal, mask.window)
     scores_BKGTS = _scores(q, k, mask.dense(T, S))
@@ -191,7 +191,7 @@ def attention_backward(
     chosen = _choose(implementation, q, k, mask.is_array, mask.causal)
     if chosen == "mosaic":
         ranges = mask.as_ranges(T, S)
-        return mosaic.backward(*_alike(ranges, q, k, v, out, lse, dout))
+        return mosaic.backward(*_match_vma(ranges, q, k, v, out, lse, dout))
     if chosen == "cudnn":
         listed, causal, window = mask.listed(S), mask.causal, mask.window
         return attention_cudnn.backward(q, k, v, out, lse, dout, listed, causal, window)
@@ -330,7 +330,7 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
     return count
 
 
-def _alike(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
+def _match_vma(ranges: Ranges, *arrays: jax.Array) -> tuple[Any, ...]:
     """Return the arrays and then the ranges, `[B, T]`, typed as varying over the same mesh axes."""
     bounds = (jnp.broadcast_to(x, arrays[0].shape[:2]) for x in ranges)
     *others, start, end = match_vma(*arrays, *bounds)

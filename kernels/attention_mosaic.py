@@ -343,14 +343,14 @@ def _pull_back_queries(p: Program, wg) -> None:
 
 def _steps(ranges: Ranges, queries: int, keys: int, S: int) -> jax.Array:
     """Return the tiles of keys that each tile of queries needs, `[B, T / queries, 2]`: the first, and the number."""
-    start, end = _reach(ranges, queries, S)
+    start, end = _visible_range(ranges, queries, S)
     first = start // keys
     return jnp.stack([first, jnp.maximum(-(-end // keys) - first, 0)], axis=-1)
 
 
 def _query_steps(ranges: Ranges, S: int) -> jax.Array:
     """Return the half tiles of queries that each tile of keys needs, `[B, S / 128, 2]`: the first, and the number."""
-    start, end = _reach(ranges, HALF, S)
+    start, end = _visible_range(ranges, HALF, S)
     key = jnp.arange(0, S, TILE, dtype=jnp.int32)[None, :, None]
     meet = (start[:, None] < key + TILE) & (end[:, None] > key)
     first = jnp.argmax(meet, axis=2)
@@ -359,7 +359,7 @@ def _query_steps(ranges: Ranges, S: int) -> jax.Array:
     return jnp.stack([first, count], axis=-1).astype(jnp.int32)
 
 
-def _reach(ranges: Ranges, queries: int, S: int) -> tuple[jax.Array, jax.Array]:
+def _visible_range(ranges: Ranges, queries: int, S: int) -> tuple[jax.Array, jax.Array]:
     """Return the first key that any query of a tile sees, and the one after the last, `[B, T / queries]` both."""
     start, end = (x.reshape(x.shape[0], -1, queries) for x in ranges)
     some = start < end

@@ -65,10 +65,10 @@ def statistics(
 
     def finish(logits, rows, part, word, out, _):
         targets_g, lse_g, gold_g = out
-        hit = _numbers(logits) == _spread(_load(targets_g, rows) - word, logits)
+        hit = _numbers(logits) == _broadcast(_load(targets_g, rows) - word, logits)
         logits = jnp.where(_numbers(logits) < V - word, logits, LOWEST)
         highest = jnp.max(logits, axis=1)
-        total = jnp.sum(jnp.exp(logits - _spread(highest, logits)), axis=1)
+        total = jnp.sum(jnp.exp(logits - _broadcast(highest, logits)), axis=1)
         lse_g[part, rows] = highest + jnp.log(total)
         gold_g[part, rows] = jnp.sum(jnp.where(hit, logits, 0.0), axis=1)
 
@@ -110,9 +110,9 @@ def gradient(
         target, lse, scale, gold_scale = [_load(g, rows) for g in rows_g]
         for first in range(0, HALF, 64):
             some = logits[:, first : first + 64]
-            d = jnp.exp(some - _spread(lse, some)) * _spread(scale, some)
-            hit = _numbers(some) == _spread(target - (word + first), some)
-            d -= jnp.where(hit, _spread(gold_scale, some), 0.0)
+            d = jnp.exp(some - _broadcast(lse, some)) * _broadcast(scale, some)
+            hit = _numbers(some) == _broadcast(target - (word + first), some)
+            d -= jnp.where(hit, _broadcast(gold_scale, some), 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = d.astype(out_s.dtype)
             plgpu.commit_smem()
@@ -197,6 +197,6 @@ def _numbers(logits: jax.Array) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def _spread(row: jax.Array, logits: jax.Array) -> jax.Array:
+def _broadcast(row: jax.Array, logits: jax.Array) -> jax.Array:
     """Broadcast a token's value to each of its logits."""
     return lax.broadcast_in_dim(row, logits.shape, [0])

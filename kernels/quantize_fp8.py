@@ -85,7 +85,7 @@ def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
     if scales.ndim:
         (M, K), rows = values.shape[-2:], scales.shape[-2]
         sizes = 1 if rows == M else BLOCK, K if scales.shape[-1] == 1 else BLOCK
-        scales = _spread(scales, sizes, values.shape)
+        scales = _repeat_over_blocks(scales, sizes, values.shape)
     return (values * scales).astype(dtype)
 
 
@@ -129,7 +129,7 @@ def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
     sizes = {"row": (1, x.shape[-1]), "block": (1, BLOCK), "tile": (BLOCK, BLOCK)}[scaling]
     amax = jnp.max(jnp.abs(_blocks(x32, sizes)), axis=(-3, -1))
     scales = scale_of(amax, dtype, power_of_2)
-    return Quantized(cast(x32, _spread(1 / scales, sizes, x.shape), dtype), scales)
+    return Quantized(cast(x32, _repeat_over_blocks(1 / scales, sizes, x.shape), dtype), scales)
 
 
 def kernel(
@@ -172,7 +172,9 @@ def _blocks(x: jax.Array, sizes: tuple[int, int]) -> jax.Array:
     return x.reshape(*x.shape[:-2], counts[0], sizes[0], counts[1], sizes[1])
 
 
-def _spread(scales: jax.Array, sizes: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
+def _repeat_over_blocks(
+    scales: jax.Array, sizes: tuple[int, int], shape: tuple[int, ...]
+) -> jax.Array:
     """Repeat each number of `[..., m, k]` over its block: `[..., M, K]`."""
     *rest, m, k = scales.shape
     dims = *range(len(rest) + 1), len(rest) + 2

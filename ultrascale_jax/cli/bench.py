@@ -34,7 +34,7 @@ from rich.console import Console
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.bench_peers.contestant import Program, Unavailable
-from ultrascale_jax.cli.bench_peers.report import Report, figures, spread
+from ultrascale_jax.cli.bench_peers.report import Report, figures, step_deciles
 from ultrascale_jax.cli.bench_peers.runner import Failed, OutOfTime, Process, one_core
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.configs.shapes import LLAMA3_8B
@@ -249,7 +249,7 @@ class Bench:
                 one = self.report.add(
                     f"{part.workload}: {program.work}",
                     program.contestant,
-                    **spread([s / (part.spec["calls"] * program.copies) for s in step_s]),
+                    **step_deciles([s / (part.spec["calls"] * program.copies) for s in step_s]),
                     relative=statistics.median(ours / theirs for ours, theirs in pairs),
                 )
                 self._add_rates(one, program, part)

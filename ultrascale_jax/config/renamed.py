@@ -107,19 +107,19 @@ def upgraded(values: dict[str, Any]) -> dict[str, Any]:
     """
     values = _copied(values)
     for old, new in RENAMED.items():
-        if (value := _take(values, old)) is not MISSING:
+        if (value := _pop(values, old)) is not MISSING:
             _put(values, new, value)
     for new, joined in JOINED.items():
         if all(_find(values, old) is MISSING for old in joined.fields if old != new):
             continue
-        found = {old: _take(values, old) for old in joined.fields}
+        found = {old: _pop(values, old) for old in joined.fields}
         given = [
             default if found[old] is MISSING else found[old]
             for old, default in joined.fields.items()
         ]
         _put(values, new, joined.value(*given))
     for old, dropped in DROPPED.items():
-        value = _take(values, old)
+        value = _pop(values, old)
         if value is MISSING or value == dropped.today:
             continue
         fix = f"{dropped.why}; use the version that saved it"
@@ -168,7 +168,7 @@ def _find(values: Any, name: str) -> Any:
     return MISSING if section is None else section.get(field, MISSING)
 
 
-def _take(values: Any, name: str) -> Any:
+def _pop(values: Any, name: str) -> Any:
     section, field = _section(values, name)
     return MISSING if section is None else section.pop(field, MISSING)
 

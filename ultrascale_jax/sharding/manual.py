@@ -23,7 +23,7 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
     axes = set(axes) & set(mesh.axis_names) - set(mesh.manual_axes)
     if not axes:
         return fn
-    alone = _alone(mesh, axes)
+    alone = _is_one_device(mesh, axes)
 
     def keep(spec: P) -> P:
         parts = (
@@ -45,7 +45,7 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
     return (lambda *args: region(*jax.tree.map(_plain, args))) if alone else region
 
 
-def _alone(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
+def _is_one_device(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
     return math.prod(mesh.shape[axis] for axis in axes) == 1
 
 
@@ -57,7 +57,7 @@ def leave_partial(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     return (
         jax.lax.psum(x, names)
-        if _alone(mesh, mesh.axis_names)
+        if _is_one_device(mesh, mesh.axis_names)
         else jax.lax.pcast(x, names, to="unreduced")
     )
 

@@ -296,11 +296,11 @@ def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...
     """Broadcast a vector parameter (`dims`) over an activation with dims `to`; sum its gradient locally only."""
     if manual():
         return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
-    return _spread(weight, dims, to, shape)
+    return _broadcast(weight, dims, to, shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _spread(weight, dims, to, shape):
+def _broadcast(weight, dims, to, shape):
     spec = act(to)
     whole = jax.reshard(weight, P(*jax.typeof(weight).sharding.spec.partitions))
     return jax.lax.broadcast_in_dim(
@@ -308,18 +308,18 @@ def _spread(weight, dims, to, shape):
     )
 
 
-def _spread_forward(weight, dims, to, shape):
-    return _spread(weight, dims, to, shape), None
+def _broadcast_forward(weight, dims, to, shape):
+    return _broadcast(weight, dims, to, shape), None
 
 
-def _spread_backward(dims, to, shape, _, g):
+def _broadcast_backward(dims, to, shape, _, g):
     summed = tuple(i for i, dim in enumerate(to) if dim not in dims)
     return (
         jax.lax.reduce_sum(g, summed, out_sharding=act(dims, unreduced=gradient_axes(dims, to))),
     )
 
 
-_spread.defvjp(_spread_forward, _spread_backward)
+_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 
 def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: int) -> jax.Array:

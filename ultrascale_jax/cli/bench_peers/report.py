@@ -61,7 +61,7 @@ def figures(
     median = statistics.median(step_s)
     tflops = tokens * flops_per_token(cfg.model, cfg.data.seq_len) / median / 1e12
     row = {
-        **spread(step_s),
+        **step_deciles(step_s),
         "tokens_per_s": tokens / median,
         "tflops_per_device": tflops,
         "peak_gb": peak_bytes / 1e9,
@@ -74,7 +74,7 @@ def figures(
     return row | facts
 
 
-def spread(step_s: Sequence[float]) -> dict:
+def step_deciles(step_s: Sequence[float]) -> dict:
     """Return `num_steps`, and `step_s`: the median, p10 and p90 of the steps."""
     deciles = (
         statistics.quantiles(step_s, n=10, method="inclusive") if len(step_s) > 1 else [*step_s] * 9

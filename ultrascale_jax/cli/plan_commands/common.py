@@ -102,7 +102,7 @@ def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
     return ModelShape.of(cfg.model, gated=not options.plain_mlp)
 
 
-def chosen(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
+def choose_open(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
     """Return `cfg` with its `auto` fields chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
 
     Where nothing fits, the choice is the one that needs the least memory.

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     )  # XLA warns that memory is short; the table says it too
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
-        cfg, why = common.chosen(cfg, options, cluster)
+        cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
     summary = summarize(step, timeline, cluster)

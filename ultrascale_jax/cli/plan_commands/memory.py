@@ -64,7 +64,7 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
         if "nanotron" not in models:
             fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
         require(options.software in models, "software", options.software, fix)
-        cfg, why = common.chosen(cfg, options, cluster)
+        cfg, why = common.choose_open(cfg, options, cluster)
         summary = summarize(cfg, options, cluster, models[options.software])
         common.tell(why)
     if options.json:

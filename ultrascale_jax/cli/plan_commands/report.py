@@ -104,7 +104,7 @@ def _of_recipe(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "report", RecipeOptions, __doc__)
     recipe = recipe_of(argv)
     with command_line.user_errors():
-        cfg, why = common.chosen(cfg, options, cluster)
+        cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         run = common.planned(cfg, options)
         scenario = plans.Scenario(name=recipe, cfg=cfg, cluster=cluster, shape=run.shape)
@@ -141,7 +141,7 @@ def _of_recipe(argv: list[str]) -> None:
 def _model(scenario: plans.Scenario, recipe: str, arguments: list[str]) -> plans.Scenario:
     """Return the scenario of another recipe with the same options."""
     cfg, options, cluster = common.parse([recipe, *arguments], "report", RecipeOptions, "")
-    cfg, why = common.chosen(cfg, options, cluster)
+    cfg, why = common.choose_open(cfg, options, cluster)
     common.tell(why)
     shape = common.shape_of(cfg, options)
     return dataclasses.replace(scenario, name=recipe, cfg=cfg, shape=shape)

@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         if not options.name:
             overview(options, costs)
             return
-        schedule = one(options, costs)
+        schedule = schedule_of(options, costs)
         written = write(schedule, costs, options)
     numbers = measure(schedule, costs)
     if options.json:
@@ -102,7 +102,7 @@ def times(text: str) -> tuple[float, float, float]:
     return f, b, w
 
 
-def one(options: Options, costs: tuple[float, float, float]) -> Schedule:
+def schedule_of(options: Options, costs: tuple[float, float, float]) -> Schedule:
     """Return the schedule that the options ask for."""
     name, p, m = options.name, options.ranks or 4, options.microbatches or 8
     if name.endswith(".csv"):

@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
         try:
             for run in runs:
                 progress.update(task, description=run.label)
-                made.append(one(cfg, run, space.refusal, machine, table, recipe, options))
+                made.append(run_row(cfg, run, space.refusal, machine, table, recipe, options))
                 progress.advance(task)
             complete = True
         except KeyboardInterrupt:
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(common.INTERRUPTED)
 
 
-def one(
+def run_row(
     cfg: Config,
     run: Run,
     refusal: str,

@@ -275,7 +275,7 @@ def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
 
         return jax.lax.scan(look, carry, jnp.array(distances))[0]
     keys = spec.send(keys, distances[0])
-    for (_, hop), group in _alike(distances, arrivals=False):
+    for (_, hop), group in _runs_of_hops(distances, arrivals=False):
 
         def one(state, distance, hop=hop):
             carry, keys = state
@@ -289,7 +289,7 @@ def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
 def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
     """Return the queries' gradients; sum the keys' gradients one step behind the keys, and send them home."""
     keys, dkeys = spec.send(keys, distances[0]), None
-    for (prev_hop, hop), group in _alike(distances, arrivals=True):
+    for (prev_hop, hop), group in _runs_of_hops(distances, arrivals=True):
 
         def one(state, distance, prev_hop=prev_hop, hop=hop):
             dqs, keys, dkeys = state
@@ -328,7 +328,7 @@ def _gather(spec: RingSpec, keys):
     return jax.tree.map(gather, keys)
 
 
-def _alike(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
+def _runs_of_hops(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
     """Group distances into runs with the same (hop from the one before, if `arrivals` count; hop to the next)."""
     hops = [b - a for a, b in itertools.pairwise(distances)]
     prev_hop = [None, *hops] if arrivals else [None] * len(distances)

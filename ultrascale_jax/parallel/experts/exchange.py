@@ -232,7 +232,7 @@ def _gather_all(
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
     gathered = []
     for x, ids, weights in batch:
-        own = _own(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
+        own = _local_choices(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
         gathered.append((checkpoint_name(gather(x), "dispatched"), *own))
     scatter = functools.partial(
         jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0, tiled=True
@@ -240,7 +240,7 @@ def _gather_all(
     return _in_turn(run, gathered, matrices, scatter)
 
 
-def _own(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+def _local_choices(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """Return the choices within `num` experts first, at most so many in a row; ids of the others become `num`."""
     ids = jnp.where((ids >= 0) & (ids < num), ids, num)
     if num >= ids.shape[1]:
@@ -317,7 +317,7 @@ class _Exchange:
         num, rows = self.stage.experts, self.stage.rows
         part = jnp.arange(self.stage.parts * rows, dtype=jnp.int32) // rows
         theirs = _pick_rows(ids, slots.token, self.stage.parts * num) - part[:, None] * num
-        theirs, sent = _own(theirs, dispatch(weights, slots.token, slots.slot), num)
+        theirs, sent = _local_choices(theirs, dispatch(weights, slots.token, slots.slot), num)
         return dispatch(x, slots.token, slots.slot), theirs, sent
 
 

@@ -277,7 +277,7 @@ class _Replay:
 
     def conditional(self, instruction: Instruction) -> None:
         """Take the slowest branch in its share of the time."""
-        ends = {name: self.tried(name) for name in instruction.called}
+        ends = {name: self.trial_end(name) for name in instruction.called}
         share = 1.0 if self.share is None else self.share(instruction, self.trips)
         start, before, free = self.now, dict(self.seconds), dict(self.free)
         self.computation(max(ends, key=ends.__getitem__))
@@ -297,7 +297,7 @@ class _Replay:
                 rest = (1 - share) * max(free[queue] for queue in w.queues)
                 self.works[n] = w._replace(start=share * w.start + rest, end=share * w.end + rest)
 
-    def tried(self, computation: str) -> float:
+    def trial_end(self, computation: str) -> float:
         """Return when `computation` would end if it ran now."""
         trial = copy.copy(self)
         trial.free, trial.works = dict(self.free), list(self.works)

@@ -256,10 +256,10 @@ class Step:
         """Time gathering a layer's parameters; routed experts hide behind a layer if the last one gathers them."""
         params = self.layer_params()
         if self.run.prefetches:
-            return self.parameters(params, *self.beside(forward, backward))
+            return self.parameters(params, *self.hiding_passes(forward, backward))
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
-    def beside(self, forward: float, backward: float) -> tuple[float, float]:
+    def hiding_passes(self, forward: float, backward: float) -> tuple[float, float]:
         """Return what of a layer's passes a neighbour's parameters and gradients travel beside, on XLA's one stream.
 
         Behind a ring, whose hops would wait for them; and if attention runs again between sp's reductions, behind the

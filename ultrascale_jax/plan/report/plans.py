@@ -237,7 +237,9 @@ def scaling(scenario: Scenario) -> Figure:
     panels: dict[str, dict[str, list[Point]]] = {}
     for title, axes in (("batch split", ("dp", "fsdp")), ("model or sequence split", SPLITS)):
         for axis in axes:
-            points = [point for size in powers(gpus) if (point := _alone(scenario, axis, size))]
+            points = [
+                point for size in powers(gpus) if (point := _axis_point(scenario, axis, size))
+            ]
             if len(points) > 1:
                 panels.setdefault(title, {})[axis] = points
     run = scenario.run
@@ -254,7 +256,7 @@ def scaling(scenario: Scenario) -> Figure:
     )
 
 
-def _alone(scenario: Scenario, axis: str, size: int) -> Point | None:
+def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(scenario, {axis: size})) is None:
         return None
     return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
