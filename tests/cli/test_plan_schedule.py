@@ -1,10 +1,12 @@
 """`python -m scripts.plan schedule`: tables of schedules, their numbers, figures and files."""
 
+import dataclasses
 import json
 
 import pytest
 
 from ultrascale_jax.cli import plan
+from ultrascale_jax.cli.plan_commands.schedule import compared, measure
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table_csv import write_csv
@@ -39,6 +41,13 @@ def test_a_schedule_that_does_not_exist_for_the_numbers_says_why(capsys):
     assert rows["dualpipe_v"]["refused"].startswith("train.microbatches=6: ")
     assert "refused" not in rows["1f1b"]
     assert "must be a multiple of 4" in text(capsys, "--microbatches", "6")
+
+
+def test_a_new_schedule_needs_neither_a_published_bubble_nor_words():
+    new = dataclasses.replace(schedules.build("1f1b", 2, 4), name="new")
+    table = compared([("new", measure(new, (1.0, 1.0, 1.0)))], "")
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert (cells["formula"], cells["lock step"], cells["when"]) == ([""], ["25.0%"], [""])
 
 
 def test_one_schedule_is_shown_with_its_table(capsys):

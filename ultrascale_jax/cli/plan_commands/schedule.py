@@ -208,7 +208,9 @@ def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> T
             table.add_row(name, *[""] * len(numbers), row)
             continue
         bubble = row["bubble"]
-        percents = (f"{bubble[n]:.1%}" for n in ("formula", "lockstep", "dependencies"))
+        percents = [f"{bubble[n]:.1%}" for n in ("lockstep", "dependencies")]
+        formula = "" if bubble["formula"] is None else f"{bubble['formula']:.1%}"
         held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
-        table.add_row(name, str(row["virtual"]), str(row["ticks"]), *percents, *held, WHEN[name])
+        cells = str(row["virtual"]), str(row["ticks"]), formula, *percents, *held
+        table.add_row(name, *cells, WHEN.get(name, ""))
     return table
