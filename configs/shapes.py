@@ -101,6 +101,28 @@ QWEN3_32B = ModelConfig(
     rope_theta=1_000_000.0,
 )
 
+# The text model of the checkpoints with vision, whose vocabulary has 64 ids more.
+GEMMA3_12B = ModelConfig(
+    vocab_size=262208,
+    d_model=3840,
+    d_ff=15360,
+    activation="gelu_tanh",
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    norm_eps=1e-6,
+    norm_placement="both",
+    qk_norm="head",
+    tied_embeddings=True,
+    embed_scale=True,
+    rope_theta=1_000_000.0,
+    rope_theta_local=10_000.0,
+    rope_scaling=RopeScaling(kind="linear", factor=8.0, original_seq_len=16384),
+    sliding_window=1024,
+    full_attention_every=6,
+)
+
 MIXTRAL_8X7B = ModelConfig(
     vocab_size=32000,
     d_model=4096,

@@ -8,7 +8,8 @@ range of the keys for each query, and skips what is in none.
 
 import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ IMPLEMENTATIONS = ("auto", "cudnn", "cudnn_packed", "mosaic", "xla")
 
 FIRST = -(2**31)
 """An index before any."""
+
+NO_WINDOW = 2**30
+"""A window that no sequence fills."""
 
 UNSEEN = -1e30
 """Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
@@ -90,6 +94,7 @@ def attention(
     q_index: jax.Array,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
+    full: jax.Array | None = None,
     recompute: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -102,6 +107,8 @@ def attention(
       q_index: `[T]` int32, the key index of each query; it sees keys `0..q_index`. cuDNN needs T == S.
       segment_ids: `([B, T], [B, S])` int32; a query sees only keys of its own document.
       window: a query sees the last `window` keys, itself included.
+      full: bool scalar: there is no window after all. So one compiled loop runs layers with a window and without one;
+        for cuDNN, whose window is a constant, it branches.
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
       implementation: `cudnn` (bf16 or fp16 on a GPU), `cudnn_packed` (the same; documents without a mask, on Hopper
         and later), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease along a row) or `xla`; a forced one
@@ -114,22 +121,23 @@ def attention(
     if segment_ids is not None and packs(implementation, q, k, window):
         return packed_attention(*match_vma(q, k, v, segment_ids[0]))
     chosen = _choose(implementation, q, k, segment_ids is not None)
+    reach = window if window is None or full is None else jnp.where(full, NO_WINDOW, window)
     if chosen == "mosaic":
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
-        ranges = visible_ranges(q_index, k_index, segment_ids, window)
+        ranges = visible_ranges(q_index, k_index, segment_ids, reach)
         *arrays, ranges = _match_vma(ranges, q, k, v)
-        return _fused(*arrays, BlockMask(ranges=ranges), chosen)
+        return _fused(*arrays, BlockMask(ranges=ranges), None, chosen)
     if chosen == "cudnn":
         visible = []
         if segment_ids is not None:
             visible = [segment_ids[0][:, :, None] == segment_ids[1][:, None, :]]
         q, k, v, *visible = match_vma(q, k, v, *visible)
         mask = BlockMask(visible=visible[0] if visible else None, causal=True, window=window)
-        return _fused(q, k, v, mask, chosen)
+        return _fused(q, k, v, mask, full, chosen)
     reference = attention_reference
     if recompute:
-        reference = jax.checkpoint(reference, static_argnums=5)
-    return checkpoint_name(reference(q, k, v, q_index, segment_ids, window), "attn_core")
+        reference = jax.checkpoint(reference)
+    return checkpoint_name(reference(q, k, v, q_index, segment_ids, reach), "attn_core")
 
 
 def attention_forward(
@@ -216,7 +224,7 @@ def visible_keys(
     q_index: jax.Array,
     k_index: jax.Array,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
 ) -> jax.Array:
     """Return the keys that each query sees, `[B or 1, T, S]` bool: none after it, of its document, in its window.
 
@@ -236,7 +244,7 @@ def visible_ranges(
     q_index: jax.Array,
     k_index: jax.Array,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
 ) -> Ranges:
     """Return `visible_keys` as one range of keys a query, `[B or 1, T]` int32; no array is `[T, S]`.
 
@@ -375,21 +383,37 @@ def _ungroup(x_BKGTH):
     return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _fused(q, k, v, mask: BlockMask, implementation: str) -> jax.Array:
+def branch_by_window[Masked: Any, Result](
+    run: Callable[[Masked], Result], masked: Masked, full: jax.Array | None
+) -> Result:
+    """Run by a description with a static `window`, or the same without one where `full` (a bool scalar) says so.
+
+    The branch is taken at run time; its residuals are not differentiated through, so it stands inside of custom
+    gradients, forward and backward.
+    """
+    if full is None or masked.window is None:
+        return run(masked)
+    whole = replace(masked, window=None)
+    return jax.lax.cond(full, lambda: run(whole), lambda: run(masked))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _fused(q, k, v, mask: BlockMask, full: jax.Array | None, implementation: str) -> jax.Array:
     """Attend as `attention_forward`; the backward pass starts from the result and the log-sum-exp, by their names."""
-    return attention_forward(q, k, v, mask, implementation=implementation)[0]
+    return _fused_forward(q, k, v, mask, full, implementation)[0]
 
 
-def _fused_forward(q, k, v, mask: BlockMask, implementation: str):
-    out, lse = name_attention(*attention_forward(q, k, v, mask, implementation=implementation))
-    return out, (q, k, v, out, lse, mask)
+def _fused_forward(q, k, v, mask: BlockMask, full, implementation: str):
+    attend = functools.partial(attention_forward, q, k, v, implementation=implementation)
+    out, lse = name_attention(*branch_by_window(attend, mask, full))
+    return out, (q, k, v, out, lse, mask, full)
 
 
 def _fused_backward(implementation: str, residuals, dout):
-    q, k, v, out, lse, mask = residuals
-    gradients = attention_backward(q, k, v, out, lse, dout, mask, implementation=implementation)
-    return *gradients, None
+    q, k, v, out, lse, mask, full = residuals
+    given = q, k, v, out, lse, dout
+    attend_back = functools.partial(attention_backward, *given, implementation=implementation)
+    return *branch_by_window(attend_back, mask, full), None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -114,6 +114,12 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: ModelConfig(num_heads=4, num_kv_heads=3), "model.num_kv_heads=3"),
         (lambda: ModelConfig(head_dim=7), "model.head_dim=7"),
         (lambda: ModelConfig(sliding_window=0), "model.sliding_window=0"),
+        (lambda: ModelConfig(full_attention_every=6), "model.full_attention_every=6"),
+        (
+            lambda: ModelConfig(sliding_window=8, full_attention_every=6, first_window_layer=1),
+            "model.first_window_layer=1",
+        ),
+        (lambda: ModelConfig(rope_theta_local=1e4), "model.rope_theta_local=10000.0"),
         (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta=0.0"),
         (lambda: ModelConfig(norm_eps=-1e-5), "model.norm_eps=-1e-05"),
         (
@@ -333,6 +339,16 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({**PP4, "train__microbatches": 6}, 8, "train.microbatches=6", "multiple of 4"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),
         ({**PP4, **MIXED_WINDOWS}, 8, "model.first_window_layer=2", "mesh.pp=1"),
+        (
+            {
+                **{**PP4, "mesh__cp": 2},
+                "model__sliding_window": 8,
+                "model__full_attention_every": 2,
+            },
+            8,
+            "cp.strategy='zigzag'",
+            "allgather",
+        ),
         ({**PP4, "train__remat": "offload:gate"}, 8, "train.remat='offload:gate'", "mesh.pp=1"),
     ],
 )

@@ -1,8 +1,9 @@
-"""The examples of `docs/` (library, layers, pipelines, context, experts, precision) run as they stand."""
+"""The examples of `docs/` (library, layers, models, pipelines, context, experts, precision) run as they stand."""
 
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import ultrascale_jax
 from tests.attention_oracle import dense_attention
 from tests.runs import step_rows
+from ultrascale_jax.huggingface.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS, LAYERS, PIPELINES, CONTEXT, EXPERTS, PRECISION = (
@@ -147,3 +149,13 @@ def test_a_norm_and_a_product_in_fp8_are_those_of_float32_but_for_what_fp8_round
     x, w, y = (np.asarray(names[name], np.float64) for name in ("x", "w", "y"))
     want = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-5) @ w.T
     assert 0.01 < np.linalg.norm(y - want) / np.linalg.norm(want) < 0.05
+
+
+def test_the_family_of_the_page_on_models_is_read_and_written(capsys, monkeypatch):
+    [text] = examples(ROOT / "docs/models.md")
+    monkeypatch.setitem(FAMILIES, "example", None)  # so that it is gone afterwards
+    exec(textwrap.dedent(text), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "1024 True 8",
+        "example model.layers.{}.post_feedforward_layernorm.weight",
+    ]

@@ -54,15 +54,21 @@ def stored(folder):
 def in_hugging_face_layout(model, cfg):
     """The same from our parameters: written out here once more, independently of the table."""
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
+    both = cfg.norm_placement == "both"  # Gemma: its norms multiply by 1 + weight
     tensors = {
         "model.embed_tokens.weight": array(model.embed),
-        "model.norm.weight": array(model.final_norm),
+        "model.norm.weight": array(model.final_norm) - both,
     }
     if not cfg.tied_embeddings:
         tensors["lm_head.weight"] = array(model.head).T
     post = cfg.norm_placement == "post"
     first = "post_attention_layernorm" if post else "input_layernorm"
     second = "post_feedforward_layernorm" if post else "post_attention_layernorm"
+    norms = {first: "attn_norm", second: "mlp_norm"}
+    if both:
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        ours = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+        norms = {f"{name}_layernorm": own for name, own in zip(names, ours, strict=True)}
     for layer in range(cfg.num_layers):
         at = f"model.layers.{layer}"
 
@@ -71,8 +77,7 @@ def in_hugging_face_layout(model, cfg):
             number = layer - cfg.dense_layers if path.startswith("moe.") else layer
             return array(parameter)[model.layer_order_of(f"blocks.{path}").index(number)]
 
-        tensors[f"{at}.{first}.weight"] = row("attn_norm")
-        tensors[f"{at}.{second}.weight"] = row("mlp_norm")
+        tensors |= {f"{at}.{name}.weight": row(own) - both for name, own in norms.items()}
         attention = grouped_attention if cfg.latent is None else latent_attention
         dense = layer < cfg.dense_layers
         feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
@@ -89,7 +94,8 @@ def grouped_attention(row, cfg):
         if cfg.qkv_bias:
             tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
         if cfg.qk_norm != "none" and name != "v":
-            tensors[f"self_attn.{name}_norm.weight"] = row(f"attn.{name}_norm").reshape(-1)
+            weight = row(f"attn.{name}_norm").reshape(-1)
+            tensors[f"self_attn.{name}_norm.weight"] = weight - (cfg.norm_placement == "both")
     return tensors
 
 

@@ -54,6 +54,23 @@ DEEPSEEK = dataclasses.replace(
     latent=LatentAttention(q_rank=24, kv_rank=16, rope_dim=8, v_dim=12),
 )
 FULL, WINDOWED = "full_attention", "sliding_attention"
+GEMMA3 = dataclasses.replace(
+    OURS,
+    activation="gelu_tanh",
+    norm_placement="both",
+    qk_norm="head",
+    query_scale=256.0,
+    tied_embeddings=True,
+    embed_scale=True,
+    rope_theta=1e6,
+    rope_theta_local=1e4,
+    sliding_window=4096,
+    full_attention_every=6,
+)
+GEMMA3_ROPES = {
+    FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def raw(model_type="llama", **changes):
@@ -111,6 +128,56 @@ def ours(**changes):
 )
 def test_each_family_reads_as_transformers_does(model_type, keys, expected):
     assert parse_config(raw(model_type, **keys)) == expected
+
+
+def gemma3(**changes):
+    return dataclasses.replace(GEMMA3, **changes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, GEMMA3),
+        ({"head_dim": "absent"}, gemma3(head_dim=256, query_scale=0.0)),
+        ({"query_pre_attn_scalar": 16}, gemma3(query_scale=0.0)),
+        ({"tie_word_embeddings": False}, gemma3(tied_embeddings=False)),
+        ({"sliding_window": 7, "sliding_window_pattern": 2}, gemma3(sliding_window=7, full_attention_every=2)),
+        ({"layer_types": [WINDOWED, FULL] * 2}, gemma3(full_attention_every=2)),
+        ({"layer_types": [WINDOWED] * 4}, GEMMA3),
+        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3}, gemma3(full_attention_every=5)),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 7.0}, gemma3(rope_theta=5e5, rope_theta_local=7.0)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, gemma3(rope_scaling=LINEAR)),
+        ({"rope_parameters": GEMMA3_ROPES}, gemma3(rope_scaling=LINEAR)),
+        ({"rope_parameters": {WINDOWED: {"rope_theta": 7}}}, gemma3(rope_theta_local=7.0)),
+        ({"attn_logit_softcapping": None, "use_bidirectional_attention": False}, GEMMA3),
+    ],
+)  # fmt: skip
+def test_gemma3_reads_as_transformers_does(keys, expected):
+    assert (
+        parse_config(raw("gemma3_text", **{"head_dim": 16, "rms_norm_eps": 1e-5} | keys))
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation='silu': supported is 'gelu_pytorch_tanh'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: supported is null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True: supported is False"),
+        ({"sliding_window": None}, "sliding_window=None: must be a positive integer"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0: must be a positive integer"),
+        ({"layer_types": [FULL, WINDOWED, FULL, WINDOWED]}, "layer_types=.*: supported are 4 layers"),
+        ({"layer_types": [WINDOWED] * 3}, "layer_types=.*: supported are 4 layers"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.*: must be an object with one"),
+        ({"rope_parameters": {FULL: 3}}, "rope_parameters=.*: must be an object with one"),
+        ({"rope_parameters": {WINDOWED: {"rope_type": "linear"}}}, "rope_type='linear': of sliding"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1: must be a positive number"),
+    ],
+)  # fmt: skip
+def test_what_is_not_exactly_gemma3_is_refused_by_key_and_value(keys, said):
+    with pytest.raises(ValueError, match=said):
+        parse_config(raw("gemma3_text", **{"head_dim": 16} | keys))
 
 
 def experts(cfg, **changes):
@@ -480,6 +547,9 @@ EXPRESSIBLE = [
     ("qwen3", ours(qk_norm="head", head_dim=32)),
     ("qwen3", ours(qk_norm="head", sliding_window=9)),
     ("olmo2", ours(qk_norm="full", norm_placement="post", norm_eps=1e-6)),
+    ("gemma3_text", gemma3(query_scale=0.0)),
+    ("gemma3_text", gemma3(query_scale=168.0, sliding_window=9, full_attention_every=2)),
+    ("gemma3_text", gemma3(rope_scaling=LINEAR, tied_embeddings=False)),
     ("mixtral", MIXTRAL),
     ("mixtral", dataclasses.replace(experts(MIXTRAL, num=4, top_k=1), sliding_window=7)),
     ("qwen3_moe", QWEN3_MOE),
@@ -535,6 +605,13 @@ def test_an_ntk_stretch_is_written_as_the_base_that_it_is():
         experts(DEEPSEEK, shared=0),
         dataclasses.replace(DEEPSEEK, sliding_window=8),
         ours(qk_norm="full", experts=Experts()),
+        ours(norm_placement="both"),
+        ours(query_scale=8.0),
+        ours(sliding_window=8, full_attention_every=2),
+        gemma3(activation="silu"),
+        gemma3(query_scale=0.5),
+        gemma3(rope_theta_local=0.0),
+        gemma3(full_attention_every=0, rope_theta_local=0.0),
     ],
 )
 def test_a_model_that_no_family_computes_is_not_written(cfg):

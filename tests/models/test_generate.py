@@ -38,6 +38,16 @@ MODELS = {
         sliding_window=3,
         first_window_layer=2,
     ),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        activation="gelu_tanh",
+        norm_placement="both",
+        qk_norm="head",
+        embed_scale=True,
+        rope_theta_local=100.0,
+        sliding_window=3,
+        full_attention_every=3,
+    ),
     "deepseek": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,
@@ -69,6 +79,7 @@ def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.
     ("model", "sizes", "schedule"),
     [
         pytest.param("llama", {"pp": 4, "fsdp": 2}, "1f1b", marks=pytest.mark.wide),
+        pytest.param("gemma3", {"pp": 2, "fsdp": 2}, "1f1b", marks=pytest.mark.wide),
         pytest.param(
             "windows_in_upper_layers",
             {"pp": 2, "dp": 2, "tp": 2},

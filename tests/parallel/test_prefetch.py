@@ -21,15 +21,15 @@ def gather(params, constant):
     return {name: jax.reshard(p, whole) for name, p in params.items()} | {"constant": constant}
 
 
-def run(gathered, x, context):
+def run(gathered, x, context, constant):
     product = functools.partial(jnp.einsum, "bd,de->be", out_sharding=P("fsdp", None))
-    y = product(product(x, gathered["up"]), gathered["down"]) + gathered["constant"] * x
+    y = product(product(x, gathered["up"]), gathered["down"]) + gathered["constant"] * x + constant
     return x + jnp.tanh(y) * context, jnp.sum(jnp.square(y), axis=1), jnp.max(y, axis=1)
 
 
 def plain_scan(layer, params, constants, x, context):
     def body(x, row):
-        y, *out = layer.run(layer.gather(*row), x, context)
+        y, *out = layer.run(layer.gather(*row), x, context, row[1])
         return y, tuple(out)
 
     return jax.lax.scan(body, x, (params, constants))

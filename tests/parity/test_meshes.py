@@ -15,6 +15,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RopeScaling,
     TrainConfig,
 )
 
@@ -26,6 +27,20 @@ BASE = Config(
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(steps=4, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )
+GEMMA3 = {
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "activation": "gelu_tanh",
+    "norm_placement": "both",
+    "qk_norm": "head",
+    "query_scale": 6.0,
+    "tied_embeddings": True,
+    "embed_scale": True,
+    "rope_theta_local": 100.0,
+    "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    "sliding_window": 7,
+    "full_attention_every": 2,
+}
 MIXTRAL = {
     "d_model": 16,
     "num_heads": 4,
@@ -64,6 +79,8 @@ FAMILIES = {
             "first_window_layer": 1,
         }
     },
+    # One loop runs layers with a window and without one.
+    "gemma3": {"model": GEMMA3},
     "mixtral": {
         "model": MIXTRAL,
         "moe": {"aux_loss": (0.1, "sequence"), "z_loss": 0.01},
@@ -107,6 +124,14 @@ TABLE = {
         {"cp": 4, "sp": 2}, {"remat": "selective"}, "qwen3_window", {"ulysses": 2},
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
+    # Windows that differ between the layers of a loop.
+    "fsdp2_cp2_sp2_gemma3": (FSDP_CP_SP, {"remat": "selective"}, "gemma3"),
+    "fsdp2_sp2_tp2_gemma3_zero2": (
+        {"fsdp": 2, "sp": 2, "tp": 2}, {"zero": 2, "remat": "full"}, "gemma3",
+    ),
+    "dp2_cp4_gemma3_ring": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gemma3", RING),
+    "ep2_cp4_gemma3_allgather": ({"ep": 2, "cp": 4}, {}, "gemma3", ALLGATHER),
+    "cp2_tp4_gemma3_ulysses": ({"cp": 2, "tp": 4}, {"zero": 0}, "gemma3", ULYSSES),
     # Adapters on a frozen base.
     "fsdp2_sp2_tp2_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "lora"),
     "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),

@@ -29,6 +29,10 @@ BASE = Config(
 LLAMA: dict = {}
 OLMO2 = {"qk_norm": "full", "norm_placement": "post", "qkv_bias": True, "tied_embeddings": True}
 QWEN3 = {"qk_norm": "head", "sliding_window": 7}
+GEMMA3 = {
+    "activation": "gelu_tanh", "norm_placement": "both", "qk_norm": "head", "tied_embeddings": True,
+    "embed_scale": True, "rope_theta_local": 100.0, "sliding_window": 5, "full_attention_every": 3, "num_layers": 6,
+}  # fmt: skip
 MIXTRAL = {"num_layers": 4, "experts": Experts(num=4, top_k=2, d_ff=8)}
 MIXED = {  # one layer without experts, and padding
     "num_layers": 3,
@@ -72,6 +76,10 @@ TABLE = {
     "zb_h1_ep_sp_experts": ({"pp": 2, "ep": 2, "sp": 2}, {"schedule": "zb_h1"}, {}, MIXTRAL),
     "zb_h1_ep_cp_experts": (
         {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"remat": "selective"}, MIXTRAL | QWEN3,
+    ),
+    "1f1b_fsdp_sp_gemma3": (FSDP_SP, {}, {"zero": 3, "remat": "selective"}, GEMMA3),
+    "zb_uniform_cp_gemma3": (
+        {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, GEMMA3, {"strategy": "allgather"},
     ),
     "1f1b_cp4_ulysses": ({"pp": 2, "cp": 4}, {}, {"remat": "full"}, LLAMA, {"strategy": "ulysses"}),
 }  # fmt: skip

@@ -489,6 +489,13 @@ class Config:
         fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
         require(not mixed, "model.first_window_layer", model.first_window_layer, fix)
         passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
+        fix = (
+            "passes keys on from rank to rank, which stages cannot where model.full_attention_every makes their layers "
+            "differ; use allgather or ulysses, or mesh.pp=1"
+        )
+        require(
+            not (model.full_attention_every and passes_on), "cp.strategy", self.cp.strategy, fix
+        )
         fix = "cannot be with pp.per_rank_control_flow, whose ranks part ways; use allgather or ulysses"
         require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"

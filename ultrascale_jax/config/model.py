@@ -14,6 +14,9 @@ from ultrascale_jax.config.base import (
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Function of the gate in a gated layer."""
+
 MOST_PARTS = 10_000
 """More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
 
@@ -159,6 +162,8 @@ class ModelConfig:
     """Width of the residual stream (D)."""
     d_ff: int = 1024
     """Width of the gated feed-forward layer (F)."""
+    activation: Activation = "silu"
+    """Function of the gate in feed-forward layers: SiLU (Llama), or GELU in its tanh form (Gemma)."""
     num_layers: int = 4
     """Number of blocks (L)."""
     num_heads: int = 4
@@ -169,22 +174,30 @@ class ModelConfig:
     """Width of one head (H)."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
-    norm_placement: Literal["pre", "post"] = "pre"
-    """Normalise the input of each half-block (Llama) or its output (OLMo-2)."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Normalise the input of each half-block (Llama), its output (OLMo-2), or each with a norm of its own (Gemma)."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
     qkv_bias: bool = False
     """Add a bias to the query, key and value projections (Qwen2)."""
+    query_scale: float = 0.0
+    """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
     """Use the embedding table as the output head."""
+    embed_scale: bool = False
+    """Multiply embeddings by the root of `d_model` (Gemma)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_theta_local: float = 0.0
+    """Base in the layers with a window, which are not stretched (Gemma); 0: no other than in layers without one."""
     rope_scaling: RopeScaling | None = None
     """Stretch of the rotary frequencies, or none."""
     sliding_window: int | None = None
     """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
     first_window_layer: int = 0
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
+    full_attention_every: int = 0
+    """The last of every so many layers ignores `sliding_window` (6 in Gemma 3); 0: none does."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
@@ -194,7 +207,12 @@ class ModelConfig:
         check_numbers("model", self)
         sizes = ("vocab_size", "d_model", "d_ff", "head_dim")
         require_at_least(1, "model", self, (*sizes, "num_layers", "num_heads", "num_kv_heads"))
-        require_at_least(0, "model", self, ("norm_eps", "first_window_layer"))
+        require_at_least(
+            0,
+            "model",
+            self,
+            ("norm_eps", "query_scale", "first_window_layer", "full_attention_every"),
+        )
         require_at_most(MOST_PARTS, "model", self, ("num_layers",))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         fix = f"must divide model.num_heads={heads}"
@@ -208,6 +226,7 @@ class ModelConfig:
         window = self.sliding_window
         fix = "must be at least 1, or none"
         require(window is None or window >= 1, "model.sliding_window", window, fix)
+        self._check_pattern()
         if self.experts is not None:
             name, dense = "model.experts.dense_layers", self.experts.dense_layers
             fix = f"must be less than model.num_layers={self.num_layers}"
@@ -218,6 +237,21 @@ class ModelConfig:
             )
         if self.latent is not None:
             self._check_latent(self.latent)
+
+    def _check_pattern(self) -> None:
+        every, first, local = (
+            self.full_attention_every,
+            self.first_window_layer,
+            self.rope_theta_local,
+        )
+        fix = "says which layers have no window; set model.sliding_window too, or use 0"
+        require(
+            not every or self.sliding_window is not None, "model.full_attention_every", every, fix
+        )
+        fix = "layers follow model.full_attention_every or this, not both; use 0"
+        require(not every or not first, "model.first_window_layer", first, fix)
+        fix = "must be at least 1 where model.full_attention_every says which layers have windows, and else 0"
+        require(local == 0 or (local >= 1 and every > 0), "model.rope_theta_local", local, fix)
 
     def _check_latent(self, latent: LatentAttention) -> None:
         rope, heads = latent.rope_dim, self.num_heads
@@ -230,6 +264,8 @@ class ModelConfig:
         fix = "latent attention normalises its latents; use none"
         require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, fix)
         require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
+        fix = "latent attention scales by head_dim; use 0"
+        require(not self.query_scale, "model.query_scale", self.query_scale, fix)
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""
@@ -255,6 +291,35 @@ class ModelConfig:
         """Layers without experts, the first ones."""
         return self.num_layers if self.experts is None else self.experts.dense_layers
 
+    def is_full(self, layer: int) -> bool:
+        """Return whether a layer ignores the window because of `full_attention_every`."""
+        return self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
+
+    def loop_window(self, layer: int) -> int | None:
+        """Return the window of the loop that runs a layer, in which some may be full (`LayerInputs.full`)."""
+        return self.sliding_window if layer >= self.first_window_layer else None
+
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer."""
-        return self.sliding_window if layer >= self.first_window_layer else None
+        return None if self.is_full(layer) else self.loop_window(layer)
+
+    @property
+    def window_share(self) -> float:
+        """Share of the layers that have a window."""
+        if self.sliding_window is None:
+            return 0.0
+        full = self.num_layers // self.full_attention_every if self.full_attention_every else 0
+        return (
+            max(self.num_layers - self.first_window_layer, 0) / self.num_layers
+            - full / self.num_layers
+        )
+
+    @property
+    def widest_window(self) -> int | None:
+        """The window of the layers that see most: none if a layer has none."""
+        return self.sliding_window if self.window_share == 1 else None
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the queries beside 1/sqrt(head_dim), so that scores are divided by the root of `query_scale`."""
+        return math.sqrt(self.head_dim / self.query_scale) if self.query_scale else 1.0

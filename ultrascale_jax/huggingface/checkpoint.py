@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig, require
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
+from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_none
 from ultrascale_jax.huggingface.tensors import Tensor, tensors
 from ultrascale_jax.models.transformer import Transformer
@@ -101,7 +102,8 @@ def _read_one(
     for letter in inner:
         if len(wanted[letter]) < sizes[letter]:
             piece = piece.take(np.asarray(wanted[letter]), axis=tensor.stored.index(letter))
-    return piece.transpose(tensor.order)
+    piece = piece.transpose(tensor.order)
+    return piece.astype(np.float32) + np.float32(tensor.offset) if tensor.offset else piece
 
 
 def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
@@ -128,9 +130,9 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
     if cfg.tied_embeddings and head in files:
         expected[head] = expected[embed]
     require_none("tensors", expected.keys() - files.keys(), "missing from the checkpoint")
-    # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's a layer more,
-    # which predicts the token after the next.
-    more = () if cfg.latent is None else (f"model.layers.{cfg.num_layers}.",)
+    # Old Llama checkpoints carry their rotary frequencies, which follow from config.json.
+    ignored = family_of(cfg).ignored
+    more = (ignored.format(cfg.num_layers),) if ignored else ()
     known = {n for n in files if n.endswith("rotary_emb.inv_freq") or n.startswith(more)}
     require_none("tensors", files.keys() - expected.keys() - known, "not part of this model")
     for name, shape in expected.items():
@@ -253,12 +255,17 @@ def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str)
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     with jax.set_mesh(sharding.mesh):
         values = _replicate(
-            array, where, order=order, shape=tensor.shape, dtype=_type(tensor, dtype)
+            array,
+            where,
+            order=order,
+            shape=tensor.shape,
+            dtype=_type(tensor, dtype),
+            offset=tensor.offset,
         )
     return np.ascontiguousarray(values)
 
 
-@partial(jax.jit, static_argnames=("order", "shape", "dtype"))
+@partial(jax.jit, static_argnames=("order", "shape", "dtype", "offset"))
 def _replicate(
     array: jax.Array,
     where: tuple[jax.Array, ...],
@@ -266,6 +273,7 @@ def _replicate(
     order: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: str,
+    offset: float,
 ) -> jax.Array:
     local = jax.typeof(array).sharding.shard_shape(array.shape)
     split = [part < size for part, size in zip(local, array.shape, strict=True)]
@@ -280,6 +288,7 @@ def _replicate(
                 array = jnp.sum(jnp.where(chosen, array, 0), axis=0)
             else:
                 array = lax.dynamic_index_in_dim(array, index, keepdims=False)
+        array = array.astype(jnp.float32) - offset if offset else array
         # Cast before the gather, so that only the bytes to be written travel.
         return array.astype(dtype).transpose(order).reshape(shape)
 

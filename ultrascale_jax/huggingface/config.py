@@ -2,7 +2,8 @@
 
 A key that would make `transformers` compute something else than our decoder is refused, never
 skipped: a model that loads is the same model. Absent keys take the default that the family has in
-`transformers`. The keys written are those that both transformers 4 and 5 read.
+`transformers`. The keys written are those that both transformers 4 and 5 read. What is special to
+a family is in `families.py`.
 """
 
 import math
@@ -11,46 +12,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ultrascale_jax.config import LatentAttention, ModelConfig, RopeScaling, require
+from ultrascale_jax.config import ModelConfig, RopeScaling, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.experts import count_keys, expert_keys, read_experts
-from ultrascale_jax.huggingface.families import FAMILIES, Family, flag, integer, number
+from ultrascale_jax.huggingface.families import (
+    ACTIVATIONS,
+    ALLOWED,
+    FAMILIES,
+    FULL,
+    WINDOWED,
+    Family,
+    model_type_of,
+)
 from ultrascale_jax.huggingface.files import inside
-
-DEEPSEEKS_OWN = {
-    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-    "AutoModel": "modeling_deepseek.DeepseekV3Model",
-    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-}
-"""The code in DeepSeek-V3's repository, the same model as that of `transformers`."""
+from ultrascale_jax.huggingface.keys import flag, integer, number
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 """The keys of special tokens, as null: where there is no such key, a family's default names tokens of its own."""
-
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "partial_rotary_factor": (1,),
-    "rope_interleaved": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "clip_qkv": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "quantization_config": (),
-    "auto_map": ({}, DEEPSEEKS_OWN),
-    "is_encoder_decoder": (False,),
-    "is_causal": (True,),
-    "router_jitter_noise": (0,),
-    "decoder_sparse_step": (1,),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-}
-"""Values of keys that change the computation; `null` or no such key is always allowed."""
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -72,56 +50,36 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     supported = [family.architecture]
     names = raw.get("architectures") or supported
     require(names == supported, "architectures", names, f"supported is {supported}")
-    for key, allowed in _ALLOWED.items():
+    raw = family.common(raw)
+    activation = family.model.get("activation", "silu")
+    allowed = {**ALLOWED, family.activation_key: ACTIVATIONS[activation], **family.allowed}
+    for key, values in allowed.items():
         value = None if key in count_keys(model_type) else raw.get(key)
-        fix = f"supported is {' or '.join(map(repr, allowed)) or 'null'}, or no such key"
-        require(value is None or value in allowed, key, value, fix)
+        fix = f"supported is {' or '.join(map(repr, values)) or 'null'}, or no such key"
+        require(value is None or value in values, key, value, fix)
 
     num_heads, num_layers = integer(raw, "num_attention_heads"), integer(raw, "num_hidden_layers")
-    d_model, latent = integer(raw, "hidden_size"), None
-    if family.latent:
-        latent, head_dim = _latent(raw)
-    else:
-        head_dim = integer(raw, "head_dim", family.head_dim, null=d_model // num_heads)
+    d_model = integer(raw, "hidden_size")
     rope_theta, rope_scaling = _rope(raw, family)
-    sliding_window, first_window_layer = _window(raw, family, num_layers)
-    return ModelConfig(
-        vocab_size=integer(raw, "vocab_size"),
-        d_model=d_model,
-        d_ff=integer(raw, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=integer(raw, "num_key_value_heads", family.num_kv_heads, null=num_heads),
-        head_dim=head_dim,
-        norm_eps=number(raw, "rms_norm_eps", family.norm_eps),
-        norm_placement=family.norm_placement,
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
-        tied_embeddings=flag(raw, "tie_word_embeddings", False),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        sliding_window=sliding_window,
-        first_window_layer=first_window_layer,
-        experts=read_experts(raw, num_layers),
-        latent=latent,
-    )
-
-
-def _latent(raw: Mapping[str, Any]) -> tuple[LatentAttention, int]:
-    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
-    rope_dim = integer(raw, "qk_rope_head_dim", 64)
-    width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
-    require(width is None or width == rope_dim, "head_dim", width, fix)
-    fix = "supported is true, rotary pairs that are neighbours"
-    require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
-    direct = raw.get("q_lora_rank", 1536) is None
-    latent = LatentAttention(
-        q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
-        kv_rank=integer(raw, "kv_lora_rank", 512),
-        rope_dim=rope_dim,
-        v_dim=integer(raw, "v_head_dim", 128),
-    )
-    return latent, integer(raw, "qk_nope_head_dim", 128) + rope_dim
+    fields: dict[str, Any] = {
+        "vocab_size": integer(raw, "vocab_size"),
+        "d_model": d_model,
+        "d_ff": integer(raw, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": integer(raw, "num_key_value_heads", family.num_kv_heads, null=num_heads),
+        "norm_eps": number(raw, "rms_norm_eps", family.norm_eps),
+        "tied_embeddings": flag(raw, "tie_word_embeddings", family.tied),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "experts": read_experts(raw, num_layers),
+        **_window(raw, family, num_layers),
+        **family.model,
+        **family.read(raw),
+    }
+    if not family.latent:
+        fields["head_dim"] = integer(raw, "head_dim", family.head_dim, null=d_model // num_heads)
+    return ModelConfig(**fields)
 
 
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
@@ -184,8 +142,13 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
     )
 
 
-def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, int]:
-    """Return `sliding_window` and `first_window_layer`; (None, 0) if no layer has a window."""
+def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the fields of the window; none if no layer has one."""
+    if family.window == "pattern":
+        return {
+            "sliding_window": integer(raw, "sliding_window", family.sliding_window),
+            "full_attention_every": _pattern(raw, family, num_layers),
+        }
     window, first = None, 0
     if family.window != "none":
         on = not family.window_switch or bool(raw.get("use_sliding_window"))
@@ -202,16 +165,39 @@ def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[in
     kinds = raw.get("layer_types")
     if kinds is not None:
         first = _first_window_layer(kinds, window, family, num_layers)
-    return (window, first) if window is not None and first < num_layers else (None, 0)
+    if window is None or first >= num_layers:
+        return {}
+    return {"sliding_window": window, "first_window_layer": first}
+
+
+def _pattern(raw: Mapping[str, Any], family: Family, num_layers: int) -> int:
+    """Return of how many layers the last one has no window; `layer_types` wins, as in `transformers`."""
+    every = integer(raw, "sliding_window_pattern", family.pattern, null=family.pattern)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return every
+    fix = (
+        f"supported are {num_layers} layers of which every n-th is {FULL} and the others {WINDOWED}"
+    )
+    require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
+    if FULL in kinds:
+        every = kinds.index(FULL) + 1
+    elif every <= num_layers:
+        every = num_layers + 1
+    require(kinds == _layer_types(every, num_layers), "layer_types", kinds, fix)
+    return every
+
+
+def _layer_types(every: int, num_layers: int) -> list[str]:
+    return [WINDOWED if (layer + 1) % every else FULL for layer in range(num_layers)]
 
 
 def _first_window_layer(kinds: Any, window: int | None, family: Family, num_layers: int) -> int:
     """Return the first windowed layer of `layer_types`: full layers, then windowed ones."""
-    full, windowed = "full_attention", "sliding_attention"
-    fix = f"supported are {num_layers} layers, {full} up to one layer and {windowed} from there on"
+    fix = f"supported are {num_layers} layers, {FULL} up to one layer and {WINDOWED} from there on"
     require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
-    first = kinds.count(full)
-    require(kinds == [full] * first + [windowed] * (num_layers - first), "layer_types", kinds, fix)
+    first = kinds.count(FULL)
+    require(kinds == [FULL] * first + [WINDOWED] * (num_layers - first), "layer_types", kinds, fix)
     fix = "there is no sliding_window"
     require(window is not None or first == num_layers, "layer_types", kinds, fix)
     # Code with one window for all layers ignores layer_types, so they may only repeat what it does.
@@ -226,7 +212,7 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
 
     Raises `ValueError` where no family of `FAMILIES` has this combination of fields.
     """
-    model_type = _model_type(cfg)
+    model_type = model_type_of(cfg)
     family = FAMILIES[model_type]
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -238,7 +224,7 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         "num_attention_heads": cfg.num_heads,
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
-        "hidden_act": "silu",
+        family.activation_key: ACTIVATIONS[cfg.activation][0],
         "attention_dropout": 0.0,
         "rms_norm_eps": cfg.norm_eps,
         "tie_word_embeddings": cfg.tied_embeddings,
@@ -252,36 +238,27 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
     }
     if cfg.rope_scaling is not None:
         raw |= _rope_keys(cfg.rope_scaling, cfg)
-    if model_type not in ("qwen2", "mistral", "mixtral"):
-        raw["attention_bias"] = False
-    window = _effective_window(cfg)
+    raw |= {**_window_keys(cfg, family), **family.constants}
+    return raw | expert_keys(cfg, model_type) | family.write(cfg)
+
+
+def _window_keys(cfg: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the keys of the window, as far as the family has them."""
+    window, raw = cfg.sliding_window if cfg.window_share else None, {}
+    if family.window == "pattern":
+        every, fix = cfg.full_attention_every, "says which layers of this family have no window"
+        require(every > 0, "model.full_attention_every", every, fix)
+        kinds = _layer_types(every, cfg.num_layers)
+        return {"sliding_window": cfg.sliding_window, "sliding_window_pattern": every} | {
+            "layer_types": kinds
+        }
     if family.window != "none":
         raw["sliding_window"] = window
     if family.window_switch:
         raw["use_sliding_window"] = window is not None
     if family.window == "upper":
         raw["max_window_layers"] = cfg.first_window_layer if window is not None else cfg.num_layers
-    return raw | expert_keys(cfg, model_type) | _latent_keys(cfg)
-
-
-def _latent_keys(cfg: ModelConfig) -> dict[str, Any]:
-    """Return the keys of DeepSeek's attention, and the router's keys that its own code and others read."""
-    latent = cfg.latent
-    if latent is None:
-        return {}
-    return {
-        "head_dim": latent.rope_dim,
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.v_dim,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
+    return raw
 
 
 def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
@@ -301,28 +278,3 @@ def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
     if scaling.mscale_all_dim:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
     return {"rope_scaling": rope | {"original_max_position_embeddings": scaling.original_seq_len}}
-
-
-def _effective_window(cfg: ModelConfig) -> int | None:
-    return cfg.sliding_window if cfg.first_window_layer < cfg.num_layers else None
-
-
-def _model_type(cfg: ModelConfig) -> str:
-    """Return the family that computes exactly this model."""
-    window = _effective_window(cfg)
-    has_latent = cfg.latent is not None
-    features = (cfg.norm_placement, cfg.qk_norm, cfg.qkv_bias, has_latent)
-    features = (*features, has_latent or cfg.experts is not None)
-    # Llama's config refuses heads that do not divide the width; Mistral's is the same model.
-    plain = "mistral" if window is not None or cfg.d_model % cfg.num_heads else "llama"
-    families = {family.features: name for name, family in FAMILIES.items()}
-    parts = "norm_placement, qk_norm, qkv_bias, latent and experts"
-    fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
-    require(features in families, "model", features, fix)
-    name = plain if features == FAMILIES[plain].features else families[features]
-    kind = FAMILIES[name].window
-    fix = f"{name} has no window; set it to none"
-    require(window is None or kind != "none", "model.sliding_window", window, fix)
-    first, fix = cfg.first_window_layer, f"{name} has its window on all layers; set it to 0"
-    require(window is None or kind != "all" or first == 0, "model.first_window_layer", first, fix)
-    return name

@@ -1,16 +1,15 @@
-"""Convert experts from and to the keys of Mixtral, Qwen3-MoE and DeepSeek-V3."""
+"""Convert experts from and to the keys that `families.py` lists."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ultrascale_jax.config import Experts, ModelConfig, require
-from ultrascale_jax.huggingface.families import FAMILIES, flag, integer, number
+from ultrascale_jax.huggingface.families import FAMILIES
+from ultrascale_jax.huggingface.keys import flag, integer, number
 
 ALIAS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """`transformers` 5 reads the number of experts by either name, and writes the second for Qwen3-MoE."""
-
-DENSE = "mlp_only_layers"
 
 
 def count_keys(model_type: str) -> tuple[str, ...]:
@@ -35,8 +34,8 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
             fields[name] = number(raw, key, default)
         else:
             fields[name] = integer(raw, key, default, minimum=int(name != "dense_layers"))
-    if model_type == "qwen3_moe":
-        fields["dense_layers"] = _dense_layers(raw)
+    if family.dense_list_key:
+        fields["dense_layers"] = _dense_layers(raw, family.dense_list_key)
     if fields.get("dense_layers", 0) >= num_layers:
         return None
     return dataclasses.replace(family.experts, **fields)
@@ -51,11 +50,11 @@ def _count(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return {keys[0]: next(iter(given.values()))} if given else {}
 
 
-def _dense_layers(raw: Mapping[str, Any]) -> int:
-    """Return how many layers Qwen3-MoE's `mlp_only_layers` makes dense; they must be the first ones."""
-    layers = raw.get(DENSE) or []
+def _dense_layers(raw: Mapping[str, Any], key: str) -> int:
+    """Return how many layers the list at `key` makes dense; they must be the first ones."""
+    layers = raw.get(key) or []
     first = isinstance(layers, list) and layers == list(range(len(layers)))
-    require(first, DENSE, layers, "supported are the first layers alone, as [0, 1]")
+    require(first, key, layers, "supported are the first layers alone, as [0, 1]")
     return len(layers)
 
 
@@ -73,8 +72,8 @@ def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
             found[family.expert_keys.get(name, "intermediate_size")] = cfg.expert_d_ff
         elif name in family.expert_keys:
             found[family.expert_keys[name]] = value
-        elif name == "dense_layers" and model_type == "qwen3_moe":
-            found |= {DENSE: list(range(value)), "decoder_sparse_step": 1}
+        elif name == "dense_layers" and family.dense_list_key:
+            found |= {family.dense_list_key: list(range(value)), "decoder_sparse_step": 1}
         else:
             own = getattr(family.experts, name)
             require(value == own, f"model.experts.{name}", value, f"{model_type} has {own!r}")

@@ -1,64 +1,301 @@
-"""The families of Hugging Face models that are exactly ours, and the meaning of their `config.json` keys."""
+"""The families of Hugging Face models that are exactly ours; an entry of `FAMILIES` is all that is special to one.
 
-from collections.abc import Mapping
+A model is a combination of features (fields of `ModelConfig`), which `models/` computes without a word of families.
+An entry says which features a family's code has, what its keys in `config.json` mean, and how its tensors are called.
+`docs/models.md` adds one step by step.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from ultrascale_jax.config import LARGEST, Experts, in_float32, require
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
+from ultrascale_jax.huggingface.keys import flag, integer, number
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types` and `rope_parameters`."""
+
+FIXED = ("activation", "embed_scale", "norm_placement", "qk_norm", "qkv_bias")
+"""Fields of `ModelConfig` that a family's code fixes, and no key says."""
+
+OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every")
+"""Fields that only some families have."""
+
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""Names of each activation in `config.json`; the first one is written."""
+
+ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (1,),
+    "rope_interleaved": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "quantization_config": (),
+    "auto_map": ({},),
+    "is_encoder_decoder": (False,),
+    "is_causal": (True,),
+    "router_jitter_noise": (0,),
+    "decoder_sparse_step": (1,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "use_bidirectional_attention": (False,),
+}
+"""Values of keys that change the computation of some family; `null` or no such key is always allowed."""
+
+NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn.w_q": "self_attn.q_proj",
+    "attn.w_k": "self_attn.k_proj",
+    "attn.w_v": "self_attn.v_proj",
+    "attn.w_o": "self_attn.o_proj",
+    "attn.b_q": "self_attn.q_proj.bias",
+    "attn.b_k": "self_attn.k_proj.bias",
+    "attn.b_v": "self_attn.v_proj.bias",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "attn.w_q_a": "self_attn.q_a_proj",
+    "attn.q_a_norm": "self_attn.q_a_layernorm",
+    "attn.w_q_b": "self_attn.q_b_proj",
+    "attn.w_kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn.w_kv_b": "self_attn.kv_b_proj",
+    "mlp.w_gate": "mlp.gate_proj",
+    "mlp.w_up": "mlp.up_proj",
+    "mlp.w_down": "mlp.down_proj",
+    "moe.w_router": "mlp.gate",
+    "moe.bias": "mlp.gate.e_score_correction_bias",
+    "moe.w_gate": "mlp.experts.{}.gate_proj",
+    "moe.w_up": "mlp.experts.{}.up_proj",
+    "moe.w_down": "mlp.experts.{}.down_proj",
+    "moe.shared.w_gate": "mlp.shared_experts.gate_proj",
+    "moe.shared.w_up": "mlp.shared_experts.up_proj",
+    "moe.shared.w_down": "mlp.shared_experts.down_proj",
+}
+"""Tensor of each parameter of a layer, behind `model.layers.{}.` and without `.weight`; `{}` stands for the expert."""
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: the behaviour of its code, and the meaning of an absent key."""
+    """One `model_type`: the behaviour of its code, the meaning of its keys, and the names of its tensors."""
 
     architecture: str
-    """The only class whose weights have the names of `huggingface/checkpoint.py`."""
-    norm_placement: Literal["pre", "post"] = "pre"
-    qk_norm: Literal["none", "head", "full"] = "none"
-    qkv_bias: bool = False
-    window: Literal["none", "all", "upper"] = "none"
-    """Layers that `sliding_window` can bound: none, all, or those from `max_window_layers` on."""
-    window_switch: bool = False
-    """Whether there is no window unless `use_sliding_window` is true."""
-    sliding_window: int | None = 4096
+    """The only class whose weights have these names."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ModelConfig` that its code has and Llama's has not; some of `FIXED`."""
+    optional: tuple[str, ...] = ()
+    """Fields of `OPTIONAL` that its keys can say."""
+    latent: bool = False
+    """Whether it has multi-head latent attention."""
+    experts: Experts | None = None
+    """Experts that absent keys mean, or None; values without a key always hold."""
+
     norm_eps: float = 1e-6
+    """This and the next ones are what an absent key means."""
     num_kv_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float = 10000.0
-    latent: bool = False
-    """Multi-head latent attention, with DeepSeek's keys (`huggingface/config.py`)."""
-    experts: Experts | None = None
-    """Experts that absent keys mean, or None; values without a key always hold."""
+    tied: bool = False
+    sliding_window: int | None = 4096
+
+    window: Literal["none", "all", "upper", "pattern"] = "none"
+    """Layers that `sliding_window` can bound: none, all, those from `max_window_layers` on, or all but every n-th."""
+    window_switch: bool = False
+    """Whether there is no window unless `use_sliding_window` is true."""
+    pattern: int = 0
+    """Of `pattern`: the last of so many layers has no window, where no key says how many."""
+    activation_key: str = "hidden_act"
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     """Field of `Experts` to its key."""
+    dense_list_key: str = ""
+    """Key with the list of the layers that have no experts."""
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values of keys, in place of those of `ALLOWED`."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are written as they are."""
+    common: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    """Turns its own form of common keys into the common one."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    """Returns fields of `ModelConfig` from keys that only this family has."""
+    write: Callable[[ModelConfig], dict[str, Any]] = _nothing
+    """Returns those keys."""
 
-    @property
-    def features(self) -> tuple:
-        """Return the features that distinguish families."""
-        attention = (self.norm_placement, self.qk_norm, self.qkv_bias, self.latent)
-        return *attention, self.experts is not None
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are called otherwise than in `NAMES`."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms when they are read, because its code multiplies by `norm_offset + weight`."""
+    ignored: str = ""
+    """Start of the names of tensors that are no part of the decoder; `{}` stands for the number of layers."""
 
+    def name(self, parameter: str) -> str:
+        """Return the tensor of a parameter of a layer, as `NAMES` has it."""
+        return self.names.get(parameter) or NAMES[parameter]
+
+    def has(self, cfg: ModelConfig) -> bool:
+        """Return whether a model has the features that distinguish this family's code."""
+        fixed = all(
+            getattr(cfg, name) == self.model.get(name, getattr(PLAIN, name)) for name in FIXED
+        )
+        # A latent model without experts is one whose layers are all dense.
+        sparse = cfg.experts is not None or cfg.latent is not None
+        return (
+            fixed
+            and self.latent == (cfg.latent is not None)
+            and (self.experts is not None) == sparse
+        )
+
+
+PLAIN = ModelConfig()
+
+
+def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
+    rope_dim = integer(raw, "qk_rope_head_dim", 64)
+    width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
+    require(width is None or width == rope_dim, "head_dim", width, fix)
+    fix = "supported is true, rotary pairs that are neighbours"
+    require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
+    direct = raw.get("q_lora_rank", 1536) is None
+    latent = LatentAttention(
+        q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
+        kv_rank=integer(raw, "kv_lora_rank", 512),
+        rope_dim=rope_dim,
+        v_dim=integer(raw, "v_head_dim", 128),
+    )
+    return {"latent": latent, "head_dim": integer(raw, "qk_nope_head_dim", 128) + rope_dim}
+
+
+def _write_latent(cfg: ModelConfig) -> dict[str, Any]:
+    """Return the keys of DeepSeek's attention, and the router's keys that its own code and others read."""
+    latent = cfg.latent
+    assert latent is not None
+    return {
+        "head_dim": latent.rope_dim,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": cfg.head_dim - latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def _one_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Gemma's keys with the rotary positions of full layers alone, and `rope_local_base_freq` for the others."""
+    ropes, scaling = raw.get("rope_parameters"), raw.get("rope_scaling") or {}
+    if ropes is None:
+        return raw
+    kinds = isinstance(ropes, dict) and set(ropes) <= {FULL, WINDOWED}
+    fix = f"must be an object with one for {FULL} and one for {WINDOWED}"
+    parts = [ropes.get(kind) or {} for kind in (FULL, WINDOWED)] if kinds else []
+    sound = kinds and all(isinstance(part, dict) for part in (*parts, scaling))
+    require(sound, "rope_parameters", ropes, fix)
+    full, local = parts
+    kind, fix = local.get("rope_type", "default"), f"of {WINDOWED}: supported is default"
+    require(kind == "default", "rope_parameters.rope_type", kind, fix)
+    found = {**raw, "rope_parameters": full | scaling, "rope_scaling": None}
+    if "rope_theta" in local:
+        found["rope_local_base_freq"] = local["rope_theta"]
+    return found
+
+
+def _read_gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scale of the scores, which is the head's where it is the same, and the base of local layers."""
+    scale, head_dim = number(raw, "query_pre_attn_scalar", 256), integer(raw, "head_dim", 256)
+    return {
+        "query_scale": 0.0 if scale == head_dim else scale,
+        "rope_theta_local": number(raw, "rope_local_base_freq", 10000.0),
+    }
+
+
+def _write_gemma(cfg: ModelConfig) -> dict[str, Any]:
+    scale = cfg.query_scale or float(cfg.head_dim)
+    name, fix = "model.query_scale", "Gemma's query_pre_attn_scalar is an integer"
+    require(scale.is_integer(), name, scale, fix)
+    name, local = "model.rope_theta_local", cfg.rope_theta_local
+    require(local > 0, name, local, "Gemma has such layers; set it to model.rope_theta")
+    return {"query_pre_attn_scalar": int(scale), "rope_local_base_freq": local}
+
+
+DEEPSEEKS_OWN = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
+"""The code in DeepSeek-V3's repository, the same model as that of `transformers`."""
+
+NO_BIAS = {"attention_bias": False}
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
+    "llama": Family(architecture="LlamaForCausalLM", constants=NO_BIAS),
     "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        qkv_bias=True,
+        model={"qkv_bias": True},
         window="upper",
         window_switch=True,
         num_kv_heads=32,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        qk_norm="head",
+        model={"qk_norm": "head"},
         window="upper",
         window_switch=True,
         num_kv_heads=32,
         head_dim=128,
+        constants=NO_BIAS,
     ),
     "olmo2": Family(
-        architecture="Olmo2ForCausalLM", norm_placement="post", qk_norm="full", norm_eps=1e-5
+        architecture="Olmo2ForCausalLM",
+        model={"norm_placement": "post", "qk_norm": "full"},
+        norm_eps=1e-5,
+        constants=NO_BIAS,
+        names={
+            "attn_norm": "post_attention_layernorm",
+            "mlp_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        model={
+            "activation": "gelu_tanh",
+            "embed_scale": True,
+            "norm_placement": "both",
+            "qk_norm": "head",
+        },
+        optional=("query_scale", "rope_theta_local", "full_attention_every"),
+        window="pattern",
+        pattern=6,
+        num_kv_heads=4,
+        head_dim=256,
+        rope_theta=1e6,
+        tied=True,
+        activation_key="hidden_activation",
+        constants=NO_BIAS | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        common=_one_rope,
+        read=_read_gemma,
+        write=_write_gemma,
+        names={
+            "attn_out_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        },
+        norm_offset=1.0,
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
@@ -69,10 +306,16 @@ FAMILIES = {
         rope_theta=1e6,
         experts=Experts(num=8, top_k=2),
         expert_keys={"num": "num_local_experts", "top_k": "num_experts_per_tok"},
+        names={
+            "moe.w_router": "block_sparse_moe.gate",
+            "moe.w_gate": "block_sparse_moe.experts.{}.w1",
+            "moe.w_up": "block_sparse_moe.experts.{}.w3",
+            "moe.w_down": "block_sparse_moe.experts.{}.w2",
+        },
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        qk_norm="head",
+        model={"qk_norm": "head"},
         window="all",
         window_switch=True,
         num_kv_heads=4,
@@ -83,6 +326,8 @@ FAMILIES = {
             "d_ff": "moe_intermediate_size",
             "normalize": "norm_topk_prob",
         },
+        dense_list_key="mlp_only_layers",
+        constants=NO_BIAS,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
@@ -111,39 +356,41 @@ FAMILIES = {
             "groups": "n_group",
             "groups_per_token": "topk_group",
         },
+        allowed={"auto_map": ({}, DEEPSEEKS_OWN)},
+        constants=NO_BIAS,
+        read=_read_latent,
+        write=_write_latent,
+        # A layer more, which predicts the token after the next.
+        ignored="model.layers.{}.",
     ),
 }
 
 
-def integer(
-    raw: Mapping[str, Any],
-    key: str,
-    default: int | None = None,
-    null: int | None = None,
-    minimum: int = 1,
-) -> int:
-    """Return an integer from `minimum` on; `default` for an absent key, `null` for a null value."""
-    value = raw.get(key, default)
-    value = null if value is None else value
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    good = whole and minimum <= value <= LARGEST
-    kind = "a positive integer" if minimum == 1 else f"an integer from {minimum} on"
-    fix = f"must be {kind}, at most {LARGEST}"
-    require(good, key, value, fix)
-    return cast(int, value)
+def model_type_of(cfg: ModelConfig) -> str:
+    """Return the family that computes exactly this model. Raises `UserError` where there is none."""
+    # Of Llama's features there are two: Llama's config refuses heads that do not divide the width, and has no window.
+    found = [name for name, family in FAMILIES.items() if family.has(cfg)]
+    parts = f"{', '.join(FIXED)}, latent and experts"
+    features = tuple(getattr(cfg, name) for name in FIXED)
+    fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
+    require(bool(found), "model", features, fix)
+    windowed = cfg.window_share > 0
+    name = found[-1] if windowed or cfg.d_model % cfg.num_heads else found[0]
+    family = FAMILIES[name]
+    fix = f"{name} has no window; set it to none"
+    require(
+        not windowed or family.window != "none", "model.sliding_window", cfg.sliding_window, fix
+    )
+    first, fix = cfg.first_window_layer, f"{name} has its window on all layers; set it to 0"
+    sound = not windowed or family.window == "upper" or first == 0
+    require(sound, "model.first_window_layer", first, fix)
+    for option in OPTIONAL:
+        value, default = getattr(cfg, option), getattr(PLAIN, option)
+        allowed = option in family.optional or value == default
+        require(allowed, f"model.{option}", value, f"{name} has none; use {default}")
+    return name
 
 
-def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive number; `default` for an absent key."""
-    value = raw.get(key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    good = is_number and value > 0 and in_float32(value)
-    require(good, key, value, "must be a positive number that float32 holds")
-    return float(value)
-
-
-def flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return true or false; `default` for an absent key."""
-    value = raw.get(key, default)
-    require(isinstance(value, bool), key, value, "must be true or false")
-    return value
+def family_of(cfg: ModelConfig) -> Family:
+    """Return the entry of the family that computes exactly this model."""
+    return FAMILIES[model_type_of(cfg)]

@@ -1,7 +1,7 @@
 """Map our parameters to tensors of a Hugging Face checkpoint, and to the order of their dims.
 
 Dims are letters of `sharding/rules.py`. A parameter of the blocks is stacked over the layers that have it, and over
-their experts; a checkpoint has a tensor for each of them.
+their experts; a checkpoint has a tensor for each of them. `families.py` has the names.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ultrascale_jax.config import LatentAttention, ModelConfig
+from ultrascale_jax.huggingface.families import family_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Tensor:
     """The layers that have the parameter."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
+    offset: float = 0.0
+    """Ours is the tensor plus this, added in float32 as the family's code does."""
 
     @property
     def stacked(self) -> bool:
@@ -67,12 +70,11 @@ class Tensor:
 
 
 def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensor of each of our parameters, by its path (`blocks.attn.w_q`)."""
-    norms = ("input_layernorm", "post_attention_layernorm")
-    if cfg.norm_placement == "post":
-        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-    blocks = [("attn_norm", norms[0], "D", "D"), ("mlp_norm", norms[1], "D", "D")]
-    blocks += _grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent)
+    """Return the tensor of each of our parameters, by its path (`blocks.attn.w_q`).
+
+    Raises `UserError` where no family of `families.py` computes this model.
+    """
+    family = family_of(cfg)
     sizes = {"V": cfg.vocab_size, "D": cfg.d_model, "F": cfg.d_ff}
     sizes |= {"N": cfg.num_heads, "K": cfg.num_kv_heads, "H": cfg.head_dim}
     if cfg.latent is not None:
@@ -80,8 +82,9 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
         sizes |= {"Q": Q, "J": J, "A": J + rope, "I": cfg.head_dim - rope + W, "W": W}
     table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
 
-    def add(rows: Rows, layers: range, width: int) -> None:
-        for ours, name, dims, stored in rows if layers else []:
+    def add(rows: Rows, layers: range, width: int = 0) -> None:
+        for ours, dims, stored in rows if layers else []:
+            name = family.name(ours)
             weight = "" if name.endswith("bias") else ".weight"
             table[f"blocks.{ours}"] = Tensor(
                 name=f"model.layers.{{}}.{name}{weight}",
@@ -90,79 +93,69 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
                 sizes=sizes | {"F": width},
                 layers=layers,
                 float32=ours == "moe.bias",
+                offset=family.norm_offset if ours.endswith("norm") else 0.0,
             )
 
     every, experts = range(cfg.num_layers), cfg.experts
-    add(blocks, every, 0)
-    add(_gated("mlp", "mlp."), every[: cfg.dense_layers], cfg.d_ff)
+    names = ("attn_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
+    norms = names if cfg.norm_placement == "both" else names[:2]
+    add([(name, "D", "D") for name in norms], every)
+    add(_grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent), every)
+    add(_gated("mlp"), every[: cfg.dense_layers], cfg.d_ff)
     if experts is not None:
         sizes |= {"X": experts.num, "E": experts.num}
         layers, width = every[cfg.dense_layers :], cfg.expert_d_ff
-        add(_experts(cfg), layers, width)
+        bias = [("moe.bias", "X", "X")] if experts.bias else []
+        add([("moe.w_router", "DX", "XD"), *_gated("moe", "E"), *bias], layers, width)
         if experts.shared:
-            rows = _gated("moe.shared", "mlp.shared_experts.")
-            add(rows, layers, experts.shared * width)
-    table["final_norm"] = Tensor(name="model.norm.weight", dims="D", stored="D", sizes=sizes)
+            add(_gated("moe.shared"), layers, experts.shared * width)
+    table["final_norm"] = Tensor(
+        name="model.norm.weight", dims="D", stored="D", sizes=sizes, offset=family.norm_offset
+    )
     if not cfg.tied_embeddings:
         table["head"] = Tensor(name="lm_head.weight", dims="DV", stored="VD", sizes=sizes)
     return table
 
 
-type Rows = list[tuple[str, str, str, str]]
-"""For parameters of the blocks: our name, the tensor's name, our dims, and the tensor's dims."""
+type Rows = list[tuple[str, str, str]]
+"""For parameters of the blocks: our name, our dims, and the tensor's dims."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
 
 
 def _grouped_attention(cfg: ModelConfig) -> Rows:
-    rows = [("attn.w_o", "self_attn.o_proj", "NHD", "DNH")]
+    rows = [("attn.w_o", "NHD", "DNH")]
     for letter, heads in (("q", "NH"), ("k", "KH"), ("v", "KH")):
-        ours, name = f"attn.w_{letter}", f"self_attn.{letter}_proj"
-        rows.append((ours, name, f"D{heads}", f"{heads}D"))
+        rows.append((f"attn.w_{letter}", f"D{heads}", f"{heads}D"))
         if cfg.qkv_bias:
-            rows.append((f"attn.b_{letter}", f"{name}.bias", heads, heads))
+            rows.append((f"attn.b_{letter}", heads, heads))
         if cfg.qk_norm != "none" and letter != "v":
             dims = "H" if cfg.qk_norm == "head" else heads
-            rows.append((f"attn.{letter}_norm", f"self_attn.{letter}_norm", dims, dims))
+            rows.append((f"attn.{letter}_norm", dims, dims))
     return rows
 
 
 def _latent_attention(latent: LatentAttention) -> Rows:
     rows = [
-        ("attn.w_kv_a", "self_attn.kv_a_proj_with_mqa", "DA", "AD"),
-        ("attn.kv_a_norm", "self_attn.kv_a_layernorm", "J", "J"),
-        ("attn.w_kv_b", "self_attn.kv_b_proj", "JNI", "NIJ"),
-        ("attn.w_o", "self_attn.o_proj", "NWD", "DNW"),
+        ("attn.w_kv_a", "DA", "AD"),
+        ("attn.kv_a_norm", "J", "J"),
+        ("attn.w_kv_b", "JNI", "NIJ"),
+        ("attn.w_o", "NWD", "DNW"),
     ]
     if not latent.q_rank:
-        return [*rows, ("attn.w_q", "self_attn.q_proj", "DNH", "NHD")]
+        return [*rows, ("attn.w_q", "DNH", "NHD")]
     return [
         *rows,
-        ("attn.w_q_a", "self_attn.q_a_proj", "DQ", "QD"),
-        ("attn.q_a_norm", "self_attn.q_a_layernorm", "Q", "Q"),
-        ("attn.w_q_b", "self_attn.q_b_proj", "QNH", "NHQ"),
+        ("attn.w_q_a", "DQ", "QD"),
+        ("attn.q_a_norm", "Q", "Q"),
+        ("attn.w_q_b", "QNH", "NHQ"),
     ]
 
 
-def _gated(ours: str, name: str, expert: str = "") -> Rows:
+def _gated(ours: str, expert: str = "") -> Rows:
     """Return the three matrices of a gated layer, or of each expert."""
     return [
-        (f"{ours}.w_gate", f"{name}gate_proj", f"{expert}DF", "FD"),
-        (f"{ours}.w_up", f"{name}up_proj", f"{expert}DF", "FD"),
-        (f"{ours}.w_down", f"{name}down_proj", f"{expert}FD", "DF"),
+        (f"{ours}.w_gate", f"{expert}DF", "FD"),
+        (f"{ours}.w_up", f"{expert}DF", "FD"),
+        (f"{ours}.w_down", f"{expert}FD", "DF"),
     ]
-
-
-def _experts(cfg: ModelConfig) -> Rows:
-    # Mixtral's names are those of its own code; it alone has the plain attention of Llama.
-    if cfg.latent is None and cfg.qk_norm == "none":
-        rows = [("moe.w_router", "block_sparse_moe.gate", "DX", "XD")]
-        for (ours, _, dims, stored), name in zip(
-            _gated("moe", "", "E"), ("w1", "w3", "w2"), strict=True
-        ):
-            rows.append((ours, f"block_sparse_moe.experts.{{}}.{name}", dims, stored))
-        return rows
-    rows = [("moe.w_router", "mlp.gate", "DX", "XD"), *_gated("moe", "mlp.experts.{}.", "E")]
-    if cfg.experts is not None and cfg.experts.bias:
-        rows.append(("moe.bias", "mlp.gate.e_score_correction_bias", "X", "X"))
-    return rows

@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         q_BTNH = self._project(x_BTD, x_BRD, "q", "N")
         k_BTKH = self._project(x_BTD, x_BRD, "k", "K")
         v_BTKH = checkpoint_name(self._project(x_BTD, x_BRD, "v", "K"), "v")
-        q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope), "q")
+        q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
@@ -113,30 +113,30 @@ def attend(
 def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
     """Attend on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
-    def core(q, k, v, *segments):
+    def core(q, k, v, segments, full):
         return context_attention(
-            inputs.context, q, k, v, None, *segments, window=inputs.window, implementation=implementation
+            inputs.context, q, k, v, None, segments, window=inputs.window, full=full, implementation=implementation
         )[0]  # fmt: skip
 
-    segments = () if inputs.segment_ids_BT is None else (inputs.segment_ids_BT,)
-    specs = (act("BTNH"), act("BTKH"), act("BTKH"), act("BT"))[: 3 + len(segments)]
-    run = smap(core, in_specs=specs, out_specs=act("BTNH"))
-    return run(q_BTNH, k_BTKH, v_BTKH, *segments)
+    dims = ("BTNH", "BTKH", "BTKH", "BT", "")
+    run = smap(core, in_specs=tuple(map(act, dims)), out_specs=act("BTNH"))
+    return run(q_BTNH, k_BTKH, v_BTKH, inputs.segment_ids_BT, inputs.full)
 
 
 def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs):
     """Attend on this device's heads; keys and values are whole over cp, in natural order."""
 
-    def core(q, k, v, index, *segments):
+    def core(q, k, v, index, segments, full):
         return attention(
-            q, k, v, q_index=index, segment_ids=segments or None, window=inputs.window,
+            q, k, v, q_index=index, segment_ids=segments, window=inputs.window, full=full,
             recompute=inputs.recompute, implementation=implementation,
         )  # fmt: skip
 
-    T, segments = q_BTNH.shape[1], ()
+    T, segments = q_BTNH.shape[1], None
     index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
     if inputs.segment_ids_BT is not None:
         segments = (inputs.segment_ids_BT, reshard("BT->BS", inputs.segment_ids_BT))
-    dims = ("BTNH", "BSKH", "BSKH", "T", *("BT", "BS")[: len(segments)])
-    run = smap(core, in_specs=tuple(map(act, dims)), out_specs=act("BTNH"))
-    return run(q_BTNH, k_BSKH, v_BSKH, index_T, *segments)
+    documents = None if segments is None else (act("BT"), act("BS"))
+    specs = (*map(act, ("BTNH", "BSKH", "BSKH", "T")), documents, act(""))
+    run = smap(core, in_specs=specs, out_specs=act("BTNH"))
+    return run(q_BTNH, k_BSKH, v_BSKH, index_T, segments, inputs.full)

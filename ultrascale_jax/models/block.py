@@ -28,7 +28,8 @@ from ultrascale_jax.models.moe import MoE, Routed
 from ultrascale_jax.sharding.primitives import gather_param, grad_barrier, partial_axes
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
-ATTENTION_PARTS = ("attn_norm", "attn", "mlp_norm")
+MLP_NORMS = ("mlp_norm", "mlp_out_norm")
+ATTENTION_PARTS = ("attn_norm", "attn", "attn_out_norm", *MLP_NORMS)
 FEED_FORWARDS: tuple[FeedForward, ...] = ("mlp", "moe")
 PARTS = (*ATTENTION_PARTS, *FEED_FORWARDS)
 
@@ -151,13 +152,9 @@ class Block(_Parts):
     ) -> "Block":
         """Make a layer without its feed-forward layer."""
         attention = layers.attention or (Attention if cfg.latent is None else MLA)
-        return cls(
-            cfg,
-            kernels,
-            attn_norm=layers.make_norm(cfg),
-            attn=attention(cfg, jax.random.split(key)[0], kernels),
-            mlp_norm=layers.make_norm(cfg),
-        )
+        out_norms = ("attn_out_norm", "mlp_out_norm") if cfg.norm_placement == "both" else ()
+        norms = {name: layers.make_norm(cfg) for name in ("attn_norm", "mlp_norm", *out_norms)}
+        return cls(cfg, kernels, attn=attention(cfg, jax.random.split(key)[0], kernels), **norms)
 
     @staticmethod
     def init_feed_forward(
@@ -196,9 +193,8 @@ class Block(_Parts):
 
     def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward: Any = None):
         """Run the first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
-        post = self.cfg.norm_placement == "post"
         with jax.named_scope("attention"):
-            h = x_BRD if post else self._norm(x_BRD, "attn_norm")
+            h = self._before(x_BRD, "attn_norm")
             frozen = has_adapters(self.attn) or has_adapters(feed_forward)
             h, attn = _grads_together((h, self.attn), frozen=frozen)
             h, cache = attn(h, inputs)
@@ -213,25 +209,37 @@ class Block(_Parts):
             h, *more = h if isinstance(h, tuple) else (h,)
             _check_partial(attn, h)
             h = checkpoint_name(sum(more, scatter_sequence(h)), "attn_out")
-            return x_BRD + (self._norm(h, "attn_norm") if post else h), cache, feed_forward
+            return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward
 
     def feed(
         self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig
     ) -> tuple[jax.Array, Routed | None]:
         """Run the second half: the residual stream, and what the router of experts did."""
-        post, routed = self.cfg.norm_placement == "post", None
+        routed = None
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
-            h = x_BRD if post else self._norm(x_BRD, "mlp_norm")
+            h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
                 h, routed = feed_forward(h, moe)
             else:
                 h = feed_forward(h)
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + (self._norm(h, "mlp_norm") if post else h), routed
+            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed
+
+    def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:
+        """Normalise the input of a half-block, where its norm stands there."""
+        if self.cfg.norm_placement == "post":
+            return x_BRD
+        return checkpoint_name(self._norm(x_BRD, name), name)
+
+    def _after(self, x_BRD: jax.Array, name: str, out_name: str) -> jax.Array:
+        """Normalise the output of a half-block: by its only norm, or by the second one, or not."""
+        if self.cfg.norm_placement == "post":
+            return checkpoint_name(self._norm(x_BRD, name), name)
+        return self._norm(x_BRD, out_name) if self.cfg.norm_placement == "both" else x_BRD
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
-        return checkpoint_name(normed(x_BRD, getattr(self, name), self.cfg, self.kernels), name)
+        return normed(x_BRD, getattr(self, name), self.cfg, self.kernels)
 
 
 def normed(x_BRD: jax.Array, norm: Any, cfg: ModelConfig, kernels: KernelsConfig) -> jax.Array:

@@ -149,15 +149,19 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     """Return, of this device's pieces, the residual stream after all layers, and its own layers' keys and values."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
-    for rank, first, first_of_kind, count, window, kind in visits:
+    for rank, layers, first, first_of_kind, window, kind in visits:
+        count = len(layers)
 
-        def layer(x_BRD, block_and_kv, window=window):
-            block, kv = block_and_kv
-            own = dataclasses.replace(inputs, window=window, cache=(*kv, start))
+        def layer(x_BRD, part, window=window):
+            block, kv, full = part
+            alike = dataclasses.replace(inputs, window=window, cache=(*kv, start))
+            own = alike.of_layer((kv, None, full))
             x_BRD, _, kv = block.gather_params(own)(x_BRD, own)
             return x_BRD, list(kv[:2])
 
-        part = blocks.layers(kind, count, first, first_of_kind), cut(kv, first, first + count)
+        full = None if inputs.full is None else inputs.full[layers.start : layers.stop]
+        block = blocks.layers(kind, count, first, first_of_kind)
+        part = block, cut(kv, first, first + count), full
         out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
         mine = jax.lax.axis_index("pp") == rank
         x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
@@ -168,13 +172,13 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     return x_BRD, kv
 
 
-def _visits(model: Transformer) -> list[tuple[int, int, int, int, int | None, FeedForward]]:
-    """Return, of layers alike that rest together, the rank, the first row there of attention and of the feed-forward
-    layer, the number of layers, the window, and which feed-forward layer they have."""
+def _visits(model: Transformer) -> list[tuple[int, range, int, int, int | None, FeedForward]]:
+    """Return, of layers alike that rest together, the rank, the layers, the first row there of attention and of the
+    feed-forward layer, the window, and which feed-forward layer they have."""
 
     def place(layer: int) -> tuple:
         """Return what layers of one run share, whose last are the distances from the layer to where its parts rest."""
-        kind, window = model.cfg.feed_forward(layer), model.cfg.window(layer)
+        kind, window = model.cfg.feed_forward(layer), model.cfg.loop_window(layer)
         order, stack = model.layer_order, model.layer_order_of(f"blocks.{kind}.")
         rank, position = divmod(order.index(layer), len(order) // model.ranks)
         row = stack.index(layer - model.layers_with(kind).start) % (len(stack) // model.ranks)
@@ -183,6 +187,7 @@ def _visits(model: Transformer) -> list[tuple[int, int, int, int, int | None, Fe
     found = []
     for run, run_of in itertools.groupby(range(model.cfg.num_layers), place):
         rank, window, kind, position, row = run
-        layers = list(run_of)
-        found.append((rank, layers[0] + position, layers[0] + row, len(layers), window, kind))
+        first, *more = run_of
+        layers = range(first, first + 1 + len(more))
+        found.append((rank, layers, first + position, first + row, window, kind))
     return found

@@ -26,13 +26,17 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """The same for every layer, but for `window`, `fp8` and `cache`.
+    """The same for every layer, but for `window`, `full`, `fp8` and `cache`.
 
-    For a whole model `cache` and the amaxes of `fp8` have a leading dim of layers; `of_layer` takes it away.
+    For a whole model `cache`, the amaxes of `fp8` and `full` have a leading dim of layers; `of_layer` takes it away.
     """
 
     rope: tuple[jax.Array, jax.Array]
     """Cosine and sine of the rotary angles."""
+    local_rope: tuple[jax.Array, jax.Array] | None = None
+    """The same for layers that are not `full`, if they have others; `of_layer` chooses."""
+    full: jax.Array | None = None
+    """Whether the layer ignores `window`, a bool scalar: so that layers of both kinds are one loop."""
     segment_ids_BT: jax.Array | None = None
     """Document of each token, or None for one document a row."""
     cache: Cache | None = None
@@ -62,17 +66,28 @@ class LayerInputs:
         """Make the inputs of tokens at these positions of their documents (int32); `settings` are the other fields."""
         if segment_ids_BT is not None:
             segment_ids_BT = reshard("BT->BT", segment_ids_BT)
-        rope = rotary(reshard("BT->BT", positions_BT), cfg)
+        positions_BT = reshard("BT->BT", positions_BT)
+        if cfg.rope_theta_local:
+            settings["local_rope"] = rotary(positions_BT, cfg, local=True)
+        if cfg.full_attention_every:
+            settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
+        rope = rotary(positions_BT, cfg)
         return cls(rope=rope, segment_ids_BT=segment_ids_BT, **settings)
 
     @property
     def stacked(self) -> tuple:
-        """Inputs that differ between layers, with a leading dim of layers: keys and values, and amaxes."""
-        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes
+        """Inputs that differ between layers, with a leading dim of layers: keys and values, amaxes, and `full`."""
+        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full
 
     def of_layer(self, own: tuple) -> "LayerInputs":
         """Return the inputs of one layer, of which `own` is that layer's part of `stacked`."""
-        kv, amaxes = own
+        kv, amaxes, full = own
         cache = None if self.cache is None else (*kv, self.cache[2])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
-        return dataclasses.replace(self, cache=cache, fp8=fp8)
+        rope = self.rope
+        if self.local_rope is not None:
+            pairs = zip(self.rope, self.local_rope, strict=True)
+            rope = tuple(jnp.where(full, whole, local) for whole, local in pairs)
+        return dataclasses.replace(
+            self, cache=cache, fp8=fp8, full=full, rope=rope, local_rope=None
+        )

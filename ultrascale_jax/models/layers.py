@@ -15,6 +15,7 @@ from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, is_variable, linear
+from ultrascale_jax.parallel.gate import gated
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, gather_param, mean, reshard
 from ultrascale_jax.sharding.rules import (
@@ -185,9 +186,10 @@ def rms_norm(
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202)."""
+    """Gated feed-forward layer: (silu(x w_gate) * (x w_up)) w_down, or another activation (arXiv 2002.05202)."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array, d_ff: int | None = None):
+        self.activation = cfg.activation
         k_gate, k_up, k_down = jax.random.split(key, 3)
         D, F = cfg.d_model, d_ff or cfg.d_ff
         self.w_gate = param(k_gate, "DF", "BTD", (D, F))
@@ -199,7 +201,7 @@ class MLP(nnx.Module):
         x_BTD = gather_sequence(x_BRD)
         gate_BTF = checkpoint_name(self._widen("w_gate", x_BTD, x_BRD), "gate")
         up_BTF = checkpoint_name(self._widen("w_up", x_BTD, x_BRD), "up")
-        h_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        h_BTF = gated(self.activation, gate_BTF, up_BTF)
         y_BRD = linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")
         adapter = adapter_of(self, "w_down")
         return y_BRD if adapter is None else y_BRD + adapter.rows(h_BTF, "BTF")

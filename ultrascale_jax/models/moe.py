@@ -108,7 +108,8 @@ class MoE(nnx.Module):
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
         def run(x_BRD, params):
-            y_BRD, balance_BR, statistics_Z = _experts(experts, moe, product, x_BRD, *params)
+            given = self.cfg, moe, product, x_BRD, *params
+            y_BRD, balance_BR, statistics_Z = _experts(*given)
             return y_BRD, Routed(balance_BR, leave_partial(statistics_Z, partial.unreduced))
 
         out_specs = act("BRD"), Routed(act("BR"), partial)  # pyrefly: ignore
@@ -119,16 +120,18 @@ class MoE(nnx.Module):
         return y_BRD, routed
 
 
-def _experts(experts: Experts, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):
+def _experts(cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):
     """Run the layer on this device's tokens, without shared experts; return the result and both parts of `Routed`."""
-    B, R, D = x_BRD.shape
+    experts, (B, R, D) = cfg.experts, x_BRD.shape
+    assert experts is not None
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
     w_router, bias = jax.tree.map(lambda a: vary(a, axes), router)
     logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
     ids = jnp.where(jnp.any(x != 0, axis=1, keepdims=True), ids, experts.num)
-    y, dropped = expert_layer(x, ids, weights, *matrices, moe=moe, experts=experts, product=product)
+    how = {"moe": moe, "experts": experts, "product": product, "activation": cfg.activation}
+    y, dropped = expert_layer(x, ids, weights, *matrices, **how)
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
     if "tp" in varying(dropped) - axes:

@@ -13,10 +13,14 @@ import numpy as np
 from ultrascale_jax.config import ModelConfig, RopeScaling
 
 
-def frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Return the radians that a position turns each pair of dims by `[H/2]`, float64, as `cfg.rope_scaling` says."""
-    scaling, H = cfg.rope_scaling, cfg.rotary_dim
-    base = cfg.rope_theta if scaling is None else scaling.base(cfg.rope_theta, H)
+def frequencies(cfg: ModelConfig, *, local: bool = False) -> np.ndarray:
+    """Return the radians that a position turns each pair of dims by `[H/2]`, float64, as `cfg.rope_scaling` says.
+
+    `local`: those of layers with a window, by `cfg.rope_theta_local` and without a stretch.
+    """
+    scaling, H = None if local else cfg.rope_scaling, cfg.rotary_dim
+    theta = cfg.rope_theta_local if local else cfg.rope_theta
+    base = theta if scaling is None else scaling.base(theta, H)
     frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
     if scaling is None or scaling.kind == "ntk":
         return frequency
@@ -45,25 +49,30 @@ def _kept_by_yarn(scaling: RopeScaling, base: float, head_dim: int) -> np.ndarra
     return 1 - np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
 
 
-def rotary(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def rotary(
+    positions_BT: jax.Array, cfg: ModelConfig, *, local: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine `[B, T, H/2]` float32 of the rotary angles of int32 positions, scaled where YaRN does so.
+
+    `local`: of layers with a window, where `frequencies` has others for them.
 
     The product of position and frequency would be wrong by 0.05 at position 10^6 in float32. Here whole turns drop out
     first: a frequency is a number of 2^-32 turns, whose int32 product wraps, and a float32 rest; right to 10^-6.
     """
-    frequency = frequencies(cfg)
+    frequency = frequencies(cfg, local=local)
     unit = 2 * math.pi / 2**32
     steps = np.rint(frequency / unit).astype(np.int64)
     rest = (frequency - steps * unit).astype(np.float32)[None, None, :]
     positions_BT1 = positions_BT[:, :, None]
     phase = positions_BT1 * steps.astype(np.int32)[None, None, :]
     angle = phase.astype(jnp.float32) * np.float32(unit) + positions_BT1.astype(jnp.float32) * rest
-    magnitude = 1.0 if cfg.rope_scaling is None else cfg.rope_scaling.magnitude
+    magnitude = 1.0 if local or cfg.rope_scaling is None else cfg.rope_scaling.magnitude
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
-def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate queries or keys: the first half of H pairs with the second (Hugging Face's convention)."""
+def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array], scale: float = 1.0) -> jax.Array:
+    """Rotate queries or keys, times `scale`: the first half of H pairs with the second (Hugging Face's convention)."""
     cos, sin = (t[:, :, None, :] for t in rope)
-    x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    x_BTNH_f32 = x_BTNH.astype(jnp.float32)
+    x1, x2 = jnp.split(x_BTNH_f32 if scale == 1 else x_BTNH_f32 * scale, 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)

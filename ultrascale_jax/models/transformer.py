@@ -208,8 +208,8 @@ class Transformer(nnx.Module):
         """Run layers that are alike, the parameters of the next one gathered while this one computes."""
         block, own = part
 
-        def run(block, x_BRD, inputs):
-            x_BRD, routed, _ = block(x_BRD, inputs)
+        def run(block, x_BRD, inputs, own):
+            x_BRD, routed, _ = block(x_BRD, inputs.of_layer(own))
             if routed is None:
                 return x_BRD, jnp.float32(0.0)
             return x_BRD, routed.balance_BR, routed.statistics_Z
@@ -229,7 +229,7 @@ class Transformer(nnx.Module):
 
         def traits(layer: int) -> tuple:
             in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
-            return cfg.window(layer), cfg.feed_forward(layer), in_fp8
+            return cfg.loop_window(layer), cfg.feed_forward(layer), in_fp8
 
         for (window, kind, in_fp8), group in itertools.groupby(range(cfg.num_layers), traits):
             first, *rest = group
@@ -240,7 +240,8 @@ class Transformer(nnx.Module):
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
         embed = gather_param(self.embed[...], "VD", "BT", dtype, zero_sizes(self.cfg))
-        return embed_lookup(embed, tokens_BT)
+        x_BRD = embed_lookup(embed, tokens_BT)
+        return x_BRD * jnp.asarray(self.cfg.d_model**0.5, dtype) if self.cfg.embed_scale else x_BRD
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """Apply the final norm."""

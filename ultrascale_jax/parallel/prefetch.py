@@ -23,8 +23,8 @@ class Layer(NamedTuple):
 
     gather: Callable[[Any, Any], Any]
     """`(params, constants) -> gathered`: the all-gathers of one layer; its transpose is the reduce-scatters."""
-    run: Callable[[Any, jax.Array, Any], tuple]
-    """`(gathered, x, context) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
+    run: Callable[[Any, jax.Array, Any, Any], tuple]
+    """`(gathered, x, context, constants) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
 
 
 class Delay(NamedTuple):
@@ -92,16 +92,17 @@ class _Loop:
         """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
         stacks = params, constants
         first = self.gathered(stacks, 0)
-        vjp = self.vjp(first, x, context) if keep else None
+        vjp = self.vjp(first, x, (context, _row(constants, 0))) if keep else None
 
         def body(carry, i):
             x, now = carry
             following = self.gathered(stacks, jnp.minimum(i + 1, self.num - 1))
+            around = context, _row(constants, i)
             if vjp is None:
-                y, *out = self.layer.run(now, x, context)
+                y, *out = self.layer.run(now, x, *around)
                 return (y, following), (tuple(out), None)
             floats, others = _split(now)
-            y, aux, statistics, kept = vjp.forward(floats, x, (others, context))
+            y, aux, statistics, kept = vjp.forward(floats, x, (others, around))
             return (y, following), ((aux, *statistics), kept)
 
         (y, _), (out, kept) = self.scan(body, (x, first), jnp.arange(self.num))
@@ -113,11 +114,11 @@ class _Loop:
         dy, (daux, *_) = cotangents
         stacks = params, constants
         last = self.gathered(stacks, self.num - 1)
-        vjp = self.vjp(last, x, context)
+        vjp = self.vjp(last, x, (context, _row(constants, 0)))
 
-        def gradients(now, kept, dy, daux):
+        def gradients(now, constants, kept, dy, daux):
             floats, others = _split(now)
-            return vjp.backward(floats, (others, context), kept, (dy, daux))
+            return vjp.backward(floats, (others, (context, constants)), kept, (dy, daux))
 
         def scatter(waiting):
             """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
@@ -128,12 +129,12 @@ class _Loop:
         def body(carry, given):
             dx, now, waiting, grads = carry
             i, kept, daux = given
-            own, dx = gradients(now, kept, dx, daux)
+            own, dx = gradients(now, _row(constants, i), kept, dx, daux)
             row, waiting = self.delayed(_row(stacks, jnp.maximum(i - 1, 0)), waiting, now, own)
             grads = _put(grads, scatter(waiting), jnp.minimum(i + 1, self.num - 1))
             return (dx, self.layer.gather(*row), own, grads), None
 
-        waiting, _ = jax.eval_shape(gradients, last, *_row((kept,), 0), dy, daux[0])
+        waiting, _ = jax.eval_shape(gradients, last, *_row((constants, kept), 0), dy, daux[0])
         grads = jax.tree.map(lambda a: _zeros(a, self.num), jax.eval_shape(scatter, waiting))
         carry = dy, last, jax.tree.map(_zeros, waiting), grads
         rows = jnp.arange(self.num), kept, daux
@@ -177,19 +178,19 @@ class _Loop:
         """Return the parameters of layer `i` as it uses them."""
         return self.layer.gather(*_row(stacks, i))
 
-    def vjp(self, gathered, x, context) -> LayerVJP:
+    def vjp(self, gathered, x, around) -> LayerVJP:
         """Make the layer's backward pass; what has no gradient among its parameters, as fp8 values, is context."""
         leaves, tree = jax.tree.flatten(gathered)
         are_floats = [_is_float(leaf) for leaf in leaves]
 
         def run(floats, x, around):
-            others, context = around
+            others, own = around
             given = {True: iter(floats), False: iter(others)}
             leaves = [next(given[is_float]) for is_float in are_floats]
-            return self.layer.run(jax.tree.unflatten(tree, leaves), x, context)
+            return self.layer.run(jax.tree.unflatten(tree, leaves), x, *own)
 
         floats, others = _split(gathered)
-        return LayerVJP(run, floats, x, (others, context), split=False)
+        return LayerVJP(run, floats, x, (others, around), split=False)
 
 
 def _part(path: tuple) -> str:

@@ -155,7 +155,7 @@ class Run:
             and self.ring[0] == 1
             and self.kernels.attention in ("auto", "cudnn_packed")
             and self.precision != "fp32"
-            and self.shape.window(self.shape.num_layers - 1) is None
+            and not self.shape.window_share
             and divides(self.seq_len)
             and elements / (self.mesh.tensor * self.ring[1]) < 2**31
         )

@@ -14,7 +14,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.block import ATTENTION_PARTS, FEED_FORWARDS, PARTS, BlockStack
+from ultrascale_jax.models.block import (
+    ATTENTION_PARTS,
+    FEED_FORWARDS,
+    MLP_NORMS,
+    PARTS,
+    BlockStack,
+)
 from ultrascale_jax.models.layers import each_param
 from ultrascale_jax.models.moe import num_statistics
 from ultrascale_jax.models.transformer import Transformer
@@ -141,13 +147,13 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         axes = varying(x_BRD)
 
         def feed(kind, blocks, x_BRD):
-            block = blocks.block("mlp_norm", kind).gather_params(inputs)
+            block = blocks.block(*MLP_NORMS, kind).gather_params(inputs)
             out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
             return jax.tree.map(lambda a: vary(a, axes), out)
 
         # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
         kinds = (functools.partial(feed, kind) for kind in FEED_FORWARDS)
-        return jax.lax.cond(number < dense, *kinds, blocks.only("mlp_norm", *FEED_FORWARDS), x_BRD)
+        return jax.lax.cond(number < dense, *kinds, blocks.only(*MLP_NORMS, *FEED_FORWARDS), x_BRD)
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):

@@ -52,13 +52,10 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention.
     """
-    windowed = (
-        max(model.num_layers - model.first_window_layer, 0)
-        if model.sliding_window is not None
-        else 0
-    )
-    keys = (model.num_layers - windowed) * mean_keys(seq_len, None)
+    windowed = model.window_share
+    keys = (1 - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
+    keys *= model.num_layers
     return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
 
 

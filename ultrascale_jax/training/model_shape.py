@@ -68,7 +68,8 @@ class ModelShape(ModelConfig):
         qk_norms = {"none": 0, "head": 2 * H, "full": (heads + kv_heads) * H}[self.qk_norm]
         biases = (heads + 2 * kv_heads) * H * self.qkv_bias
         latents = 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
-        one = 2 * self.d_model + qk_norms + biases + latents
+        norms = 4 if self.norm_placement == "both" else 2
+        one = norms * self.d_model + qk_norms + biases + latents
         balancing = 0 if self.experts is None else self.experts.num * self.experts.bias
         return self.num_layers * one + self.moe_layers * balancing
 

@@ -39,6 +39,7 @@ def context_attention(
     axis: str = "cp",
     *,
     window: int | None = None,
+    full: jax.Array | None = None,
     implementation: str = "auto",
     with_lse: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -56,6 +57,7 @@ def context_attention(
       axis: mesh axis that the sequence is split over.
       window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
         sent nor computed, unless `positions` are given.
+      full: bool scalar, the same on all ranks: there is no window after all.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
       with_lse: return the log-sum-exp too.
 
@@ -82,7 +84,7 @@ def context_attention(
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         q, k, v = (spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
         positions, segment_ids = jax.tree.map(spec.gather, (positions, segment_ids))
-    out, lse = _attend(spec, q, k, v, positions, segment_ids, with_lse)
+    out, lse = _attend(spec, q, k, v, positions, segment_ids, full, with_lse)
     if ulysses > 1:
         out = spec.exchange(out, split_axis=1, concat_axis=2)
         lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
@@ -90,7 +92,7 @@ def context_attention(
 
 
 def _attend(
-    spec: RingSpec, q, k, v, positions, segment_ids, with_lse: bool
+    spec: RingSpec, q, k, v, positions, segment_ids, full, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend on whole packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
 
@@ -103,7 +105,7 @@ def _attend(
     masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and positions is None:
         positions = vary(spec.index(T), {spec.axis})
-    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids)
+    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full)
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 

@@ -11,7 +11,7 @@ fills the time until they are home. Equal steps are one loop, compiled once.
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from ultrascale_jax.kernels.attention import (
     BlockMask,
     attention_backward,
     attention_forward,
+    branch_by_window,
     visible_keys,
     visible_ranges,
 )
@@ -114,8 +115,24 @@ class RingSpec:
         return jax.lax.slice_in_dim(whole, 0, T, axis=axis)
 
 
+def _by_window(run, spec: RingSpec, positions, segment_ids, full, T: int):
+    """Return `run(spec, positions)`, of a ring without a window where `full` says so.
+
+    Without one, blocks need masks, and so positions, only of documents or of an odd piece.
+    """
+    apart = segment_ids is not None or not spec.placed
+    masked = apart or T % spec.chunks > 0
+
+    def one(spec: RingSpec):
+        if spec.window is not None or full is None:
+            return run(spec, positions)
+        return run(replace(spec, local_mask=apart), positions if masked else None)
+
+    return branch_by_window(one, spec, full)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(spec: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, jax.Array]:
+def ring(spec: RingSpec, q, k, v, positions, segment_ids, full=None) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
@@ -125,11 +142,22 @@ def ring(spec: RingSpec, q, k, v, positions, segment_ids) -> tuple[jax.Array, ja
       v: values `[B, T, K, H]`.
       positions: `[B or 1, T]` int32, or none where no block needs a mask.
       segment_ids: `[B, T]` int32 documents, or none.
+      full: bool scalar, there is no window after all; or none.
     """
-    return _ring_fwd(spec, q, k, v, positions, segment_ids)[0]
+    return _ring_fwd(spec, q, k, v, positions, segment_ids, full)[0]
 
 
-def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
+def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full):
+    def run(spec, positions):
+        return _forward(spec, q, k, v, positions, segment_ids)
+
+    out, lse = _by_window(run, spec, positions, segment_ids, full, q.shape[1])
+    out, lse = name_attention(out, lse)
+    return (out, lse), (q, k, v, positions, segment_ids, full, out, lse)
+
+
+def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
+    """Return the result and its log-sum-exp."""
     own = _own_mask(spec, positions, segment_ids)
     out, lse = attention_forward(q, k, v, own, implementation=spec.implementation)
     if distances := spec.distances(q.shape[1]):
@@ -153,20 +181,29 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids):
         outs, lses = zip(*_forward_blocks(spec, distances, keys, done, attend), strict=True)
         out = spec.join(outs, q.shape[1]).astype(q.dtype)
         lse = spec.join(lses, q.shape[1], 2)
-    out, lse = name_attention(out, lse)
-    return (out, lse), (q, k, v, positions, segment_ids, out, lse)
+    return out, lse
 
 
 def _ring_bwd(spec: RingSpec, residuals, cotangents):
-    q, k, v, positions, segment_ids, out, lse = residuals
-    dout, T, own = cotangents[0], q.shape[1], _own_mask(spec, positions, segment_ids)
+    q, k, v, positions, segment_ids, full, out, lse = residuals
+
+    def run(spec, positions):
+        return _backward(spec, q, k, v, positions, segment_ids, out, lse, cotangents[0])
+
+    gradients = _by_window(run, spec, positions, segment_ids, full, q.shape[1])
+    return *gradients, None, None, None
+
+
+def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
+    """Return the gradients of q, k and v."""
+    T, own = q.shape[1], _own_mask(spec, positions, segment_ids)
     distances = spec.distances(T)
 
     def attend_back(q):
         return attention_backward(q, k, v, out, lse, dout, own, implementation=spec.implementation)
 
     if not distances:
-        return *attend_back(q), None, None
+        return attend_back(q)
     queries = _chunks(spec, positions, segment_ids, q=q, out=out, dout=dout)
     queries["lse"] = spec.split(lse, 2)
     keys = _chunks(spec, positions, segment_ids, kv=jnp.stack([k, v]))
@@ -194,7 +231,7 @@ def _ring_bwd(spec: RingSpec, residuals, cotangents):
     dk, dv = (
         (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True)
     )
-    return dq, dk, dv, None, None
+    return dq, dk, dv
 
 
 ring.defvjp(_ring_fwd, _ring_bwd)

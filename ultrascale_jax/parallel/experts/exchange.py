@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.config.model import Activation
 from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, num_chunks
 from ultrascale_jax.parallel.experts.dispatch import (
     Assignment,
@@ -61,6 +62,7 @@ def expert_layer(
     experts: Experts,
     axis: str = "ep",
     product: Product | None = jnp.matmul,
+    activation: Activation = "silu",
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
@@ -75,6 +77,7 @@ def expert_layer(
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
       product: multiplies padded rows and matrices; None: the Mosaic kernel multiplies ragged groups.
+      activation: the function of the gate, in place of SiLU.
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
     splits F (`tp`) results are partial sums, which the caller adds.
@@ -91,7 +94,8 @@ def expert_layer(
     x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
-    run = _outer(moe, experts, axis, ranks, x.shape[0] // parts, shared, product)
+    tokens = x.shape[0] // parts
+    run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation)
     results, dropped = run(batch, matrices)
     return jnp.concatenate(results), dropped
 
@@ -127,6 +131,7 @@ def _outer(
     tokens: int,
     splits: bool,
     product: Product | None,
+    activation: Activation,
 ) -> Outer:
     """Compose nested all-to-alls around the local experts.
 
@@ -138,6 +143,7 @@ def _outer(
         capacity_factor=moe.capacity_factor,
         drops=moe.dispatch == "capacity",
         product=product,
+        activation=activation,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     if moe.dispatch == "allgather" and ranks > 1:
@@ -193,6 +199,7 @@ class _Local:
     drops: bool
     product: Product | None
     """None is the grouped kernel."""
+    activation: Activation
 
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
         x, ids, weights = tokens
@@ -206,9 +213,9 @@ class _Local:
         else:
             needed, most = -(-jnp.max(assignment.counts) // size), -(-n // size)
             over = jnp.sum(jnp.maximum(assignment.counts - size, 0))
-        experts = ragged_experts
+        experts = functools.partial(ragged_experts, self.activation)
         if self.product is not None:
-            experts = functools.partial(padded_experts, self.product)
+            experts = functools.partial(padded_experts, self.product, self.activation)
         one_round = functools.partial(experts, size)
         if self.drops:
             return one_round(jnp.int32(0), assignment, (x, weights, *matrices)), over

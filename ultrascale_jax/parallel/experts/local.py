@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ultrascale_jax.config.model import Activation
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.parallel.experts.dispatch import Assignment, Slots, combine, dispatch
+from ultrascale_jax.parallel.gate import gated
 
 type Product = Callable[[jax.Array, jax.Array], jax.Array]
 """`[E, C, D]` times `[E, D, F]`, of each expert."""
@@ -20,7 +22,12 @@ def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
 
 
 def padded_experts(
-    product: Product, size: int, number: jax.Array, assignment: Assignment, floats
+    product: Product,
+    activation: Activation,
+    size: int,
+    number: jax.Array,
+    assignment: Assignment,
+    floats,
 ) -> jax.Array:
     """Compute one round of at most `size` rows for each expert, by batched products."""
     x, weights, w_gate, w_up, w_down = floats
@@ -28,12 +35,15 @@ def padded_experts(
     x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
     gate_ECF = checkpoint_name(product(x_ECD, w_gate), "gate")
     up_ECF = checkpoint_name(product(x_ECD, w_up), "up")
-    h_ECF = _weighed(gate_ECF, up_ECF, take_weights(weights, slots).reshape(-1, size))
+    weight_EC = take_weights(weights, slots).reshape(-1, size)
+    h_ECF = _weighed(gated(activation, gate_ECF, up_ECF), weight_EC)
     y_ECD = product(h_ECF, w_down)
     return combine(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
 
 
-def ragged_experts(size: int, number: jax.Array, assignment: Assignment, floats) -> jax.Array:
+def ragged_experts(
+    activation: Activation, size: int, number: jax.Array, assignment: Assignment, floats
+) -> jax.Array:
     """Compute one round of at most `size` rows of all experts together, by the grouped kernel."""
     x, weights, w_gate, w_up, w_down = floats
     slots, sizes = assignment.ragged(number, size)
@@ -41,11 +51,10 @@ def ragged_experts(size: int, number: jax.Array, assignment: Assignment, floats)
     x_SD = dispatch(x, slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
-    h_SF = _weighed(gate_SF, up_SF, take_weights(weights, slots))
+    h_SF = _weighed(gated(activation, gate_SF, up_SF), take_weights(weights, slots))
     return combine(product(h_SF, w_down), slots.token, slots.slot)
 
 
-def _weighed(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return hidden values of gated experts times the weights of their rows, in the type of `gate`."""
-    hidden = (jax.nn.silu(gate) * up).astype(jnp.float32)
-    return (hidden * weight[..., None]).astype(gate.dtype)
+def _weighed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return hidden values times the weights of their rows, in the type of `hidden`."""
+    return (hidden.astype(jnp.float32) * weight[..., None]).astype(hidden.dtype)

@@ -276,13 +276,16 @@ class _Replay:
                 events.append(Event(name, begin, end - begin, LOOP, loop.op_name))
 
     def conditional(self, instruction: Instruction) -> None:
-        """Take the slowest branch in its share of the time."""
-        ends = {name: self.trial_end(name) for name in instruction.called}
+        """Take the slowest branch in its share of the time, and else the fastest."""
+        trials = {name: self.tried(name) for name in instruction.called}
         share = 1.0 if self.share is None else self.share(instruction, self.trips)
         start, before, free = self.now, dict(self.seconds), dict(self.free)
-        self.computation(max(ends, key=ends.__getitem__))
+        self.computation(max(trials, key=lambda name: trials[name].now))
         if share < 1:
-            self.shrink(share, min(ends.values()), start, before, free)
+            fastest = min(trials.values(), key=lambda trial: trial.now)
+            self.shrink(share, fastest.now, start, before, free)
+            for key, seconds in fastest.seconds.items():
+                self.seconds[key] += (1 - share) * (seconds - before.get(key, 0.0))
 
     def shrink(
         self, share: float, end: float, start: float, before: dict, free: dict[str | int, float]
@@ -297,14 +300,14 @@ class _Replay:
                 rest = (1 - share) * max(free[queue] for queue in w.queues)
                 self.works[n] = w._replace(start=share * w.start + rest, end=share * w.end + rest)
 
-    def trial_end(self, computation: str) -> float:
-        """Return when `computation` would end if it ran now."""
+    def tried(self, computation: str) -> "_Replay":
+        """Return what would be if `computation` had run now."""
         trial = copy.copy(self)
         trial.free, trial.works = dict(self.free), list(self.works)
         trial.seconds = defaultdict(float, self.seconds)
         trial.recording = False
         trial.computation(computation)
-        return trial.now
+        return trial
 
     def skip(self, times: int, start: float, before: dict) -> None:
         """Let the iteration since `start` happen `times` more."""

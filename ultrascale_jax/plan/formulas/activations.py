@@ -94,22 +94,25 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
     full: its input. dots: products with parameters, attention's result and its log-sum-exp. selective: the named
     tensors of `train_step/remat.py`. none: also gate and up through silu and product, and each norm's float32 insides
-    (3 arrays); the norms' results then are kept gathered over sp. `mlp_out` is never kept: the next layer's input is.
+    (3 arrays); the norms' results then are kept gathered over sp. `mlp_out` is kept only where a second norm reads it;
+    else the next layer's input is.
     """
     a, i = layer.width, layer.input_width
     residual, query, key = layer.residual, layer.query, layer.key
     core = a * query + 4 * layer.statistics
     mlp = a * layer.ffn * (2 if run.shape.gated else 1)
+    out_norms = 2 if run.shape.norm_placement == "both" else 0
     parts = {"layer inputs": a * residual}
     if run.remat == "full":
         return parts
     if run.remat == "selective":
         parts["attention"] = a * (query + 2 * key + residual) + core
         parts["mlp"] = mlp
-        parts["norms"] = 2 * i * residual
+        parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
     elif run.remat == "dots":
         parts["attention"] = a * (query + 2 * key + residual) + core * bool(layer.statistics)
         parts["mlp"] = mlp
+        parts["norms"] = a * residual * (out_norms > 0)
     elif run.remat == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
         scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
@@ -117,7 +120,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         quantized = query if run.precision == "fp8" else 0
         parts["attention"] = a * (query + 2 * key) + core + quantized + qk_norms + scores
         parts["mlp"] = 3 * mlp
-        parts["norms"] = 24 * residual + 2 * i * layer.whole
+        parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
         saved = remat_names(run.remat)[0]
         sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_core": core}
@@ -166,8 +169,12 @@ def working_set(run: Run, layer: Layer) -> float:
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
-    return max(mlp, attention) + a * (
-        (2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query
+    # Of norms behind the half-blocks: their inputs, once in float32.
+    normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0
+    return (
+        max(mlp, attention)
+        + normed
+        + a * ((2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query)
     )
 
 

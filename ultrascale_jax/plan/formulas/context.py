@@ -42,13 +42,19 @@ def block_share(run: Run) -> float:
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
+def mean_steps(run: Run) -> float:
+    """Count the blocks of others' keys that a place of the ring attends to in a mean layer."""
+    windowed = run.shape.window_share
+    return (1 - windowed) * run.steps(None) + windowed * run.steps(run.shape.sliding_window)
+
+
 def repeated_forward_bytes(run: Run, width: int) -> float:
     """Count the bytes that a ring's repeated forward pass leaves to the backward pass of the same layer.
 
     XLA finds that both pick the same chunks of the queries, and send the same keys first.
     """
     kept = run.remat in ("none", "selective") or "attn_core" in run.remat
-    if kept or not run.steps(run.shape.sliding_window):
+    if kept or not run.steps(run.shape.widest_window):
         return 0.0
     query, key = query_key_values(run)
     keys = run.ring[0] if run.context.strategy == "allgather" else 2
@@ -61,7 +67,7 @@ def backward_bytes(run: Run, width: int) -> float:
     Chunks of queries, results and gradients, and float32 sums of the queries' gradients; keys, and float32 sums of
     theirs: here, on their way, and as they arrive, or of all places.
     """
-    if not run.steps(run.shape.sliding_window):
+    if not run.steps(run.shape.widest_window):
         return 0.0
     query, key = query_key_values(run)
     keys = run.ring[0] if run.context.strategy == "allgather" else 2.5
@@ -72,7 +78,7 @@ def merge_seconds(run: Run, gpu: Gpu) -> float:
     """Time one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
     if run.mesh.cp == 1:
         return 0.0
-    steps, query = run.steps(run.shape.sliding_window), query_key_values(run)[0]
+    steps, query = mean_steps(run), query_key_values(run)[0]
     moved = steps * (WHOLE_BYTES if run.context.strategy == "ring" else HALVES_BYTES)
     moved += EXCHANGED_BYTES * (run.ring[1] > 1)
     return 2 * steps * costs.LAUNCH_S + costs.memory_seconds(gpu, moved * query)
@@ -86,7 +92,7 @@ def exposed_seconds(
     A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
     neither exchanges of heads.
     """
-    steps, (query, key) = run.steps(run.shape.sliding_window), query_key_values(run)
+    steps, (query, key) = mean_steps(run), query_key_values(run)
     near, ring = ring_groups(run, cluster.gpus_per_node)
 
     def seconds(kind: str, size: float, ranks: Group) -> float:

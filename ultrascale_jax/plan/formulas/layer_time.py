@@ -151,8 +151,7 @@ class LayerTime:
 
     def keys(self) -> float:
         """Count the keys that attention computes for a query of a mean layer."""
-        shape, window = self.shape, self.shape.sliding_window
-        windowed = 0 if window is None else max(1 - shape.first_window_layer / shape.num_layers, 0)
+        window, windowed = self.shape.sliding_window, self.shape.window_share
         keys = (1 - windowed) * self.run.keys(None) if windowed < 1 else 0.0
         return keys + (windowed * self.run.keys(window) if windowed else 0.0)
 

@@ -80,17 +80,20 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
     """Return the shares of time in which a conditional of the step takes its slowest branch, for the timeline.
 
     Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
-    has as many, or else the nearest. Of layers of both kinds it is the share of those with experts.
+    has as many, or else the nearest. Of layers of both kinds it is the share of those with experts, and of attention
+    with and without a window the share of the layers without.
     """
-    if run.mesh.pp == 1:
-        return lambda conditional, trips: 1.0
-    program = _assembled(_table(_key(run)), run.stash)
+    shape = run.shape
+    mixed = 0 < shape.dense_layers < shape.num_layers
+    program = None if run.mesh.pp == 1 else _assembled(_table(_key(run)), run.stash)
 
     def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
         bodies = (module.computations[name] for name in conditional.called)
         inside = [i.op_name for body in bodies for i in body]
         if any("/attention/" in name for name in inside):
-            return run.shape.expert_share
+            return shape.expert_share if mixed else 1 - shape.window_share
+        if program is None:
+            return 1.0
         column = COLUMNS["head" if any("loss" in name for name in inside) else "embed_gradient"]
         ticks = trips[0] if trips else 1
         segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))

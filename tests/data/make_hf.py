@@ -1,0 +1,110 @@
+"""Write the newer checkpoints of `tests/data/hf` and what `transformers` computes of them: make_hf.py FOLDER FAMILY...
+
+    python tests/data/make_hf.py tests/data/hf gemma3
+
+It wants torch and transformers, which no test does. The seeds are fixed, and so are the files for one version of both.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 7,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def gemma3() -> transformers.PretrainedConfig:
+    """Five layers, the third without a window: both kinds of norms and of rotary positions."""
+    return transformers.Gemma3TextConfig(
+        **SMALL,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        query_pre_attn_scalar=6,
+        sliding_window_pattern=3,
+        max_position_embeddings=4096,
+        rope_theta=1e5,
+        rope_local_base_freq=1e3,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    )
+
+
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {"gemma3": gemma3}
+
+
+def fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw weights that matter; those of Gemma's norms so that 1 + w is exact in float32."""
+    values = torch.randn(parameter.shape, generator=generator)
+    if "norm" in name:
+        values = torch.round(0.2 * values * 4096) / 4096
+    else:
+        values = 0.05 * values
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether the trainer's AdamW decays a parameter: matrices, no vectors."""
+    return parameter.ndim > 1 and not name.endswith("_bias")
+
+
+def main(folder: Path, family: str) -> None:
+    """Write one checkpoint and `expected.npz` beside it: logits, loss, gradients' norms, losses of four AdamW steps."""
+    torch.manual_seed(0)
+    generator, config = torch.Generator().manual_seed(1), FAMILIES[family]()
+    eager = {"attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
+    for name, parameter in model.named_parameters():
+        fill(name, parameter, generator)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)
+    tokens = torch.randint(0, config.vocab_size, (2, 48), generator=generator)
+
+    def loss_of() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(tokens, use_cache=False).logits
+        given = logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1)
+        return logits, torch.nn.functional.cross_entropy(*given)
+
+    logits, loss = loss_of()
+    loss.backward()
+    named, losses = dict(model.named_parameters()), []
+    expected = {
+        "tokens": tokens.numpy().astype(np.int32),
+        "logits": logits.detach().numpy(),
+        "loss": np.float32(loss.item()),
+        "grad_names": np.array(list(named)),
+        "grad_norms": np.array([p.grad.norm().item() for p in named.values()], np.float32),
+    }
+    decayed = [p for name, p in named.items() if is_decayed(name, p)]
+    others = [p for name, p in named.items() if not is_decayed(name, p)]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(4):
+        adamw.zero_grad()
+        loss = loss_of()[1]
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+    np.savez_compressed(folder / "expected.npz", **expected, losses=np.array(losses, np.float32))
+
+
+if __name__ == "__main__":
+    for family in sys.argv[2:]:
+        main(Path(sys.argv[1]) / family, family)
