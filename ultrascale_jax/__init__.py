@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ultrascale_jax.checkpoint.load_params import load_params as load_run
+    from ultrascale_jax.cli.lm_eval_model import LMEvalModel
     from ultrascale_jax.config import (
         CheckpointConfig,
         Config,
@@ -91,6 +92,7 @@ __all__ = [
     "Experts",
     "Hook",
     "KernelsConfig",
+    "LMEvalModel",
     "LatentAttention",
     "LayerInputs",
     "Layers",
@@ -166,6 +168,7 @@ _HOME = {
     "Experts": "config",
     "Hook": "hooks",
     "KernelsConfig": "config",
+    "LMEvalModel": "cli.lm_eval_model",
     "LatentAttention": "config",
     "LayerInputs": "models.inputs",
     "Layers": "models.block",

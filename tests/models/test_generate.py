@@ -64,13 +64,20 @@ def large(cfg: Config, mesh: Mesh) -> Transformer:
 
 
 def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
-    """Eight tokens after each of four prompts, always the most likely."""
+    """Eight tokens after each of four prompts of other lengths, always the most likely."""
     train = TrainConfig(microbatches=4)
     cfg = Config(model=model, mesh=MeshConfig.of(**sizes), pp=pp, train=train)
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
     with jax.set_mesh(mesh):
-        found = generate(large(cfg, mesh), prompts, 8, temperature=0, key=jax.random.key(0))
+        found = generate(
+            large(cfg, mesh),
+            prompts,
+            8,
+            lengths_B=[4, 2, 3, 4],
+            temperature=0,
+            key=jax.random.key(0),
+        )
         return np.asarray(found)
 
 
@@ -94,6 +101,15 @@ def test_a_pipeline_writes_what_one_device_writes(model, sizes, schedule):
     found = tokens(MODELS[model], sizes, PipelineConfig(schedule=schedule))
     np.testing.assert_array_equal(found, tokens(MODELS[model], {}, PipelineConfig()))
     assert len(np.unique(found)) > 8
+
+
+def test_lengths_that_no_prompt_can_have_are_refused():
+    key = jax.random.key(0)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        model = jax.eval_shape(lambda key: Transformer(MODELS["llama"], key), key)
+        for lengths in ([1], [0, 2], [2, 3]):
+            with pytest.raises(UserError, match=r"lengths_B=.* each of 2 rows a number from 1 to"):
+                generate(model, np.ones((2, 2), np.int32), 1, lengths_B=lengths, key=key)
 
 
 def test_a_vocabulary_that_the_pipeline_does_not_divide_is_refused():

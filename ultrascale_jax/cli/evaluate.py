@@ -1,57 +1,45 @@
-"""Evaluate a trained model: `ultrascale evaluate MODEL [--source NAME=text:GLOB ...] [--choices FILE ...]`.
+"""Evaluate a trained model: `ultrascale evaluate MODEL [--source NAME=text:GLOB ...] [--choices FILE ...] [--tasks T]`.
 
 MODEL is a run directory or a Hugging Face folder. Each source gives loss, perplexity and bits per byte, every token
 counted once. A file of choices has lines {"question": "...", "choices": ["...", ...], "answer": 0}: a choice's tokens
 follow the question's (begin a choice with the space that parts them), and the likeliest choice is compared with the
-answer, by its log-likelihood and by that over its number of tokens.
+answer, by its log-likelihood and by that over its number of tokens. Tasks are those of lm-evaluation-harness, and your
+own in its format.
 """
 
+import contextlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.convert_hf import known_context
 from ultrascale_jax.cli.generate import printable
-from ultrascale_jax.cli.models import huggingface_config, load_huggingface
-from ultrascale_jax.config import (
-    Config,
-    ContextConfig,
-    KernelsConfig,
-    MeshConfig,
-    PipelineConfig,
-    require,
-)
+from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
-from ultrascale_jax.config.training import Precision
-from ultrascale_jax.huggingface.files import is_huggingface
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from ultrascale_jax.data.tokenizer import Tokenizer
-    from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.training.scoring import Question, Scorer
 
 MOST_BYTES = 1 << 30
 """Largest file of questions that is read."""
 
-DEFAULT_ROWS = 8
-"""Rows that are scored at once, or the next number that the mesh divides."""
+BOOTSTRAPS = 1000
+"""Samples for the standard error of a task's metric that has no formula for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """Options of `ultrascale evaluate`."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Run directory of `ultrascale train`, or Hugging Face folder."""
     source: tyro.conf.UseAppendAction[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]SOURCE")]
     ] = ()
@@ -60,87 +48,29 @@ class Options:
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]FILE")]
     ] = ()
     """Multiple choice: a file of JSON lines; repeat it for more."""
-    tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
-    """`bytes`, or a Hugging Face tokenizer.json."""
-    seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
-    """Tokens of a row of text."""
-    batch: Annotated[int | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
-    """Rows that are scored at once, over all devices."""
-    precision: Annotated[Precision | None, command_line.option("TYPE", "the run's, or bf16")] = None
-    """Type of compute."""
-    step: Annotated[int | None, command_line.option("N", "the newest")] = None
-    """Step of the run's checkpoint."""
-    mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...", "all devices")] = None
-    """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
-    devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
-    """Run on so many fake CPU devices."""
+    tasks: Annotated[str, command_line.option("TASK,...")] = ""
+    """Tasks of lm-evaluation-harness."""
+    include_path: Annotated[str | None, command_line.option("DIR")] = None
+    """Folder of tasks of your own, in YAML; a task's Python code runs."""
+    limit: Annotated[int | None, command_line.option("N", "all")] = None
+    """Take so many documents of each task."""
+    num_fewshot: Annotated[int | None, command_line.option("N", "the task's")] = None
+    """Solved examples before each question of a task."""
+    chat: command_line.Flag = False
+    """Put the prompts of tasks into the tokenizer's chat template."""
     json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):
-        command_line.require_at_least(1, self, "batch", "devices")
-        command_line.require_at_least(2, self, "seq_len")
-        given = bool(self.source or self.choices)
-        require(given, "source", self.source, "name text by --source, or --choices FILE")
-
-
-def described(options: Options) -> tuple[Config, int]:
-    """Return the model's config, its mesh still open, and the number of positions that it knows."""
-    from ultrascale_jax.checkpoint.run_metadata import saved_config
-
-    folder = Path(options.model)
-    if not is_huggingface(folder):
-        cfg = saved_config(folder)  # refuses what is no run directory
-        return cfg, known_context(cfg, folder)
-    return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
-
-
-def on_mesh(options: Options, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
-    """Return `cfg` as the options want it evaluated, checked for the mesh, and that mesh."""
-    import jax
-
-    from ultrascale_jax.sharding.mesh import make_mesh
-
-    if options.mesh is None:
-        wanted = MeshConfig(fsdp=math.gcd(jax.device_count(), cfg.model.d_model), dp=-1)
-    else:
-        wanted = MeshConfig.parse(options.mesh)
-        if options.devices is None:
-            command_line.require_devices(wanted, jax.device_count())
-    sizes = wanted.resolve(jax.device_count())
-    length = options.seq_len or cfg.data.seq_len
-    fix = f"is longer than the {positions} positions that the model knows; use fewer"
-    require(length <= positions, "seq_len", length, fix)
-    parts = sizes.batch * sizes.pp
-    rows = options.batch or -(-DEFAULT_ROWS // parts) * parts
-    fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*mesh.pp={parts}"
-    require(rows % parts == 0, "batch", rows, fix)
-    batches = {"global_batch": rows, "batch_ramp": "", "microbatches": sizes.pp}
-    train = replace(cfg.train, **batches, remat="none")
-    data = replace(cfg.data, seq_len=length, tokenizer=options.tokenizer or cfg.data.tokenizer)
-    cfg = replace(
-        cfg,
-        mesh=sizes,
-        data=data,
-        kernels=KernelsConfig(),
-        pp=PipelineConfig(),
-        cp=ContextConfig(),
-        # No token is dropped, so that no result depends on the mesh or on the rows beside.
-        moe=replace(cfg.moe, dispatch="dropless", a2a_groups=1, overlap=False),
-        train=replace(train, precision=options.precision or train.precision),
-    )
-    return cfg.check(jax.device_count()), make_mesh(sizes)
-
-
-def loaded(options: Options, cfg: Config, mesh: "Mesh") -> tuple[Config, "Transformer"]:
-    """Return `cfg` for the parameters of the run's checkpoint or the Hugging Face folder, and these."""
-    from ultrascale_jax.checkpoint.load_params import load_params
-
-    if is_huggingface(Path(options.model)):
-        return cfg, load_huggingface(Path(options.model), cfg, mesh)
-    saved, params = load_params(options.model, mesh, options.step)
-    # The parameters rest as the checkpoint's own ZeRO stage has them.
-    return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params
+        super().__post_init__()
+        command_line.require_at_least(1, self, "limit")
+        command_line.require_at_least(0, self, "num_fewshot")
+        given = bool(self.source or self.choices or self.tasks)
+        fix = "name text by --source, or --choices FILE, or --tasks TASK"
+        require(given, "source", self.source, fix)
+        for name in ("include_path", "limit", "num_fewshot", "chat"):
+            value = getattr(self, name)
+            require(bool(self.tasks) or not value, name, value, "is for tasks; add --tasks TASK")
 
 
 def named(words: Sequence[str], option: str) -> dict[str, str]:
@@ -212,8 +142,49 @@ def choices_result(scorer: "Scorer", questions: Sequence["Question"]) -> dict[st
     }
 
 
+def task_manager(options: Options, cfg: Config) -> Any:
+    """Return the harness's index of tasks. Raises `UserError` for a task that it does not have, and for a pipeline."""
+    from ultrascale_jax.cli.lm_eval_model import TaskManager, check_mesh
+
+    check_mesh(cfg)
+    folder, names = options.include_path, set(options.tasks.split(","))
+    fix = "there is no such folder"
+    require(folder is None or Path(folder).is_dir(), "include_path", folder, fix)
+    if folder is not None:
+        own = TaskManager(include_path=folder, include_defaults=False)
+        if names <= set(own.all_tasks):
+            return own  # the harness's own tasks are 14,000 files, which take seconds
+    manager = TaskManager(include_path=folder)
+    unknown = ", ".join(sorted(names - set(manager.all_tasks)))
+    fix = f"lm-evaluation-harness has no {unknown}; give the folder of your own tasks by --include-path"
+    require(not unknown, "tasks", options.tasks, fix)
+    return manager
+
+
+def tasks_result(options: Options, manager: Any, opened: Opened) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each task, and group of tasks, by the harness's names."""
+    from ultrascale_jax.cli.lm_eval_model import LMEvalModel, simple_evaluate
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = simple_evaluate(
+            model=LMEvalModel(opened),
+            tasks=options.tasks.split(","),
+            task_manager=manager,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.chat,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+        )
+    assert found is not None
+    return {
+        name: {key: value for key, value in row.items() if isinstance(value, int | float)}
+        for name, row in found["results"].items()
+    }
+
+
 def evaluate(options: Options) -> dict[str, Any]:
-    """Return the results of every source, of all together under `all` if they are several, and of every file."""
+    """Return the results of every source, of all together under `all` if they are several, of every file and task."""
     import jax
 
     from ultrascale_jax.data.tokenizer import load_tokenizer
@@ -233,6 +204,7 @@ def evaluate(options: Options) -> dict[str, Any]:
         name: list(read_questions(path, tokenizer, size, positions))
         for name, path in named(options.choices, "choices").items()
     }
+    manager = task_manager(options, cfg) if options.tasks else None
     cfg, params = loaded(options, cfg, mesh)
     with jax.set_mesh(mesh):
         scorer = Scorer(cfg, params, tokenizer)
@@ -245,11 +217,15 @@ def evaluate(options: Options) -> dict[str, Any]:
         nats, tokens, sizes = zip(*sums.values(), strict=True)
         known = None if None in sizes else sum(sizes)
         held_out["all"] = source_result(sum(nats), sum(tokens), known)
-    return {"model": options.model, "sources": held_out, "choices": choices}
+    tasks = {}
+    if manager is not None:
+        opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
+        tasks = tasks_result(options, manager, opened)
+    return {"model": options.model, "sources": held_out, "choices": choices, "tasks": tasks}
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    """Print one table of the sources and one of the files of choices."""
+    """Print one table of the sources, one of the files of choices and one of the tasks."""
     from rich.text import Text
 
     from ultrascale_jax.cli.output import console, table
@@ -261,6 +237,15 @@ def print_tables(results: dict[str, Any]) -> None:
             for name, values in rows.items():
                 made.add_row(Text(printable(name)), *(shown(values[column]) for column in columns))
             console(120).print(made)
+    if results["tasks"]:
+        made = table(["task"], ["metric", "value", "standard error"])
+        for name, values in results["tasks"].items():
+            for metric, value in values.items():
+                key, _, chosen = metric.partition(",")
+                if not key.endswith("_stderr"):
+                    error = values.get(f"{key}_stderr,{chosen}")
+                    made.add_row(Text(printable(name)), metric, shown(value), shown(error))
+        console(120).print(made)
 
 
 def shown(value: float | None) -> str:

@@ -1,20 +1,149 @@
 """Open a model for a command that reads one: a run directory or a Hugging Face folder."""
 
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from ultrascale_jax.config import Config, DataConfig, require
+import tyro
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.convert_hf import known_context
+from ultrascale_jax.config import (
+    Config,
+    ContextConfig,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    PipelineConfig,
+    require,
+)
 from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.config.training import Precision
 from ultrascale_jax.huggingface.config import read_config
-from ultrascale_jax.huggingface.files import TOKENIZER
+from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from ultrascale_jax.data.tokenizer import Tokenizer
     from ultrascale_jax.models.transformer import Transformer
 
 LONGEST_ROW = 2048
 """Tokens of a row for a Hugging Face folder that names none, if the model has as many positions."""
+
+DEFAULT_ROWS = 8
+"""Rows that are scored at once, or the next number that the mesh divides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of a command that scores with a model."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Run directory of `ultrascale train`, or Hugging Face folder."""
+    tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
+    """`bytes`, or a Hugging Face tokenizer.json."""
+    seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
+    """Tokens of a row of text."""
+    batch: Annotated[int | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
+    """Rows that are scored at once, over all devices."""
+    precision: Annotated[Precision | None, command_line.option("TYPE", "the run's, or bf16")] = None
+    """Type of compute."""
+    step: Annotated[int | None, command_line.option("N", "the newest")] = None
+    """Step of the run's checkpoint."""
+    mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...", "all devices")] = None
+    """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
+    devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
+    """Run on so many fake CPU devices."""
+
+    def __post_init__(self):
+        command_line.require_at_least(1, self, "batch", "devices")
+        command_line.require_at_least(2, self, "seq_len")
+
+
+class Opened(NamedTuple):
+    """A model, and what it takes to score with it."""
+
+    folder: Path
+    """The run directory or Hugging Face folder."""
+    cfg: Config
+    """As `on_mesh` makes it."""
+    mesh: "Mesh"
+    positions: int
+    """Number of positions that the model knows."""
+    tokenizer: "Tokenizer"
+    params: "Transformer"
+
+
+def opened(options: ModelOptions) -> Opened:
+    """Open the model that the options name, on its mesh."""
+    from ultrascale_jax.data.tokenizer import load_tokenizer
+
+    cfg, positions = described(options)
+    cfg, mesh = on_mesh(options, cfg, positions)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    cfg, params = loaded(options, cfg, mesh)
+    return Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
+
+
+def described(options: ModelOptions) -> tuple[Config, int]:
+    """Return the model's config, its mesh still open, and the number of positions that it knows."""
+    from ultrascale_jax.checkpoint.run_metadata import saved_config
+
+    folder = Path(options.model)
+    if not is_huggingface(folder):
+        cfg = saved_config(folder)  # refuses what is no run directory
+        return cfg, known_context(cfg, folder)
+    return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
+
+
+def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
+    """Return `cfg` as the options want it evaluated, checked for the mesh, and that mesh."""
+    import jax
+
+    from ultrascale_jax.sharding.mesh import make_mesh
+
+    if options.mesh is None:
+        wanted = MeshConfig(fsdp=math.gcd(jax.device_count(), cfg.model.d_model), dp=-1)
+    else:
+        wanted = MeshConfig.parse(options.mesh)
+        if options.devices is None:
+            command_line.require_devices(wanted, jax.device_count())
+    sizes = wanted.resolve(jax.device_count())
+    length = options.seq_len or cfg.data.seq_len
+    fix = f"is longer than the {positions} positions that the model knows; use fewer"
+    require(length <= positions, "seq_len", length, fix)
+    parts = sizes.batch * sizes.pp
+    rows = options.batch or -(-DEFAULT_ROWS // parts) * parts
+    fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*mesh.pp={parts}"
+    require(rows % parts == 0, "batch", rows, fix)
+    batches = {"global_batch": rows, "batch_ramp": "", "microbatches": sizes.pp}
+    train = replace(cfg.train, **batches, remat="none")
+    data = replace(cfg.data, seq_len=length, tokenizer=options.tokenizer or cfg.data.tokenizer)
+    cfg = replace(
+        cfg,
+        mesh=sizes,
+        data=data,
+        kernels=KernelsConfig(),
+        pp=PipelineConfig(),
+        cp=ContextConfig(),
+        # No token is dropped, so that no result depends on the mesh or on the rows beside.
+        moe=replace(cfg.moe, dispatch="dropless", a2a_groups=1, overlap=False),
+        train=replace(train, precision=options.precision or train.precision),
+    )
+    return cfg.check(jax.device_count()), make_mesh(sizes)
+
+
+def loaded(options: ModelOptions, cfg: Config, mesh: "Mesh") -> tuple[Config, "Transformer"]:
+    """Return `cfg` for the parameters of the run's checkpoint or the Hugging Face folder, and these."""
+    from ultrascale_jax.checkpoint.load_params import load_params
+
+    if is_huggingface(Path(options.model)):
+        return cfg, load_huggingface(Path(options.model), cfg, mesh)
+    saved, params = load_params(options.model, mesh, options.step)
+    # The parameters rest as the checkpoint's own ZeRO stage has them.
+    return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params
 
 
 def huggingface_config(

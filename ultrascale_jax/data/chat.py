@@ -7,7 +7,7 @@ answer begins where the template's prompt for it ends.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
-from ultrascale_jax.data.tokenizer import JsonTokenizer, token_dtype
+from ultrascale_jax.data.tokenizer import CONFIG as CONFIG
+from ultrascale_jax.data.tokenizer import JsonTokenizer, special_tokens, token_dtype
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""
 
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-"""Files beside `tokenizer.json` that may hold the template; the second one wins, as in `transformers`."""
+TEMPLATE = "chat_template.jinja"
+"""File beside `tokenizer.json` that may hold the template; it wins over `CONFIG`, as in `transformers`."""
 
 
 class ChatTemplate:
@@ -44,17 +45,15 @@ class ChatTemplate:
             source = named.get("default", {}).get("template")
         fix = f"has no chat template; put {TEMPLATE} beside it, or `chat_template` into {CONFIG}"
         require(isinstance(source, str), "tokenizer", str(path), fix)
+        self.source = str(source)
+        """The template itself."""
         environment = _environment()
         try:
-            self._template = environment.from_string(str(source))
+            self._template = environment.from_string(self.source)
         except Exception as error:
             fix = f"is no chat template that jinja2 can read ({_words(error)})"
             raise UserError(f"tokenizer={str(self.file)!r}: {fix}") from None
-        self._names = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in settings.items()
-            if name.endswith("_token") and (isinstance(value, str) or _is_token(value))
-        }
+        self._names = special_tokens(path)
         self._added = sorted(tokenizer.added, key=len, reverse=True)
 
     def render(self, row: Any) -> str:
@@ -83,9 +82,9 @@ class ChatTemplate:
             done = end
         return marked + whole[done:]
 
-    def prompt(self, messages: list[dict[str, str]]) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return these messages and what the template writes before the next answer."""
-        text = self._text(messages, None, add_generation_prompt=True)
+        text = self._text(list(messages), None, add_generation_prompt=True)
         return text.replace(BEGIN, "").replace(END, "")
 
     def end_of_turn(self) -> str | None:
@@ -187,10 +186,6 @@ def _environment() -> Any:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     return environment
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("content"), str)
 
 
 def _words(error: Exception) -> str:

@@ -134,7 +134,7 @@ class Loader:
         try:
             return {name: self._of_all_documents(mixture) for name, mixture in named.items()}
         except UserError as error:
-            raise UserError(str(error).replace("data.source", "data.eval_source")) from None
+            raise type(error)(str(error).replace("data.source", "data.eval_source")) from None
 
     def _of_all_documents(self, source: str) -> "Loader":
         data = dataclasses.replace(self.data, source=source, eval_source="", eval_fraction=0.0)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_foreign
+from ultrascale_jax.config.foreign import read_foreign, read_json
 from ultrascale_jax.data.remote_shards import fetch_tokenizer
 from ultrascale_jax.storage.remote import is_url
 
@@ -23,6 +23,9 @@ SEPARATORS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek-V3's
 )
 """Names of the end-of-text token; the first that the tokenizer has separates documents."""
+
+CONFIG = "tokenizer_config.json"
+"""File beside `tokenizer.json` that names its special tokens, and may hold a chat template."""
 
 MOST_BYTES = 1 << 28
 """Largest `tokenizer.json` that is read; that of Gemma, with 256,000 tokens, has 33 MB."""
@@ -43,11 +46,15 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Equal for tokenizers that give equal ids."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Encode a text; with `special` and the tokens that the tokenizer puts around one, such as BOS."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Decode ids, special tokens among them or left out."""
+        ...
 
     def token_bytes(self) -> np.ndarray | None:
         """Return the bytes of text of each id, int64 [vocab_size], 0 for special tokens; None if it cannot be said."""
@@ -60,13 +67,13 @@ class ByteTokenizer:
     eos = 0
     fingerprint = "bytes"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Decode bytes as text; invalid UTF-8 and ids above 255 become U+FFFD."""
         # 0xFF occurs nowhere in UTF-8, so it always decodes to the replacement character.
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
@@ -131,9 +138,9 @@ class JsonTokenizer:
                 f"data.tokenizer={self._path!r}: {fix}; the library says: {words}"
             ) from None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         with self._refused(ENCODE_FIX):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._refused(ENCODE_FIX):
@@ -149,9 +156,13 @@ class JsonTokenizer:
                 for one in encodings
             ]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         with self._refused("cannot decode the ids; use another tokenizer"):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token, None if there is none."""
+        return self._tokenizer.token_to_id(token)
 
     def token_bytes(self) -> np.ndarray | None:
         """As the protocol; only a byte-level vocabulary says it, where each character of a token is one byte."""
@@ -163,6 +174,18 @@ class JsonTokenizer:
         for id_, token in self._tokenizer.get_added_tokens_decoder().items():
             sizes[id_] = 0 if token.special else len(token.content.encode())
         return sizes
+
+
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return the tokens that the `tokenizer_config.json` beside a `tokenizer.json` names, by names as `bos_token`."""
+    config = path.with_name(CONFIG)
+    settings = read_json(config, name="tokenizer") if config.exists() else {}
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def load_tokenizer(name: str) -> Tokenizer:

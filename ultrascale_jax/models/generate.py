@@ -7,6 +7,7 @@ stands in a branch; what the others make of it is thrown away, and costs no time
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def generate(
     prompt_BP: jax.Array | np.ndarray,
     num_tokens: int,
     *,
+    lengths_B: Sequence[int] | np.ndarray | None = None,
     temperature: float = 0.8,
     top_k: int = 50,
     key: jax.Array,
@@ -42,6 +44,8 @@ def generate(
       model: the decoder, its parameters as stored.
       prompt_BP: token ids; B must be divisible by dp*fsdp*ep.
       num_tokens: how many to sample.
+      lengths_B: tokens of each row's prompt, which begins the row; without it all of them. Rows of similar lengths cost
+        least: the shortest one's length is computed at once, the rest of the prompts token by token.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: sample among the k most likely; 0 among all.
       key: random key.
@@ -68,28 +72,64 @@ def generate(
         f"must be divisible by {batch}",
     )
     require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
-    length = prompt_BP.shape[1]
-    prompt_BP = np.pad(np.asarray(prompt_BP), ((0, 0), (0, -length % PROMPT_STEP)))
-    prompt_BP = jax.device_put(prompt_BP, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
+    rows, longest = prompt_BP.shape
+    lengths = np.full(rows, longest) if lengths_B is None else np.asarray(lengths_B)
+    fix = f"must hold for each of {rows} rows a number from 1 to {longest}"
+    sound = lengths.shape == (rows,) and lengths.min() >= 1 and lengths.max() <= longest
+    require(sound, "lengths_B", lengths.tolist(), fix)
+    shortest = int(lengths.min())
+    given_SB = _given(np.asarray(prompt_BP), lengths, num_tokens)
+    prompt_BP = np.asarray(prompt_BP)[:, :shortest]
+    prompt_BP = np.pad(prompt_BP, ((0, 0), (0, -shortest % PROMPT_STEP)))
+    mesh = jax.sharding.get_mesh()
+    prompt_BP, given_SB, skipped_B = (
+        jax.device_put(np.asarray(x, np.int32), jax.NamedSharding(mesh, spec))
+        for x, spec in (
+            (prompt_BP, act("BT")),
+            (given_SB, act("_B")),
+            (lengths - shortest, act("B")),
+        )
+    )
     settings = num_tokens, temperature, top_k, jnp.dtype(dtype)
-    return _generate(model, prompt_BP, jnp.int32(length), key, *settings)
+    return _generate(model, prompt_BP, jnp.int32(shortest), given_SB, skipped_B, key, *settings)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _generate(model, prompt_BP, prompt_length, key, num_tokens, temperature, top_k, dtype):
-    """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one."""
+def _given(prompt_BP: np.ndarray, lengths_B: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return the token that each step must give a row, int [S, B]; -1 where it samples one.
+
+    The first step follows the shortest prompt. The steps are as many as sample `num_tokens` after the longest one, up
+    to the next multiple of `PROMPT_STEP`.
+    """
+    shortest, longest = lengths_B.min(), lengths_B.max()
+    more = -(-(longest - shortest) // PROMPT_STEP) * PROMPT_STEP
+    given = np.full((more + num_tokens, len(lengths_B)), -1)
+    rest = prompt_BP[:, shortest:longest].T
+    known = np.arange(shortest, longest)[:, None] < lengths_B
+    given[: len(rest)] = np.where(known, rest, -1)
+    return given
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
+def _generate(
+    model, prompt_BP, prompt_length, given_SB, skipped_B, key, num_tokens, temperature, top_k, dtype
+):
+    """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one.
+
+    A step takes the token of `given_SB` where there is one. Of a row the first `skipped_B` steps are left out.
+    """
     cfg = model.cfg
     (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
-    shape = (len(model.layer_order), rows, padded + num_tokens, kv_heads, cfg.head_dim)
+    steps = given_SB.shape[0]
+    shape = (len(model.layer_order), rows, padded + steps, kv_heads, cfg.head_dim)
     empty = jnp.zeros(shape, dtype, out_sharding=_stacked("BSKH"))
     head = model.head_weight(dtype)
 
     def advance(tokens_BT, cache, count=1):
         """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
-        steps = jnp.broadcast_to(
+        places = jnp.broadcast_to(
             cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
         )
-        positions_BT = jax.reshard(steps, act("BT"))
+        positions_BT = jax.reshard(places, act("BT"))
         start = cache[2]
         x_BRD, cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
         assert cache is not None
@@ -107,17 +147,24 @@ def _generate(model, prompt_BP, prompt_length, key, num_tokens, temperature, top
         noise = jax.random.gumbel(key, logits.shape, out_sharding=act("B_"))
         return jnp.argmax(logits / temperature + noise, axis=-1).astype(jnp.int32)
 
-    def step(carry, key):
+    def choose(logits, key, given_B):
+        given_B, sampled_B = jax.reshard((given_B, sample(logits, key)), act("B"))
+        return jnp.where(given_B >= 0, given_B, sampled_B)
+
+    def step(carry, inputs):
         token_B, cache = carry
         logits, cache = advance(jax.reshard(token_B[:, None], act("BT")), cache)
-        token_B = sample(logits, key)
+        token_B = choose(logits, *inputs)
         return (token_B, cache), token_B
 
-    keys = jax.random.split(key, num_tokens)
+    keys = jax.random.split(key, steps)
     logits, cache = advance(prompt_BP, (empty, empty, jnp.int32(0)), prompt_length)
-    first_B = sample(logits, keys[0])
-    _, rest = jax.lax.scan(step, (first_B, cache), keys[1:])
-    return jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
+    first_B = choose(logits, keys[0], given_SB[0])
+    _, rest = jax.lax.scan(step, (first_B, cache), (keys[1:], given_SB[1:]))
+    tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (num_tokens,)))(
+        tokens_BS, skipped_B
+    )
 
 
 def _stacked(dims: str) -> P:

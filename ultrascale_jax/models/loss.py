@@ -55,11 +55,18 @@ def cross_entropy(
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
 
 
-def row_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Sum the negative log-likelihoods of each row's targets, float32 `[B]`; arguments as of `cross_entropy`."""
+def row_losses(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Sum the negative log-likelihoods of each row's targets; arguments as of `cross_entropy`.
+
+    Returns:
+      The sums, float32 `[B]`, and whether no token is likelier than a target anywhere in the row, bool `[B]`.
+    """
     weight = jnp.float32(1.0)
-    _, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
-    return jnp.sum(nll, axis=1 if nll.ndim == 2 else (0, 2))
+    (best, _), (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
+    over = 1 if nll.ndim == 2 else (0, 2)
+    return jnp.sum(nll, axis=over), jnp.all(best, axis=over)
 
 
 def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
@@ -92,7 +99,10 @@ cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
-    """Visit the chunks: return (dx, dhead) or None, and each token's (nll, z-loss term)."""
+    """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term).
+
+    Without gradients dhead is none, and each token's `best` of `_visit` is in the place of dx.
+    """
     B, T, D = x_BTD.shape
     targets_BT = jax.reshard(targets_BT, act("BT"))
     n = num_chunks(B, T, head_DV.shape[1])
@@ -115,7 +125,7 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
         start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
         start = vary(start, varying(head_DV))
     dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets))
-    if dx is not None and dhead is not None:
+    if dhead is not None:
         dx = jax.lax.reshape(
             jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=vocabulary)
         )
@@ -124,18 +134,21 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
 
 
 def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
-    """Visit one chunk: return dhead in float32, and (dx, nll, z-loss term), gradients None when not asked for."""
+    """Visit one chunk: return dhead in float32, and (dx, nll, z-loss term).
+
+    Without gradients: None, and (best, nll, z-loss term), where best says whether no token is likelier than the target.
+    """
     logits = jnp.einsum(
         "BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32
     )
     counted = targets_BT >= 0
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
     gold = ids == targets_BT[:, :, None] - offset("V", logits.shape[2])
-    lse, picked = _log_sum_exp(logits, gold)
+    lse, picked, highest = _log_sum_exp(logits, gold)
     nll = jnp.where(counted, lse - picked, 0.0)
     z = jnp.where(counted, z_loss * jnp.square(lse), 0.0)
     if not with_gradients:
-        return None, (None, nll, z)
+        return None, (~counted | (picked >= highest), nll, z)
     scale = jnp.where(counted, weight, 0.0)[:, :, None]
     probabilities = jnp.exp(logits - lse[:, :, None])
     dlogits = scale * (
@@ -153,12 +166,12 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
 
 
 def _log_sum_exp(logits_BTV, gold_BTV):
-    """Return the log-sum-exp of the logits over the whole vocabulary, and the logit of the target."""
+    """Return, over the whole vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
     highest = all_reduce(jnp.max(logits_BTV, axis=-1), "V", "max")
     total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
     picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
     total, picked = all_reduce((total, picked), "V")
-    return highest + jnp.log(total), picked
+    return highest + jnp.log(total), picked, highest
 
 
 def cross_entropy_of_pieces(

@@ -126,16 +126,16 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
     return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
 
 
-def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], jax.Array]:
-    """Return the jitted `(params, batch) -> sum of nats of each row, [B] on every device`, for a mesh without pp."""
+def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
+    """Return the jitted `(params, batch) -> row_losses, [B] on every device`, for a mesh without pp."""
     dtype = COMPUTE[cfg.train.precision]
 
     def row_step(params, batch):
         used, inputs = prepare_params(cfg, params), layer_inputs(cfg, batch, fp8_of(cfg, params))
         out = used(batch["tokens"], inputs, prefetch=prefetches(cfg))
         x_BTD = gather_sequence(out.x_BRD, "V")
-        losses_B = row_losses(x_BTD, used.head_weight(dtype), batch["targets"])
-        return jax.reshard(losses_B, jax.P())
+        found = row_losses(x_BTD, used.head_weight(dtype), batch["targets"])
+        return jax.reshard(found, jax.P())
 
     return jax.jit(row_step, compiler_options=xla_options(cfg) or None)
 

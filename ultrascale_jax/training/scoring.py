@@ -1,8 +1,8 @@
-"""Score text with a trained model: the loss of whole sources, and the log-likelihood of a question's choices."""
+"""Score text with a trained model: the loss of whole sources, and the log-likelihood of continuations."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -63,19 +63,38 @@ class Scorer:
 
     def choices(self, questions: Sequence[Question]) -> list[np.ndarray]:
         """Return the log-likelihood of each choice given its question, float64 [choices] by question."""
+        pairs = [(one.question, choice) for one in questions for choice in one.choices]
+        found, ends = self.continuations(pairs), np.cumsum([len(one.choices) for one in questions])
+        return np.split(np.array([likelihood for likelihood, _ in found]), ends[:-1])
+
+    def continuations(
+        self,
+        pairs: Sequence[tuple[list[int], list[int]]],
+        done: Callable[[int], object] = lambda count: None,
+    ) -> list[tuple[float, bool]]:
+        """Score `pairs` of context and continuation, in token ids; a context has at least one.
+
+        Batches are of similar lengths. `done` is called after each with the number of its pairs.
+
+        Returns:
+          Of each the log-likelihood of the continuation given the context, and whether no other token is likelier at
+          any place of it.
+        """
         mesh = self._cfg.mesh
         fix = "choices are scored without a pipeline; use fsdp or tp"
         require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
-        rows = [_choice_row(one.question, choice) for one in questions for choice in one.choices]
-        parts = mesh.cp * mesh.sp
-        length = -(-max(row["tokens"].size for row in rows) // parts) * parts
-        found = []
-        for some in itertools.batched(rows, self._cfg.train.global_batch):
-            batch = self._on_devices(some, length)
-            nats = jax.device_get(self._row_step(self._params, batch))
-            found.append(-nats[: len(some)].astype(np.float64))
-        ends = np.cumsum([len(one.choices) for one in questions])
-        return np.split(np.concatenate(found), ends[:-1])
+        rows = [_continuation_row(context, continuation) for context, continuation in pairs]
+        # The longest first: if memory does not suffice, it says so at once.
+        order = sorted(range(len(rows)), key=lambda i: -rows[i]["tokens"].size)
+        found = [(0.0, True)] * len(rows)
+        for some in itertools.batched(order, self._cfg.train.global_batch):
+            length = _padded_length(rows[some[0]]["tokens"].size, mesh.cp * mesh.sp)
+            batch = self._on_devices([rows[i] for i in some], length)
+            nats, best = jax.device_get(self._row_step(self._params, batch))
+            for i, row_nats, row_best in zip(some, nats, best, strict=False):
+                found[i] = -float(row_nats), bool(row_best)
+            done(len(some))
+        return found
 
     def _on_devices(self, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
         """Fill the rows to `length` and the batch to `train.global_batch` rows with what the loss does not count."""
@@ -115,10 +134,20 @@ def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
     return (part[i] for part in parts for i in range(len(part)))
 
 
-def _choice_row(question: list[int], choice: list[int]) -> Batch:
-    """Return the row of a question and one choice, whose tokens alone are targets."""
-    ids = np.array(question + choice, np.int32)
-    targets = np.where(np.arange(1, ids.size) < len(question), np.int32(-1), ids[1:])
+def _padded_length(size: int, parts: int) -> int:
+    """Return a length that rows of `size` tokens are filled to: few lengths, as each is a program of its own.
+
+    It is at most an eighth of the next power of two longer, or 64 tokens, and `parts` divide it.
+    """
+    step = max(64, (1 << max(size - 1, 0).bit_length()) // 8)
+    length = -(-size // step) * step
+    return -(-length // parts) * parts
+
+
+def _continuation_row(context: list[int], continuation: list[int]) -> Batch:
+    """Return the row of a context and a continuation, whose tokens alone are targets."""
+    ids = np.array(context + continuation, np.int32)
+    targets = np.where(np.arange(1, ids.size) < len(context), np.int32(-1), ids[1:])
     return {
         "tokens": ids[:-1],
         "targets": targets,

@@ -1,0 +1,145 @@
+"""The adapter for lm-evaluation-harness: the real package gets from it what its own model `hf` says.
+
+`tests/data/lm_eval` has a tokenizer, three tasks, and in `expected.json` the numbers of lm-eval 0.4.13 with its model
+`hf` (transformers 5.24, torch 2.14, float32 on a CPU) for the checkpoint `tests/data/hf/llama3` with that tokenizer.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import lm_eval
+import numpy as np
+import pytest
+from lm_eval.tasks import TaskManager
+
+from ultrascale_jax import LMEvalModel
+from ultrascale_jax.cli import convert_hf, evaluate
+from ultrascale_jax.cli.lm_eval_model import Sampling
+from ultrascale_jax.config import UserError
+
+DATA = Path(__file__).parents[1] / "data"
+TASKS = ["ultrascale_choice", "ultrascale_text", "ultrascale_answer"]
+EXPECTED = json.loads((DATA / "lm_eval" / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tasks, the checkpoint with its tokenizer, and a run that was imported from it."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    shutil.copytree(DATA / "lm_eval", folder / "tasks")
+    for path in (folder / "tasks").glob("*.yaml"):
+        path.write_text(path.read_text().replace("FOLDER", str(folder / "tasks")))
+    shutil.copytree(DATA / "hf" / "llama3", folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "lm_eval" / name, folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return LMEvalModel(str(folder / "model"), mesh="fsdp=2,tp=4", precision="fp32")
+
+
+def harness(model, folder, tasks=TASKS, **options):
+    """The results and the answers to all samples, by task."""
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    found = lm_eval.simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)
+    answers = {
+        task: [sample["filtered_resps"] for sample in samples]
+        for task, samples in found["samples"].items()
+    }
+    return found["results"], answers
+
+
+def compare(found, expected):
+    """Compare answers: log-likelihoods, with a flag for a choice of several, or texts."""
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, str | bool):
+            assert one == other
+        elif isinstance(one, float):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        else:
+            compare(one, other)
+    assert len(found) == len(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "chat"])
+def test_every_answer_is_that_of_the_harness_own_model(model, folder, name):
+    """Choices, one of which greedy decoding would make; a text longer than the context; prompts of other lengths."""
+    results, answers = harness(model, folder, apply_chat_template=name == "chat")
+    for task in TASKS:
+        compare(answers[task], EXPECTED[name]["samples"][task])
+        for metric, value in EXPECTED[name]["results"][task].items():
+            np.testing.assert_allclose(results[task][metric], value, rtol=2e-6, err_msg=metric)
+
+
+# Implied by the model above and the row step of any mesh in test_evaluate.py.
+@pytest.mark.wide
+def test_a_run_over_split_sequences_gives_the_same_likelihoods(folder):
+    run = str(folder / "run")
+    words = ["--train.precision", "fp32", "--data.seq-len", "512"]
+    convert_hf.main(["import", str(folder / "model"), run, *words])
+    _, answers = harness(LMEvalModel(run, mesh="cp=2,sp=2,tp=2"), folder, TASKS[:2])
+    for task in TASKS[:2]:
+        compare(answers[task], EXPECTED["plain"]["samples"][task])
+    with pytest.raises(UserError, match=r"mesh\.cp=2: generation splits no sequence"):
+        harness(LMEvalModel(run, mesh="cp=2,sp=2,tp=2"), folder, TASKS[2:])
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_numbers_of_each_task(folder, capsys):
+    words = [str(folder / "model"), "--mesh", "fsdp=2,tp=4", "--precision", "fp32"]
+    words += ["--tasks", "ultrascale_choice", "--include-path", str(folder / "tasks")]
+    evaluate.main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["sources"] == found["choices"] == {}
+    assert found["tasks"] == {"ultrascale_choice": EXPECTED["plain"]["results"][TASKS[0]]}
+    evaluate.main([*words, "--limit", "2"])
+    table = capsys.readouterr().out
+    assert "acc_norm,none" in table and "standard error" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # Reads the harness's own tasks, thousands of files.
+        pytest.param(
+            "--tasks ultrascale_text,x",
+            "tasks='ultrascale_text,x': lm-evaluation-harness has no x; give",
+            marks=pytest.mark.wide,
+        ),
+        ("--tasks a --include-path none", "include_path='none': there is no such folder"),
+        ("--source text:a --limit 2", "limit=2: is for tasks; add --tasks TASK"),
+        ("--tasks ultrascale_text --mesh pp=2,fsdp=4", "mesh.pp=2: tasks are scored without"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(folder, capsys, words, said):
+    given = [] if "none" in words else ["--include-path", str(folder / "tasks")]
+    given = given if "--tasks" in words else []
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main([str(folder / "model"), *words.split(), *given])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_settings_of_generation_are_obeyed_or_refused():
+    assert Sampling.of({"until": "\n", "max_new_tokens": 3, "top_p": 0.9}) == (3, 0.0, 50, ("\n",))
+    sampled = Sampling.of({"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 1.0})
+    assert sampled == (256, 0.5, 7, ())
+    assert Sampling.of({"do_sample": True}).temperature == 1.0
+    for settings in ({"do_sample": True, "top_p": 0.9}, {"num_beams": 4}):
+        with pytest.raises(
+            UserError, match=r"generation_kwargs=.*is not known; take the likeliest"
+        ):
+            Sampling.of(settings)
+
+
+def test_a_model_refuses_what_it_cannot_take(folder, model):
+    with pytest.raises(UserError, match=r"max_length=513: must be from 2 to 512"):
+        LMEvalModel(model._model, max_length=513)
+    with pytest.raises(UserError, match=r"tokenizer='bytes': has no chat template"):
+        LMEvalModel(str(folder / "model"), tokenizer="bytes").apply_chat_template([])
+    with pytest.raises(UserError, match=r"max_gen_toks=512: must be less than the 512 positions"):
+        model._answers(["a"], Sampling(512, 0.0, 50, ()), len)
