@@ -13,7 +13,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-all test-faults mutants soak bench lint clean
+.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench lint clean
 
 setup: .venv/.installed
 
@@ -26,11 +26,15 @@ test: .venv/.installed-dev
 	$(PYTEST) $(ARGS) tests
 
 test-fast: .venv/.installed-dev
-	$(PYTEST) -m "not slow and not faults and not wide" $(ARGS) tests
+	$(PYTEST) -m "not slow and not faults and not wide and not browser" $(ARGS) tests
 
 # With rows of tables that other rows imply, and all faults.
 test-all: .venv/.installed-dev
-	$(PYTEST) -m "" $(ARGS) tests
+	$(PYTEST) -m "not browser" $(ARGS) tests
+
+# The live page in Chromium (`apt-get install chromium`).
+test-browser: .venv/.installed-dev
+	$(PYTEST) -m browser $(ARGS) tests/dashboard
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"config", "kernels", "hlo"},
     {"launch", "figures"},
-    {"storage"},
+    {"storage", "dashboard"},
     {"sharding"},
     {"parallel"},
     {"models"},

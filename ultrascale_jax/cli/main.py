@@ -19,6 +19,7 @@ COMMANDS = {
     "launch": "train under a supervisor, which restarts             --processes 8 -- [RECIPE]",
     "plan": "memory, time and meshes of a run, without its GPUs   memory|compile|search|... [RECIPE]",
     "doctor": "check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8",
+    "watch": "loss, speed, memory and events of runs on a page     RUN_DIR...",
     "goodput": "where the time of a run went                         RUN_DIR",
     "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
