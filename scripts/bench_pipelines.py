@@ -34,12 +34,10 @@ from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
+from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import vary
-
-DIVERGENT = ("zb_h1", "zb_v", "dualpipe_v")
-"""Schedules drawn for ranks that run different operations: measured in that form too."""
 
 ALLOWANCE = 1.1
 """The largest allowed ratio of a measured bubble to its table's own."""
@@ -183,7 +181,7 @@ def rows(ranks: int, microbatches: int) -> list[tuple[str, bool, Schedule | str]
             continue
         title = name if made.virtual == 1 else f"{name}, v {made.virtual}"
         found.append((title, False, made))
-        if name in DIVERGENT:
+        if name in UNEVEN:  # measured as it is drawn too
             found.append((f"{title}, divergent", True, made))
     return found
 

@@ -183,10 +183,21 @@ class DataConfig:
         return 0.0 if self.eval_source else self.eval_fraction
 
 
-SCHEDULES = ("afab", "1f1b", "interleaved", "zb_uniform", "zb_h1", "zb_v", "dualpipe_v")
-"""Pipeline schedules that have a name; `parallel/pipeline/schedules.py` makes them."""
+STAGES_PER_RANK = {
+    "afab": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved": (2, math.inf),
+    "zb_uniform": (1, math.inf),
+    "zb_h1": (1, 1),
+    "zb_v": (2, 2),
+    "dualpipe_v": (2, 2),
+}
+"""Pipeline schedules that have a name, with the least and the most stages of a rank; by default a rank has the least.
+`parallel/pipeline/schedules.py` makes the schedules."""
 
-GROUPED = ("interleaved", "zb_uniform")
+SCHEDULES = tuple(STAGES_PER_RANK)
+
+GROUPED = tuple(name for name, (_, most) in STAGES_PER_RANK.items() if most == math.inf)
 """Schedules that send micro-batches through their stages in groups; only their `virtual` is free."""
 
 
@@ -208,12 +219,10 @@ class PipelineConfig:
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
         require_at_least(0, "pp", self, ("virtual",))
-        wanted = {"interleaved": (2, math.inf), "zb_uniform": (1, math.inf)}
-        wanted |= {"zb_v": (2, 2), "dualpipe_v": (2, 2)}
-        least, most = wanted.get(name, (1, 1))
+        least, most = STAGES_PER_RANK.get(name, (0, 0))
         fix = f"{name} has {least}{'' if least == most else ' or more'}; or 0"
         if from_file:
-            least, most, fix = 0, 0, f"the table {name} says it itself; use 0"
+            fix = f"the table {name} says it itself; use 0"
         require(not self.virtual or least <= self.virtual <= most, "pp.virtual", self.virtual, fix)
 
     @property
@@ -224,8 +233,7 @@ class PipelineConfig:
     @property
     def stages_per_rank(self) -> int:
         """`virtual`, or the schedule's own number; a table brings its own."""
-        own = 2 if self.schedule in ("interleaved", "zb_v", "dualpipe_v") else 1
-        return self.virtual or own
+        return self.virtual or int(STAGES_PER_RANK.get(self.schedule, (1, 1))[0])
 
     def check(self, ranks: int, microbatches: int) -> None:
         """Refuse the numbers of ranks and micro-batches for which the schedule does not exist."""
