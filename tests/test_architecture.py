@@ -1,4 +1,4 @@
-"""The shape of the code: which layer may import which, who may call what, how long files get."""
+"""The shape of the code: which layer may import which, who may call what, how long functions get."""
 
 import ast
 import sys
@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+from tests import mutants
 
 ROOT = Path(__file__).parent.parent
 
@@ -241,6 +243,10 @@ def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = node.body[0]
     told = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0
     return (node.end_lineno or 0) - node.lineno + 1 - told
+
+
+def test_every_mutant_finds_its_place_in_the_code():
+    assert mutants.read_table()
 
 
 def test_the_layers_name_every_part_of_the_library():
