@@ -18,8 +18,8 @@ WIDE = pytest.mark.wide  # the other rows, and `test_meshes.py`, imply these
 @pytest.mark.parametrize(
     "mesh, train",
     [
-        ("fsdp=2,cp=2,sp=2", {}),
         ("pp=2,fsdp=2,sp=2", {"remat": "selective"}),
+        pytest.param("fsdp=2,cp=2,sp=2", {}, marks=WIDE),
         pytest.param("fsdp=2,ep=2,sp=2", {"remat": "full"}, marks=WIDE),
         pytest.param("dp=2,fsdp=2,tp=2", {"zero": 2, "remat": "selective"}, marks=WIDE),
         pytest.param("pp=2,cp=2,tp=2", {"zero": 1}, marks=WIDE),
