@@ -83,7 +83,31 @@ def in_hugging_face_layout(model, cfg):
         feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
         for name, value in (attention(row, cfg) | feed_forward).items():
             tensors[f"{at}.{name}"] = value
+    for depth in range(cfg.mtp_layers):
+        at = f"model.layers.{cfg.num_layers + depth}"
+        module = {f"{at}.{name}": value for name, value in mtp_module(model, cfg, depth).items()}
+        tensors |= module
     return tensors
+
+
+def mtp_module(model, cfg, depth):
+    module = model.mtp[depth]
+
+    def row(path):
+        return np.asarray(functools.reduce(getattr, path.split("."), module.block)[...])
+
+    return {
+        "enorm.weight": np.asarray(module.token_norm[...]),
+        "hnorm.weight": np.asarray(module.hidden_norm[...]),
+        "eh_proj.weight": np.asarray(module.w_join[...]).T,
+        "shared_head.norm.weight": np.asarray(module.norm[...]),
+        "shared_head.head.weight": np.asarray(model.head[...]).T,
+        "embed_tokens.weight": np.asarray(model.embed[...]),
+        "input_layernorm.weight": row("attn_norm"),
+        "post_attention_layernorm.weight": row("mlp_norm"),
+        **latent_attention(row, cfg),
+        **experts(row, cfg),
+    }
 
 
 def grouped_attention(row, cfg):
@@ -354,18 +378,52 @@ def test_a_bias_of_experts_stays_float32_and_comes_back_bit_for_bit(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(after[name], before[name])
     kept = {name for name, value in after.items() if value.dtype == np.float32}
-    assert kept == {name, name.replace("layers.1", "layers.2")}
+    assert kept == {name.replace("layers.1", f"layers.{layer}") for layer in (1, 2, 3)}
 
 
-def test_deepseeks_layer_for_the_token_after_the_next_is_ignored(tmp_path):
+def test_a_model_without_modules_of_multi_token_prediction_leaves_those_of_a_folder_out(tmp_path):
+    folder = FIXTURES / "deepseek_v3"
+    cfg = dataclasses.replace(read_config(folder), mtp_layers=0)
+    kept = {n: v for n, v in stored(folder).items() if not n.startswith("model.layers.3.")}
+    model = checkpoint.load(folder, abstract(cfg, "dp=1"))
+    assert_same_tensors(in_hugging_face_layout(model, cfg), kept)
+    checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
+    assert read_config(tmp_path / "out") == cfg
+    assert_same_tensors(stored(tmp_path / "out"), kept)
+    # As transformers writes it: config.json promises a module that the files lack.
+    shutil.copy(folder / "config.json", tmp_path / "out")
+    assert read_config(tmp_path / "out") == cfg
+    asked_for = abstract(read_config(folder), "dp=1")
+    with pytest.raises(ValueError, match=r"layers\.3\..*missing from the checkpoint"):
+        checkpoint.load(tmp_path / "out", asked_for)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.layers.3.eh_proj.weight": None}, r"layers\.3\.eh_proj.*missing"),
+        ({"model.layers.3.enorm.weight": (31,)}, r"enorm.*config.json makes it \(32,\)"),
+        ({"model.layers.3.embed_tokens.weight": (64, 32)}, "differs from model.embed_tokens"),
+        ({"model.layers.3.shared_head.head.weight": (64, 32)}, "differs from lm_head.*share it"),
+        ({"model.layers.3.other.weight": (1,)}, r"layers\.3\.other.*not part of this model"),
+    ],
+)
+def test_a_module_of_multi_token_prediction_that_is_not_ours_is_refused(tmp_path, change, said):
     folder, tensors = copy("deepseek_v3", tmp_path)
-    more = np.ones((32, 64), np.float32)
-    save_file(tensors | {"model.layers.3.eh_proj.weight": more}, folder / "model.safetensors")
-    model, original = load(folder), stored(FIXTURES / "deepseek_v3")
-    assert_same_tensors(in_hugging_face_layout(model, read_config(folder)), original)
-    save_file(tensors | {"model.layers.4.eh_proj.weight": more}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"layers\.4\.eh_proj.*not part of this model"):
+    tensors |= {name: shape and np.ones(shape, np.float32) for name, shape in change.items()}
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
         load(folder)
+
+
+def test_copies_of_embedding_and_head_may_be_missing(tmp_path):
+    folder, tensors = copy("deepseek_v3", tmp_path)
+    for name in ("embed_tokens", "shared_head.head"):
+        del tensors[f"model.layers.3.{name}.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    original = stored(FIXTURES / "deepseek_v3")
+    assert_same_tensors(in_hugging_face_layout(load(folder), read_config(folder)), original)
 
 
 @pytest.mark.parametrize(

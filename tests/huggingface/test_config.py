@@ -326,7 +326,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
         attention_factor=1.0,
         mscale_all_dim=1.0,
     )
-    expected = dataclasses.replace(shapes.DEEPSEEK_V3, rope_scaling=stretch)
+    expected = dataclasses.replace(shapes.DEEPSEEK_V3, rope_scaling=stretch, mtp_layers=1)
     assert parse_config(PUBLISHED_DEEPSEEK_V3) == expected
     # (0.1 ln(40) + 1) squared, as `yarn_apply_mscale` of transformers 5.23 returns it.
     np.testing.assert_allclose(stretch.score_factor, 1.8738542070926265, rtol=1e-12)

@@ -17,6 +17,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.step import (
+    Auxiliary,
     apply_gradients,
     loss_and_gradients,
     make_eval_step,
@@ -37,19 +38,24 @@ def forget_programs():
 
 
 class Outcome(NamedTuple):
-    """Losses of all steps, gradients of the first by name in canonical order, and the evaluation at the end, if any."""
+    """Losses of all steps, the model's and each of its `mtp_layers`; gradients of the first by name in canonical order,
+    and the evaluation at the end, if any."""
 
-    losses: list[float]
+    losses: list[list]
     gradients: dict[str, np.ndarray]
     evaluation: float | None
 
 
-def by_name(grads: Transformer, routed: jax.Array | None) -> dict[str, np.ndarray]:
-    """Each gradient, and what the routers did, their layers as the model runs them."""
+def by_name(grads: Transformer, auxiliary: Auxiliary) -> dict[str, np.ndarray]:
+    """Each gradient, and what the routers did, their layers as the model runs them, and those of `mtp_layers` last."""
     found = {}
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    named |= {} if routed is None else {"blocks.moe.statistics": routed}
+    if auxiliary.routed is not None:
+        modules = grads.cfg.mtp_layers
+        rows = len(auxiliary.routed) - modules
+        named["blocks.moe.statistics"] = auxiliary.routed[:rows]
+        named |= {"mtp.statistics": auxiliary.routed[rows:]} if modules else {}
     for name, leaf in named.items():
         value = np.asarray(leaf)
         if name.startswith("blocks."):
@@ -77,7 +83,7 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
         for i in range(cfg.train.steps):
             batch = jax.device_put(loader.batch(i), sharding)
             (state, metrics), found = step(state, batch)
-            losses.append(float(metrics["loss"]))
+            losses.append([metrics["loss"], *metrics.get("mtp_loss", ())])
             if i == 0:
                 first = by_name(*found)
         evaluation = None

@@ -97,6 +97,18 @@ FAMILIES = {
         "train": {"lora": "rank=2,targets=q_proj+k_proj+o_proj", "init_from": "hf:x"},
     },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
+    # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
+    "gemma3_mtp": {
+        "model": {
+            "num_layers": 4,
+            "sliding_window": 7,
+            "full_attention_every": 3,
+            "rope_theta_local": 100.0,
+            "tied_embeddings": True,
+            "mtp_layers": 2,
+        }
+    },
+    "deepseek_v3_mtp": {"model": DEEPSEEK | {"mtp_layers": 1}, "moe": {"bias_rate": 0.01}},
 }
 DP_CP_SP = {"dp": 2, "cp": 2, "sp": 2}
 FSDP_CP_SP = {"fsdp": 2, "cp": 2, "sp": 2}
@@ -154,6 +166,11 @@ TABLE = {
     "ep2_fsdp2_tp2_deepseek_zero2": (
         {"ep": 2, "fsdp": 2, "tp": 2}, {"zero": 2, "remat": "dots"}, "deepseek_v3", {}, {"capacity_factor": 1.0},
     ),
+    # Multi-token prediction.
+    "fsdp2_sp2_tp2_mtp": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "gemma3_mtp"),
+    "ep2_cp2_fsdp2_mtp": ({"ep": 2, "cp": 2, "fsdp": 2}, {"remat": "full"}, "deepseek_v3_mtp"),
+    "dp2_cp4_mtp_zero1": ({"dp": 2, "cp": 4}, {"zero": 1, "remat": "selective"}, "gemma3_mtp"),
+    "cp2_sp2_tp2_mtp_ring_zero2": ({"cp": 2, "sp": 2, "tp": 2}, {"zero": 2}, "gemma3_mtp", RING),
 }  # fmt: skip
 
 # What `make test-fast` runs of it: three axes that split batch, tokens and heads, gathered layer by layer.

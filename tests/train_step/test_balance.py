@@ -79,6 +79,15 @@ def test_biases_rise_where_there_was_less_than_the_mean_and_fall_where_there_was
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(after))
 
 
+def test_the_last_rows_are_of_modules_of_multi_token_prediction():
+    model = dataclasses.replace(BASE.model, num_layers=LAYERS, mtp_layers=1)
+    cfg = dataclasses.replace(BASE, model=model, moe=MoEConfig(bias_rate=0.25))
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
+    after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
+    np.testing.assert_array_equal(after.blocks.moe.bias[...], [[-0.25, 0.25, 0.25, 0.25]])
+    np.testing.assert_array_equal(after.mtp[0].block.moe.bias[...], [0, 0, 0.25, -0.25])
+
+
 def test_metrics_are_relative_to_the_mean():
     found = jax.jit(functools.partial(balance.metrics, BASE))(ROUTED)
     np.testing.assert_allclose(found["moe_load"], np.array([13, 6, 3, 10]) * NUM / 32)

@@ -56,6 +56,19 @@ def test_of_the_experts_those_count_that_a_token_visits():
     assert ModelShape.of(model).num_params == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
 
 
+def test_a_module_of_multi_token_prediction_is_a_layer_a_projection_and_a_head():
+    experts = Experts(num=6, top_k=2, d_ff=9, shared=2, dense_layers=1, bias=True)
+    for model in (MODEL, dataclasses.replace(MODEL, experts=experts, sliding_window=4)):
+        more = dataclasses.replace(model, mtp_layers=2)
+        longer = dataclasses.replace(model, num_layers=model.num_layers + 2)
+        own = 2 * 2 * 5 * 5
+        assert matmul_params(more) == matmul_params(longer) + own + 2 * 5 * 11
+        total = ModelShape.of(longer).num_params + own + 2 * 3 * 5
+        assert ModelShape.of(more).num_params == total
+        flops = flops_per_token(longer, 64) + 6 * (own + 2 * 5 * 11)
+        assert flops_per_token(more, 64) == flops
+
+
 @pytest.mark.parametrize("q_rank", [6, 0])
 def test_latent_attention_is_counted_by_hand(q_rank):
     latent = LatentAttention(q_rank=q_rank, kv_rank=3, rope_dim=2, v_dim=5)

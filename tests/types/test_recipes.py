@@ -111,6 +111,16 @@ def test_the_step_of_a_pipeline_returns_the_state_that_it_takes(name):
     assert_the_step_returns_the_state_that_it_takes(in_a_pipeline(name), name)
 
 
+@pytest.mark.slow
+def test_the_step_of_deepseek_v3_with_its_module_returns_the_state_that_it_takes():
+    cfg = RECIPES["deepseek_v3"]
+    model = dataclasses.replace(cfg.model, mtp_layers=1)
+    train = dataclasses.replace(cfg.train, zero=3, microbatches=2, global_batch=2048)
+    mesh = MeshConfig.of(fsdp=8, ep=64, cp=2, sp=4)
+    cfg = dataclasses.replace(cfg, model=model, train=train, mesh=mesh).check(NUM_DEVICES)
+    assert_the_step_returns_the_state_that_it_takes(cfg, "deepseek_v3 with its module")
+
+
 def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * cfg.data.document_mask
     shape = (cfg.train.global_batch, cfg.data.seq_len)
@@ -138,6 +148,8 @@ def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
         names = ("moe_max_load", "moe_dropped", "moe_entropy")
         expected |= dict.fromkeys(names, ((), "float32"))
         expected["moe_load"] = ((cfg.model.experts.num,), "float32")
+    if cfg.model.mtp_layers:
+        expected["mtp_loss"] = ((cfg.model.mtp_layers,), "float32")
     assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == expected
 
 

@@ -29,6 +29,7 @@ from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
+from ultrascale_jax.huggingface.families import MTP, family_of
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, travelling
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
@@ -117,6 +118,13 @@ def export_checkpoint(options: Export, mesh: "Mesh") -> None:
         _export_adapters(options, mesh)
         return
     cfg, params = load_params(run_dir, mesh, options.step)
+    plain, layers = params.without_mtp(), cfg.model.mtp_layers
+    if layers and "mtp_layers" not in family_of(plain.cfg).optional:
+        params, cfg = plain, dataclasses.replace(cfg, model=plain.cfg)
+        if jax.process_index() == 0:
+            print(
+                f"note: without the modules of model.mtp_layers={layers}: only DeepSeek-V3 has names for them"
+            )
     context = options.max_position_embeddings or known_context(cfg, run_dir)
     token_ids, beside = tokenizer_files(cfg, run_dir, context)
     with jax.set_mesh(mesh):
@@ -195,7 +203,8 @@ def known_context(cfg: Config, run_dir: Path) -> int:
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
         known = original.get("max_position_embeddings")
-        if isinstance(known, int) and parse_config(original) == cfg.model:
+        own = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
+        if isinstance(known, int) and own == cfg.model:
             return known
     rope = cfg.model.rope_scaling
     stretched = round(rope.factor * rope.original_seq_len) if rope else 0
@@ -256,6 +265,9 @@ def _import(arguments: Sequence[str]) -> None:
     if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
         check_tokenizer(recipe, Path(hf_dir))
     cfg = with_model(recipe, hf_dir)
+    if any(word.replace("_", "-").startswith("--model.mtp-layers") for word in arguments):
+        model = dataclasses.replace(cfg.model, mtp_layers=recipe.model.mtp_layers)
+        cfg = dataclasses.replace(cfg, model=model)
     with _start_jax(options.devices):
         import jax
 
@@ -292,6 +304,8 @@ def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
     known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
     if isinstance(known, int) and known < cfg.data.seq_len:
         yield f"note: the model knows {known} positions; train it with --data.seq-len {known} or less"
+    if (modules := raw.get(MTP)) and cfg.model.mtp_layers == 0:
+        yield f"note: {MTP}={modules}, but the run has model.mtp_layers=0: it trains without these modules"
     if isinstance(pad, int):
         yield (
             f"note: pad_token_id={pad}: transformers gives this row of the embedding no gradient (padding_idx); "

@@ -123,6 +123,7 @@ def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config,
     data = replace(cfg.data, seq_len=length, tokenizer=options.tokenizer or cfg.data.tokenizer)
     cfg = replace(
         cfg,
+        model=replace(cfg.model, mtp_layers=0),  # no score needs these modules
         mesh=sizes,
         data=data,
         kernels=KernelsConfig(),
@@ -143,7 +144,7 @@ def loaded(options: ModelOptions, cfg: Config, mesh: "Mesh") -> tuple[Config, "T
         return cfg, load_huggingface(Path(options.model), cfg, mesh)
     saved, params = load_params(options.model, mesh, options.step)
     # The parameters rest as the checkpoint's own ZeRO stage has them.
-    return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params
+    return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params.without_mtp()
 
 
 def huggingface_config(
@@ -160,7 +161,9 @@ def huggingface_config(
     fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
     require(tokenizer is not None or own.is_file(), "tokenizer", None, fix)
     data = DataConfig(tokenizer=tokenizer or str(own), seq_len=min(LONGEST_ROW, known))
-    return Config(model=read_config(folder), data=data), known
+    # Neither generation nor evaluation runs modules of multi-token prediction.
+    model = replace(read_config(folder), mtp_layers=0)
+    return Config(model=model, data=data), known
 
 
 def load_huggingface(folder: Path, cfg: Config, mesh: "Mesh") -> "Transformer":

@@ -408,9 +408,9 @@ class Config:
         if mesh.pp > 1:
             self._check_pipeline(mesh)
         if train.lora:
-            known = model.experts is None and model.latent is None
-            fix = "adapters are for dense models with plain attention; leave it out to train all parameters"
-            require(known, "train.lora", train.lora, fix)
+            self._check_lora()
+        if model.mtp_layers:
+            self._check_mtp(mesh)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
         for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
             size = getattr(model, name)
@@ -455,6 +455,19 @@ class Config:
             text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
+
+    def _check_lora(self) -> None:
+        known = self.model.experts is None and self.model.latent is None
+        fix = "adapters are for dense models with plain attention; leave it out to train all parameters"
+        require(known, "train.lora", self.train.lora, fix)
+
+    def _check_mtp(self, mesh: MeshConfig) -> None:
+        name, modules, length = "model.mtp_layers", self.model.mtp_layers, self.data.seq_len
+        fix = f"no pipeline runs these modules (mesh.pp={mesh.pp}); use other axes, or 0 to train without them"
+        require(mesh.pp == 1, name, modules, fix)
+        fix = "adapters (train.lora) do not train these modules; use 0"
+        require(not self.train.lora, name, modules, fix)
+        require(modules < length, name, modules, f"must be less than data.seq_len={length}")
 
     def of_batch(self, size: int) -> "Config":
         """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""

@@ -202,18 +202,17 @@ class ModelConfig:
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
+    mtp_layers: int = 0
+    """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
+    like the last one, behind the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
 
     def __post_init__(self):
         check_numbers("model", self)
         sizes = ("vocab_size", "d_model", "d_ff", "head_dim")
         require_at_least(1, "model", self, (*sizes, "num_layers", "num_heads", "num_kv_heads"))
-        require_at_least(
-            0,
-            "model",
-            self,
-            ("norm_eps", "query_scale", "first_window_layer", "full_attention_every"),
-        )
-        require_at_most(MOST_PARTS, "model", self, ("num_layers",))
+        counts = ("first_window_layer", "full_attention_every", "mtp_layers")
+        require_at_least(0, "model", self, (*counts, "norm_eps", "query_scale"))
+        require_at_most(MOST_PARTS, "model", self, ("num_layers", "mtp_layers"))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         fix = f"must divide model.num_heads={heads}"
         require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)

@@ -132,6 +132,8 @@ class TrainConfig:
     `auto`."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
+    mtp_weight: float = 0.3
+    """Weight of the mean loss of the `model.mtp_layers` modules, if there are any (lambda in arXiv 2412.19437)."""
     seed: int = 0
     """Seed of initialisation and data order."""
     init_from: str = ""
@@ -148,6 +150,8 @@ class TrainConfig:
     def __post_init__(self):
         require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
         require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
+        name, weight = "train.mtp_weight", self.mtp_weight
+        require(weight > 0, name, weight, "must be positive; model.mtp_layers=0 trains without")
         remat_names(self.remat)
         if self.lora:
             Lora.parse(self.lora)

@@ -4,8 +4,10 @@ Both directions follow the table in `tensors.py`. Loading maps the files into me
 only the slices that this process's devices hold; saving gathers one tensor of one layer at a time.
 """
 
+import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +28,7 @@ from ultrascale_jax.config import ModelConfig, require
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_none
-from ultrascale_jax.huggingface.tensors import Tensor, tensors
+from ultrascale_jax.huggingface.tensors import Tensor, copies, tensors
 from ultrascale_jax.models.transformer import Transformer
 
 
@@ -34,11 +36,11 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
     """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
 
     Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `layer_order_of` has them. Each process
-    reads what its own devices hold, one parameter at a time. Raises
-    `ValueError` naming what is missing, left over or of another shape or type.
+    reads what its own devices hold, one parameter at a time. A model without `mtp_layers` leaves those of the folder
+    out. Raises `ValueError` naming what is missing, left over or of another shape or type.
     """
     folder = Path(path)
-    cfg = read_config(folder)
+    cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
     table = tensors(cfg)
     _check_parameters(abstract, cfg)
     with ExitStack() as stack:
@@ -70,18 +72,19 @@ def _read(
 ) -> np.ndarray:
     """Read one device's part of a parameter, layer by layer, expert by expert, from the mapped files."""
     bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-    if not tensor.stacked:
-        return _read_one(files, tensor, tensor.name, bounds).astype(dtype)
     out = np.zeros([len(bound) for bound in bounds], dtype)
-    for row, layer in zip(out, order[bounds[0].start : bounds[0].stop], strict=True):
-        if layer is None:
-            continue
-        names = tensor.names(tensor.layers[layer])
+    rows: list[tuple[Any, int | None]] = [(out, None)]
+    if tensor.stacked:
+        layers = order[bounds[0].start : bounds[0].stop]
+        rows = [(out[i], tensor.layers[n]) for i, n in enumerate(layers) if n is not None]
+        bounds = bounds[1:]
+    for row, layer in rows:
+        names = tensor.names(layer)
         if not tensor.experts:
-            row[...] = _read_one(files, tensor, names[0], bounds[1:])
+            row[...] = _read_one(files, tensor, names[0], bounds)
             continue
-        for part, expert in zip(row, bounds[1], strict=True):
-            part[...] = _read_one(files, tensor, names[expert], bounds[2:])
+        for part, expert in zip(row, bounds[0], strict=True):
+            part[...] = _read_one(files, tensor, names[expert], bounds[1:])
     return out
 
 
@@ -127,13 +130,14 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
         for layer in tensor.layers if tensor.stacked else [None]:
             expected |= dict.fromkeys(tensor.names(layer), tensor.shape)
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    same = {name: one for name, one in copies(cfg).items() if name in files}
     if cfg.tied_embeddings and head in files:
-        expected[head] = expected[embed]
+        same[head] = embed
+    expected |= {name: expected[one] for name, one in same.items()}
     require_none("tensors", expected.keys() - files.keys(), "missing from the checkpoint")
-    # Old Llama checkpoints carry their rotary frequencies, which follow from config.json.
-    ignored = family_of(cfg).ignored
-    more = (ignored.format(cfg.num_layers),) if ignored else ()
-    known = {n for n in files if n.endswith("rotary_emb.inv_freq") or n.startswith(more)}
+    # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's the modules of
+    # multi-token prediction.
+    known = {n for n in files if n.endswith("rotary_emb.inv_freq") or _left_out(n, cfg)}
     require_none("tensors", files.keys() - expected.keys() - known, "not part of this model")
     for name, shape in expected.items():
         view = files[name].get_slice(name)
@@ -141,13 +145,22 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
         require(stored == shape, f"{name}.shape", stored, f"config.json makes it {shape}")
         supported = ("BF16", "F16", "F32")
         require(dtype in supported, f"{name}.dtype", dtype, f"supported are {supported}")
-    if head in expected and cfg.tied_embeddings:
-        views = [files[name].get_slice(name) for name in (head, embed)]
+    for pair in same.items():
+        views = [files[name].get_slice(name) for name in pair]
+        why = "tie_word_embeddings is true" if pair[0] == head else "modules share it"
         for row in range(0, cfg.vocab_size, 4096):
             rows = slice(row, min(row + 4096, cfg.vocab_size))
             left, right = (view[rows].astype(np.float32) for view in views)
-            fix = f"differs from {embed}, but tie_word_embeddings is true"
-            require(np.array_equal(left, right), "tensors", [head], fix)
+            fix = f"differs from {pair[1]}, but {why}"
+            require(np.array_equal(left, right), "tensors", [pair[0]], fix)
+
+
+def _left_out(name: str, cfg: ModelConfig) -> bool:
+    """Return whether a tensor is of a module of multi-token prediction that the model does without."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    modules = cfg.num_layers + cfg.mtp_layers
+    known = "mtp_layers" in family_of(cfg).optional
+    return known and match is not None and int(match[1]) >= modules
 
 
 def save(
@@ -192,7 +205,7 @@ def save(
         file_name = several if len(shards) > 1 else "model.safetensors"
         contents = {}
         for name, ours, where in shard:
-            if where:
+            if table[ours].stacked:
                 where = (model.layer_order_of(ours).index(where[0]), *where[1:])
             values = gather(arrays[ours], where, table[ours], dtype)
             weight_map[name], total = file_name, total + values.nbytes
@@ -227,8 +240,13 @@ def _plan(
 
     Where is empty, or the layer, counted from the first that has the parameter, and the expert.
     """
-    single = [(tensor.name, ours, ()) for ours, tensor in table.items() if not tensor.stacked]
-    layers = []
+    single, layers = [], []
+    for ours, tensor in table.items():
+        if not tensor.stacked:
+            places = [(expert,) for expert in tensor.experts] or [()]
+            single += [(n, ours, p) for n, p in zip(tensor.names(None), places, strict=True)]
+    of = {tensor.name: ours for ours, tensor in table.items()}
+    single += [(name, of[one], ()) for name, one in copies(cfg).items()]
     for layer in range(cfg.num_layers):
         for ours, tensor in table.items():
             if layer in tensor.layers:

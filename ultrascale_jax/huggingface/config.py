@@ -6,6 +6,7 @@ skipped: a model that loads is the same model. Absent keys take the default that
 a family is in `families.py`.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from ultrascale_jax.huggingface.families import (
     Family,
     model_type_of,
 )
-from ultrascale_jax.huggingface.files import inside
+from ultrascale_jax.huggingface.files import has_tensors, inside
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -34,12 +35,16 @@ NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "
 def read_config(path: str | Path) -> ModelConfig:
     """Return the model that a Hugging Face folder (or its `config.json`) describes.
 
-    Raises `ValueError` naming the key, its value and what is supported where the model is not
-    exactly ours.
+    A folder whose `config.json` promises modules of multi-token prediction that its files lack, as `transformers`
+    writes it, is a model without. Raises `ValueError` naming the key, its value and what is supported where the model
+    is not exactly ours.
     """
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
-    return parse_config(read_json(inside(folder, name)))
+    cfg = parse_config(read_json(inside(folder, name)))
+    if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
+        return dataclasses.replace(cfg, mtp_layers=0)
+    return cfg
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -64,7 +64,7 @@ def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
     if family.experts is None:
         return {}
     if experts is None:
-        return {family.expert_keys["dense_layers"]: cfg.num_layers}
+        return {family.expert_keys["dense_layers"]: cfg.num_layers + cfg.mtp_layers}
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(Experts):
         name, value = entry.name, getattr(experts, entry.name)

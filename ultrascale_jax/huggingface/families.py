@@ -18,8 +18,11 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 FIXED = ("activation", "embed_scale", "norm_placement", "qk_norm", "qkv_bias")
 """Fields of `ModelConfig` that a family's code fixes, and no key says."""
 
-OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every")
+OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "mtp_layers")
 """Fields that only some families have."""
+
+MTP = "num_nextn_predict_layers"
+"""DeepSeek's key of `mtp_layers`."""
 
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Names of each activation in `config.json`; the first one is written."""
@@ -78,8 +81,13 @@ NAMES: Mapping[str, str] = {
     "moe.shared.w_gate": "mlp.shared_experts.gate_proj",
     "moe.shared.w_up": "mlp.shared_experts.up_proj",
     "moe.shared.w_down": "mlp.shared_experts.down_proj",
+    "token_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "w_join": "eh_proj",
+    "norm": "shared_head.norm",
 }
-"""Tensor of each parameter of a layer, behind `model.layers.{}.` and without `.weight`; `{}` stands for the expert."""
+"""Tensor of each parameter of a layer, and of a module of `mtp_layers`, behind `model.layers.{}.` and without
+`.weight`; `{}` stands for the expert."""
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -135,8 +143,6 @@ class Family:
     """Tensors that are called otherwise than in `NAMES`."""
     norm_offset: float = 0.0
     """Added to the weights of all norms when they are read, because its code multiplies by `norm_offset + weight`."""
-    ignored: str = ""
-    """Start of the names of tensors that are no part of the decoder; `{}` stands for the number of layers."""
 
     def name(self, parameter: str) -> str:
         """Return the tensor of a parameter of a layer, as `NAMES` has it."""
@@ -160,7 +166,7 @@ PLAIN = ModelConfig()
 
 
 def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSeek's latent attention and the width of a head, with and without positions together."""
+    """Return DeepSeek's latent attention, the width of a head with and without positions, and `mtp_layers`."""
     rope_dim = integer(raw, "qk_rope_head_dim", 64)
     width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
     require(width is None or width == rope_dim, "head_dim", width, fix)
@@ -173,7 +179,11 @@ def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
         rope_dim=rope_dim,
         v_dim=integer(raw, "v_head_dim", 128),
     )
-    return {"latent": latent, "head_dim": integer(raw, "qk_nope_head_dim", 128) + rope_dim}
+    return {
+        "latent": latent,
+        "head_dim": integer(raw, "qk_nope_head_dim", 128) + rope_dim,
+        "mtp_layers": integer(raw, MTP, 0, null=0, minimum=0),
+    }
 
 
 def _write_latent(cfg: ModelConfig) -> dict[str, Any]:
@@ -188,7 +198,7 @@ def _write_latent(cfg: ModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_dim,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        MTP: cfg.mtp_layers,
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -360,8 +370,7 @@ FAMILIES = {
         constants=NO_BIAS,
         read=_read_latent,
         write=_write_latent,
-        # A layer more, which predicts the token after the next.
-        ignored="model.layers.{}.",
+        optional=("mtp_layers",),
     ),
 }
 

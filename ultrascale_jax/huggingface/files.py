@@ -63,6 +63,15 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return files
 
 
+def has_tensors(folder: Path, prefix: str) -> bool:
+    """Return whether a folder's files have tensors whose names begin so; a folder without files has all."""
+    if not any(folder.glob("*.safetensors*")):
+        return True
+    with ExitStack() as stack:
+        promised = set().union(*weight_files(folder).values())
+        return any(name.startswith(prefix) for name in promised or open_tensors(folder, stack))
+
+
 def weight_files(folder: Path) -> dict[str, set[str]]:
     """Return the safetensors files to open, each with the tensors that the index promises there."""
     single, index = "model.safetensors", "model.safetensors.index.json"

@@ -4,6 +4,7 @@ Dims are letters of `sharding/rules.py`. A parameter of the blocks is stacked ov
 their experts; a checkpoint has a tensor for each of them. `families.py` has the names.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ class Tensor:
     """One parameter of ours and the tensor (of each layer, or of each of its experts) that holds it."""
 
     name: str
-    """Name in the checkpoint; `{}` stands for the layer, and a second one for the expert."""
+    """Name in the checkpoint; `{}` stands for the layer of a stacked parameter, and then for the expert."""
     dims: str
     """Our dims, without the leading L of a stacked parameter."""
     stored: str
@@ -26,7 +27,7 @@ class Tensor:
     sizes: Mapping[str, int]
     """Size of each dim."""
     layers: range = range(0)
-    """The layers that have the parameter."""
+    """The layers that have the parameter in their stack; none: it stands alone."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
     offset: float = 0.0
@@ -35,7 +36,7 @@ class Tensor:
     @property
     def stacked(self) -> bool:
         """Return whether each layer has a tensor of its own."""
-        return "{}" in self.name
+        return len(self.layers) > 0
 
     @property
     def experts(self) -> range:
@@ -64,9 +65,10 @@ class Tensor:
 
     def names(self, layer: int | None) -> list[str]:
         """Names of this layer's tensors: one, or one for each expert."""
+        place = () if layer is None else (layer,)
         if not self.experts:
-            return [self.name.format(layer)]
-        return [self.name.format(layer, expert) for expert in self.experts]
+            return [self.name.format(*place)]
+        return [self.name.format(*place, expert) for expert in self.experts]
 
 
 def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
@@ -81,17 +83,23 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
         Q, J, rope, W = (getattr(cfg.latent, name) for name in LATENT_SIZES)
         sizes |= {"Q": Q, "J": J, "A": J + rope, "I": cfg.head_dim - rope + W, "W": W}
     table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
+    modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
+    alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
     def add(rows: Rows, layers: range, width: int = 0) -> None:
-        for ours, dims, stored in rows if layers else []:
+        """Add a parameter for a stack of layers, and one for each module of `mtp_layers` if the last layer has it."""
+        places = [("blocks.", "model.layers.{}.", layers)] if layers else []
+        if cfg.num_layers - 1 in layers:
+            places += [(f"{ours}block.", name, range(0)) for ours, name in alone.items()]
+        for (ours, dims, stored), (path, prefix, own) in itertools.product(rows, places):
             name = family.name(ours)
             weight = "" if name.endswith("bias") else ".weight"
-            table[f"blocks.{ours}"] = Tensor(
-                name=f"model.layers.{{}}.{name}{weight}",
+            table[path + ours] = Tensor(
+                name=f"{prefix}{name}{weight}",
                 dims=dims,
                 stored=stored,
                 sizes=sizes | {"F": width},
-                layers=layers,
+                layers=own,
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
             )
@@ -109,6 +117,9 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
         add([("moe.w_router", "DX", "XD"), *_gated("moe", "E"), *bias], layers, width)
         if experts.shared:
             add(_gated("moe.shared"), layers, experts.shared * width)
+    for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
+        name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
+        table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
     table["final_norm"] = Tensor(
         name="model.norm.weight", dims="D", stored="D", sizes=sizes, offset=family.norm_offset
     )
@@ -121,6 +132,23 @@ type Rows = list[tuple[str, str, str]]
 """For parameters of the blocks: our name, our dims, and the tensor's dims."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
+
+MODULE: Rows = [
+    ("token_norm", "D", "D"),
+    ("hidden_norm", "D", "D"),
+    ("w_join", "PD", "DP"),
+    ("norm", "D", "D"),
+]
+"""Of a module of `mtp_layers` what is no part of its layer."""
+
+
+def copies(cfg: ModelConfig) -> dict[str, str]:
+    """Return the tensors that repeat another, by name: embedding and head, which the modules of `mtp_layers` share."""
+    embed = "model.embed_tokens.weight"
+    head = embed if cfg.tied_embeddings else "lm_head.weight"
+    names = {"embed_tokens.weight": embed, "shared_head.head.weight": head}
+    layers = range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers)
+    return {f"model.layers.{i}.{name}": one for i in layers for name, one in names.items()}
 
 
 def _grouped_attention(cfg: ModelConfig) -> Rows:

@@ -26,6 +26,7 @@ from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import gather_params, gather_sequence, param, zero_sizes
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
+from ultrascale_jax.models.mtp import MTPModule
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
 from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
 from ultrascale_jax.sharding.primitives import einsum, embed_lookup, gather_param, reshard
@@ -115,11 +116,29 @@ class Transformer(nnx.Module):
         self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
+        if cfg.mtp_layers:
+            keys = (jax.random.fold_in(key, 2 + depth) for depth in range(cfg.mtp_layers))
+            self.mtp = nnx.List([MTPModule(self.layers, cfg, k_mtp, kernels) for k_mtp in keys])
 
     def with_blocks(self, blocks: BlockStack | None) -> "Transformer":
         """Return the model with these blocks; without any it is the embedding, the final norm and the head."""
         model = copy.copy(self)
         model.blocks = blocks  # pyrefly: ignore[bad-assignment]
+        return model
+
+    def without_mtp(self) -> "Transformer":
+        """Return the model without the modules of `model.mtp_layers`, which only training runs."""
+        if not self.cfg.mtp_layers:
+            return self
+        model = copy.copy(self)
+        model.cfg = dataclasses.replace(self.cfg, mtp_layers=0)
+        del model.mtp
+        return model
+
+    def with_whole_head(self, dtype: jax.typing.DTypeLike) -> "Transformer":
+        """Return the model with its output head gathered, for several losses to share."""
+        model, name = copy.copy(self), "embed" if self.cfg.tied_embeddings else "head"
+        setattr(model, name, self.gathered(getattr(self, name), dtype))
         return model
 
     def layers_with(self, part: str) -> range:

@@ -163,7 +163,7 @@ class Run:
     @property
     def chunk_layers(self) -> int:
         """Layers of one stage; the stages that have one less are padded."""
-        return math.ceil(self.shape.num_layers / (self.mesh.pp * self.virtual_stages))
+        return math.ceil(self.shape.layers / (self.mesh.pp * self.virtual_stages))
 
     @property
     def rank_layers(self) -> int:

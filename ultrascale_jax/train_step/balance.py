@@ -11,11 +11,15 @@ from ultrascale_jax.sharding.rules import act, axes_of
 
 
 def statistics_start(cfg: Config) -> jax.Array | None:
-    """Make zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts."""
-    experts = cfg.model.experts
+    """Make zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts.
+
+    Behind the model's layers of experts are those of `model.mtp_layers`.
+    """
+    model, experts = cfg.model, cfg.model.experts
     if experts is None:
         return None
-    shape = cfg.model.num_layers - cfg.model.dense_layers, num_statistics(experts)
+    layers = model.num_layers - model.dense_layers + model.mtp_layers
+    shape = layers, num_statistics(experts)
     spec = act("LZ", unreduced=axes_of(STATISTICS_AXES))
     return jnp.zeros(shape, jnp.float32, out_sharding=spec)
 
@@ -34,9 +38,13 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
         return params
     loads = routed[:, :-2]
     missing = jnp.sign(jnp.mean(loads, axis=1, keepdims=True) - loads)
+    modules = cfg.model.mtp_layers
+    of_modules = iter(missing[-modules:] if modules else ())
 
     def leaf(value, dims, act_dims):
-        return value + cfg.moe.bias_rate * missing if dims == "LX" else value
+        if dims == "LX":
+            return value + cfg.moe.bias_rate * missing[: len(value)]
+        return value + cfg.moe.bias_rate * next(of_modules) if dims == "X" else value
 
     return map_params(leaf, params)
 

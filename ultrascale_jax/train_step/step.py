@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from ultrascale_jax.parallel.prefetch import Delay
 from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined
 from ultrascale_jax.train_step.loss_scale import LEAST
+from ultrascale_jax.train_step.multi_token import predict_ahead
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import keeps, remat
@@ -34,6 +36,17 @@ from ultrascale_jax.train_step.zero import (
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
+
+class Auxiliary(NamedTuple):
+    """Sums over the micro-batches of a step, beside loss and gradients."""
+
+    routed: jax.Array | None = None
+    """The routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
+    ahead: tuple[jax.Array, jax.Array] | None = None
+    """Bare cross-entropies times `weight` and targets, `[mtp_layers]`, of `model.mtp_layers` (`multi_token.py`)."""
+
+
+NO_AUXILIARY = Auxiliary()
 
 PREFETCH_OPTIONS: dict[str, int | bool | str] = {
     # A layer's gathers and the last one's scatters are in flight together; with 4 or 6 some wait in line (70B on 512).
@@ -116,6 +129,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
             return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
+        params = params.without_mtp()
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
@@ -163,11 +177,11 @@ def apply_gradients(
     batch: Batch,
     loss: jax.Array,
     grads: Transformer,
-    routed: jax.Array | None = None,
+    auxiliary: Auxiliary = NO_AUXILIARY,
 ) -> tuple[TrainState, Metrics]:
     """Return the state after loss and gradients, sums over the positions of `batch` times their `position_weight`.
 
-    `routed` are the statistics of the routers, as `loss_and_gradients` returns them.
+    `auxiliary` is what `loss_and_gradients` returns beside them.
 
     A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the parameters
     that it would make is not finite, or if it is a spike.
@@ -176,9 +190,10 @@ def apply_gradients(
     share, scaling = positions / jnp.maximum(tokens, 1).astype(jnp.float32), state.loss_scale
     if scaling is not None:
         share /= scaling.scale
+    routed, told = auxiliary.routed, _of_modules(auxiliary, share * tokens)
     loss, norm = share * loss, share * global_norm(grads)
     ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    spikes, told = state.spikes, {}
+    spikes = state.spikes
     if spikes is not None:
         told["spike"] = finite & spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
         ok = finite & ~told["spike"]
@@ -211,6 +226,14 @@ def apply_gradients(
     return new, metrics | told | balance.metrics(cfg, routed)
 
 
+def _of_modules(auxiliary: Auxiliary, positions: jax.Array) -> Metrics:
+    """Return `mtp_loss` `[mtp_layers]`, each module's mean over its own targets; `positions` undoes the weight."""
+    if auxiliary.ahead is None:
+        return {}
+    nats, counts = auxiliary.ahead
+    return {"mtp_loss": positions * nats / jnp.maximum(counts, 1)}
+
+
 def count(batch: Batch) -> jax.Array:
     """Return the number of targets that the loss counts; int32 scalar."""
     return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
@@ -222,15 +245,16 @@ def loss_and_gradients(
     batch: Batch,
     weight: jax.Array,
     frozen: Transformer | None = None,
-) -> tuple[jax.Array, Transformer, jax.Array | None]:
+) -> tuple[jax.Array, Transformer, Auxiliary]:
     """Return bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and
-    the routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts.
+    what routers and modules of multi-token prediction did.
 
     `frozen` is the rest of the model, which has no gradients (`train.lora`).
     """
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
-        return pipelined.loss_and_gradients(cfg, params, parts, weight)
+        loss, grads, routed = pipelined.loss_and_gradients(cfg, params, parts, weight)
+        return loss, grads, Auxiliary(routed)
     model = params if frozen is None else join_adapters(params, frozen)
     used, rest, fp8 = prepare_params(cfg, model), None, fp8_of(cfg, model)
     if frozen is not None:
@@ -242,13 +266,13 @@ def loss_and_gradients(
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
-        (_, (total, routed)), grads = value_and_grad(used, batch)
+        (_, (total, auxiliary)), grads = value_and_grad(used, batch)
         grads = reduce_gradients(to_accumulator(cfg, grads, params), params)
-        return total, grads, balance.reduce_statistics(routed)
+        return total, grads, _reduced(auxiliary)
 
     def step(carry, micro_batch):
-        (_, auxiliary), grads = value_and_grad(used, micro_batch)
-        more = auxiliary, to_accumulator(cfg, grads, params)
+        (_, found), grads = value_and_grad(used, micro_batch)
+        more = found, to_accumulator(cfg, grads, params)
         return jax.tree.map(jnp.add, carry, more), None
 
     def zeros(value, dims, act_dims):
@@ -256,10 +280,17 @@ def loss_and_gradients(
             value.shape, jnp.float32, out_sharding=accumulator_spec(cfg, value, dims, act_dims)
         )
 
-    start = (jnp.float32(0.0), balance.statistics_start(cfg)), map_params(zeros, params)
+    modules = cfg.model.mtp_layers
+    ahead = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
+    auxiliary = Auxiliary(balance.statistics_start(cfg), ahead)
+    start = (jnp.float32(0.0), auxiliary), map_params(zeros, params)
     sums, _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
-    (total, routed), grads = sums
-    return total, reduce_gradients(grads, params), balance.reduce_statistics(routed)
+    (total, auxiliary), grads = sums
+    return total, reduce_gradients(grads, params), _reduced(auxiliary)
+
+
+def _reduced(auxiliary: Auxiliary) -> Auxiliary:
+    return auxiliary._replace(routed=balance.reduce_statistics(auxiliary.routed))
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
@@ -276,9 +307,13 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 def objective(
     cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Return the loss to differentiate (with z-loss and the experts' balance) and, beside it, the bare cross-entropy,
-    both summed over tokens times `weight`, and the routers' statistics, partial sums."""
+) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+    """Return the loss to differentiate and, beside it, the bare cross-entropy, both summed over tokens times `weight`,
+    and `Auxiliary`, the routers' part in partial sums.
+
+    The loss has the z-loss, the experts' balance and the losses of the modules of multi-token prediction that `used`
+    has.
+    """
     dtype = COMPUTE[cfg.train.precision]
     inputs = layer_inputs(cfg, batch, fp8)
     out = used(
@@ -288,6 +323,13 @@ def objective(
         prefetch=prefetches(cfg),
         delay=delay_of(cfg),
     )
+    used = used.with_whole_head(dtype) if used.cfg.mtp_layers else used
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
-    return total + weight * out.balance, (nats, out.statistics_LZ)
+    total, routed = total + weight * out.balance, out.statistics_LZ
+    if not used.cfg.mtp_layers:
+        return total, (nats, Auxiliary(routed))
+    more = predict_ahead(cfg, used, out.x_BRD, batch, inputs, weight)
+    if routed is not None:
+        routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in more.statistics)])
+    return total + more.objective, (nats, Auxiliary(routed, (more.nats, more.counts)))

@@ -34,7 +34,7 @@ sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8
 def matmul_params(model: ModelConfig) -> int:
     """Count the parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
 
-    Of the routed experts it counts those that one token visits.
+    Of the routed experts it counts those that one token visits; the head once more for each of `mtp_layers`.
     """
     shape = model if isinstance(model, ModelShape) else ModelShape.of(model)
     return shape.active_params
@@ -56,6 +56,7 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     keys = (1 - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
     keys *= model.num_layers
+    keys += model.mtp_layers * mean_keys(seq_len, model.window(model.num_layers - 1))
     return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
 
 

@@ -35,6 +35,7 @@ from ultrascale_jax.launch.run_files import (
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
     *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gb"),
+    "mtp_loss",
     *("moe_dropped", "moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
     *("data_wait_s", "batch_hash", "save_failures"),
 )

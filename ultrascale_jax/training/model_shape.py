@@ -27,14 +27,24 @@ class ModelShape(ModelConfig):
         return 3 if self.gated else 2
 
     @property
+    def layers(self) -> int:
+        """Layers that training runs, those of `mtp_layers` too."""
+        return self.num_layers + self.mtp_layers
+
+    @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
-        return self.num_layers - self.dense_layers
+        """Layers with experts; the modules of `mtp_layers` have them where the last layer has."""
+        return 0 if self.experts is None else self.layers - self.dense_layers
 
     @property
     def expert_share(self) -> float:
         """Share of the layers that have experts."""
-        return self.moe_layers / self.num_layers
+        return self.moe_layers / self.layers
+
+    @property
+    def join_params(self) -> int:
+        """Parameters of the projections [2D, D] of `mtp_layers`."""
+        return 2 * self.mtp_layers * self.d_model**2
 
     @property
     def shared_width(self) -> int:
@@ -63,7 +73,7 @@ class ModelShape(ModelConfig):
 
     @property
     def vector_params(self) -> int:
-        """Parameters of all blocks that are no matrices: norms and biases."""
+        """Parameters of all layers that are no matrices: norms and biases."""
         heads, kv_heads, H = self.num_heads, self.num_kv_heads, self.head_dim
         qk_norms = {"none": 0, "head": 2 * H, "full": (heads + kv_heads) * H}[self.qk_norm]
         biases = (heads + 2 * kv_heads) * H * self.qkv_bias
@@ -71,7 +81,8 @@ class ModelShape(ModelConfig):
         norms = 4 if self.norm_placement == "both" else 2
         one = norms * self.d_model + qk_norms + biases + latents
         balancing = 0 if self.experts is None else self.experts.num * self.experts.bias
-        return self.num_layers * one + self.moe_layers * balancing
+        modules = 3 * self.mtp_layers * self.d_model
+        return self.layers * one + self.moe_layers * balancing + modules
 
     @property
     def mlp_params(self) -> int:
@@ -92,9 +103,11 @@ class ModelShape(ModelConfig):
 
     @property
     def dense_params(self) -> int:
-        """Parameters of all blocks without the routed experts, which alone are split over `ep`."""
-        ffn = self.dense_layers * self.mlp_params + self.moe_layers * self.shared_params
-        return self.num_layers * self.attention_params + ffn + self.vector_params
+        """Parameters of all layers without the routed experts, which alone are split over `ep`."""
+        dense = self.layers - self.moe_layers
+        ffn = dense * self.mlp_params + self.moe_layers * self.shared_params
+        attention = self.layers * self.attention_params
+        return attention + ffn + self.join_params + self.vector_params
 
     @property
     def routed_params(self) -> int:
@@ -120,7 +133,8 @@ class ModelShape(ModelConfig):
         visited = 0 if self.experts is None else self.experts.top_k
         routed = self.moe_layers * visited * self.expert_params
         matrices = self.dense_params - self.vector_params
-        return matrices + routed + self.vocab_size * self.d_model
+        heads = 1 + self.mtp_layers
+        return matrices + routed + heads * self.vocab_size * self.d_model
 
 
 def adapter_params(model: ModelConfig, lora: str) -> int:

@@ -155,6 +155,15 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
 
 
+def mtp_saved_bytes(run: Run, layer: Layer) -> float:
+    """Count the bytes that a module of `model.mtp_layers` keeps beside its layer.
+
+    Its two inputs; without recomputation the projection's input too, and three norms' float32 insides (3 arrays each).
+    """
+    kept = 2 * layer.width * layer.residual
+    return kept + (2 * layer.input_width + 36) * layer.residual if run.remat == "none" else kept
+
+
 def working_set(run: Run, layer: Layer) -> float:
     """Count the bytes of activations that the backward pass of one layer has in hand at its largest moment.
 

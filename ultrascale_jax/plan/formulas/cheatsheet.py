@@ -96,7 +96,7 @@ class _Sheet:
         parts = self.mesh.tensor * self.mesh.pp
         self.params = self.shape.num_params / parts
         self.active = self.shape.active_params / parts
-        self.layers = self.shape.num_layers / self.mesh.pp
+        self.layers = self.shape.layers / self.mesh.pp
 
     def size(self, axis: str, suggested: int) -> int:
         """Return the axis in the run, or what is suggested if the run has none."""

@@ -15,6 +15,7 @@ from ultrascale_jax.plan.formulas.activations import (
     document_mask,
     layer_of,
     loss_chunks,
+    mtp_saved_bytes,
     saved_bytes,
     working_set,
 )
@@ -115,7 +116,8 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
 def activations(run: Run, layer: Layer) -> dict[str, float]:
     """Count the bytes kept from forward to backward pass, over all layers."""
-    parts = {name: run.shape.num_layers * size for name, size in saved_bytes(run, layer).items()}
+    parts = {name: run.shape.layers * size for name, size in saved_bytes(run, layer).items()}
+    parts["mtp"] = run.shape.mtp_layers * mtp_saved_bytes(run, layer)
     return {f"activations: {name}": size for name, size in parts.items()}
 
 
@@ -133,19 +135,38 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     used *= layer.input_width
     if run.prefetches:
         used += (layer.input_width + layer.width) * layer_params(run, weights)
-    blocks = (
-        4 * sharded_params(run, weights, tables=False)
-        if run.zero == 3
-        else layer.width * weights.blocks
-    )
     head = 4 if loss_chunks(run)[0] > 1 else layer.width
-    gradients = blocks + head * weights.table
+    gradients = _block_gradients(run, weights, layer) + head * weights.table
     if run.adapter_params:
         gradients = 4 * trained_params(run, weights)
     return {
         "gradients": gradients,
         "communication buffers": used if gathered else 0,
         "workspace": working_set(run, layer) + (0 if gathered else used),
+    }
+
+
+def _block_gradients(run: Run, weights: Weights, layer: Layer) -> float:
+    """Count the bytes of a micro-batch's gradients of the blocks: float32 shards with zero 3."""
+    if run.zero == 3:
+        return 4 * sharded_params(run, weights, tables=False)
+    return layer.width * weights.blocks
+
+
+def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """Count the bytes of the last module's loss of `model.mtp_layers`, beside those of `_loss`.
+
+    The head's gradients of the losses before wait, and their hidden states' gradients; the embedding's table is there
+    once for each. XLA has made zeros by then for the blocks' gradients, and gathered the layer that comes first.
+    """
+    modules = run.shape.mtp_layers
+    head = 4 if loss_chunks(run)[0] > 1 else layer.width
+    gathers = run.zero == 3 and run.shards > 1
+    return {
+        "gradients": head * modules * weights.table + _block_gradients(run, weights, layer),
+        "communication buffers": layer.width * modules * weights.table * gathers
+        + layer.input_width * layer_params(run, weights) * run.prefetches,
+        "workspace": 2 * layer.width * modules * layer.whole,
     }
 
 
@@ -160,12 +181,17 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     prefetched = run.prefetches and run.microbatches == 1
     ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
-    return {
+    parts = {
         "gradients": gradient if chunks > 1 else max(0, gradient - logits),
         "activations: logits": (1 + layer.width / 4) * logits,
         "communication buffers": ahead,
         "workspace": layer.width * (head + states * layer.whole),
     }
+    if run.shape.mtp_layers:
+        parts["communication buffers"] = 0
+        for name, size in _loss_of_modules(run, weights, layer).items():
+            parts[name] += size
+    return parts
 
 
 def _scatter(weights: Weights) -> dict[str, float]:

@@ -38,9 +38,9 @@ class Weights:
 def weights_of(run: Run) -> Weights:
     """Return the parameters that one GPU works on.
 
-    Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router and what makes the latents of
-    latent attention. Every rank of a pipeline has as many layers as the fullest, as many of each kind as the fullest of
-    that kind, and its part of the vocabulary.
+    Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router, what makes the latents of
+    latent attention, and the projections of `model.mtp_layers`. Every rank of a pipeline has as many layers as the
+    fullest, as many of each kind as the fullest of that kind, and its part of the vocabulary.
     """
     shape, mesh, found = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
@@ -56,11 +56,11 @@ def weights_of(run: Run) -> Weights:
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = shape.vocab_size * D / (t * mesh.pp)
     return Weights(
-        dense=layers * attention + mlp * shape.mlp_params / t + moe * shared,
+        dense=layers * attention + mlp * shape.mlp_params / t + moe * shared + shape.join_params,
         experts=moe * routed,
         table=table,
         tables=table if shape.tied_embeddings else 2 * table,
-        vectors=layers * shape.vector_params / shape.num_layers + D,
+        vectors=layers * shape.vector_params / shape.layers + D,
         attention=attention,
         matrix=D * width / t,
         routed=routed / shape.matrices,

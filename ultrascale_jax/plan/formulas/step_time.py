@@ -137,9 +137,14 @@ class Step:
         return parts
 
     def head(self) -> dict[str, float]:
-        """Time the output projection of one micro-batch, and gathering its table and the embedding's."""
-        shape, n = self.shape, self.tensor.ranks
-        shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, shape.d_model, 1)]
+        """Time the output projection of one micro-batch, and gathering its table and the embedding's.
+
+        Each module of `model.mtp_layers` has one too, and a projection of its own.
+        """
+        shape, n, D = self.shape, self.tensor.ranks, self.shape.d_model
+        shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, D, 1 + shape.mtp_layers)]
+        if shape.mtp_layers:
+            shapes.append((self.run.tokens / self.mesh.sp, D, 2 * D, shape.mtp_layers))
         forward = self.layer_time.gemms(shapes, backward=False, fp8=False)
         backward = self.layer_time.gemms(shapes, backward=True, fp8=False)
         tables = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.d_model
@@ -152,7 +157,8 @@ class Step:
 
     def loss(self) -> float:
         """Time the cross-entropy of one micro-batch beside its matrix products."""
-        logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
+        losses = 1 + self.shape.mtp_layers
+        logits = losses * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return costs.memory_seconds(self.gpu, logits * self.profile.logit_bytes)
 
     def accumulation(self, params: list[tuple[float, Group]]) -> float:
@@ -236,11 +242,11 @@ class Step:
         """Count the parameters of a mean layer on one GPU, whole over ZeRO's axes, and the GPUs that share them."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
         router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
-        whole = shape.attention_matrices[2] + router
-        dense = whole + (shape.dense_params / shape.num_layers - whole) / n
+        whole = shape.attention_matrices[2] + router + shape.join_params / shape.layers
+        dense = whole + (shape.dense_params / shape.layers - whole) / n
         found = [(dense, self.shards)]
         if shape.routed_params:
-            routed = shape.routed_params / shape.num_layers / n / self.mesh.ep
+            routed = shape.routed_params / shape.layers / n / self.mesh.ep
             found.append((routed, self.group(*SHARDED[1])))
         return found
 

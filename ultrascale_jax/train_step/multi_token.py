@@ -1,0 +1,104 @@
+"""Add the losses of multi-token prediction to the objective (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Module k of `model.mtp_layers` reads at each position the token k places later and predicts the one after that. Both are
+made here of the batch's tokens and targets, so that a batch means the same with and without such modules. Places are
+counted in the sequence's own order: where cp deals tokens out in another, the int32 arrays are gathered over cp first,
+4 bytes a token. A target in another document, or behind the end of the row, is not counted; it stands behind all that
+are, so attention shows it to none of them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.remat import remat
+
+
+class Ahead(NamedTuple):
+    """Results of all modules on a micro-batch."""
+
+    objective: jax.Array
+    """What they add to the objective: float32 scalar."""
+    nats: jax.Array
+    """Bare cross-entropy of each module times the weight of a position, float32 `[mtp_layers]`."""
+    counts: jax.Array
+    """Targets of each module, int32 `[mtp_layers]`."""
+    statistics: list[jax.Array]
+    """`Routed.statistics_Z` of each module that has a router."""
+
+
+def predict_ahead(
+    cfg: Config,
+    used: Transformer,
+    x_BRD: jax.Array,
+    batch: dict[str, jax.Array],
+    inputs: LayerInputs,
+    weight: jax.Array,
+) -> Ahead:
+    """Run the modules behind a model's hidden states after the final norm, and sum their losses.
+
+    The objective is the mean of their cross-entropies times `train.mtp_weight`, and the balance of their experts. As in
+    the report a module's loss is over the model's own number of targets, though it has a few less of its own.
+    """
+    factor = cfg.train.mtp_weight / cfg.model.mtp_layers
+    inputs = _of_last_layer(cfg, inputs)
+    objective, nats, counts, statistics = jnp.float32(0.0), [], [], []
+    for depth, module in enumerate(used.mtp, start=1):
+        tokens_BT, targets_BT = shifted(cfg, batch, depth)
+        with jax.named_scope("mtp"):
+            token_BRD = used.embedding(tokens_BT, inputs.dtype)
+            x_BRD, routed = remat(cfg)(type(module).__call__)(module, x_BRD, token_BRD, inputs)
+            total, bare = used.loss(
+                x_BRD, targets_BT, weight * factor, z_loss=cfg.train.z_loss, dtype=inputs.dtype
+            )
+        objective += total
+        if routed is not None:
+            objective += weight * jnp.sum(routed.balance_BR)
+            statistics.append(routed.statistics_Z)
+        nats.append(bare / factor)
+        counts.append(jnp.sum((targets_BT >= 0).astype(jnp.int32)))
+    return Ahead(objective, jnp.stack(nats), jnp.stack(counts), statistics)
+
+
+def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
+    """Return the inputs of the last layer, for one whose matrices have no amax: each is quantised where it is used."""
+    last, fp8, rope = cfg.model.num_layers - 1, inputs.fp8, inputs.rope
+    if inputs.local_rope is not None and not cfg.model.is_full(last):
+        rope = inputs.local_rope
+    in_fp8 = fp8 is not None and fp8.recipe.covers(last, last + 1)
+    return dataclasses.replace(
+        inputs,
+        window=cfg.model.window(last),
+        full=None,
+        rope=rope,
+        local_rope=None,
+        fp8=dataclasses.replace(fp8, amaxes={}) if in_fp8 else None,
+    )
+
+
+def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.Array, jax.Array]:
+    """Return tokens and targets `[B, T]` of the module at `depth`: those of the position `depth` places later."""
+    order = sequence_order(batch["tokens"].shape[1], cfg.mesh.cp, cfg.cp)
+
+    def later(x_BT: jax.Array, fill: int) -> jax.Array:
+        """Return at each place what stands `depth` places later in the sequence, and `fill` behind its end."""
+        if cfg.mesh.cp == 1:
+            return jnp.pad(x_BT[:, depth:], ((0, 0), (0, depth)), constant_values=fill)
+        places = np.append(np.argsort(order), np.full(depth, len(order)))[order + depth]
+        whole, spec = jax.reshard(x_BT, act("B_")), act("B_")
+        found = whole.at[:, places].get(mode="fill", fill_value=fill, out_sharding=spec)
+        return jax.reshard(found, act("BT"))
+
+    tokens_BT, targets_BT = later(batch["tokens"], 0), later(batch["targets"], -1)
+    if "segment_ids" in batch:
+        same = later(batch["segment_ids"], 0) == jax.reshard(batch["segment_ids"], act("BT"))
+        targets_BT = jnp.where(same, targets_BT, -1)
+    return tokens_BT, targets_BT
