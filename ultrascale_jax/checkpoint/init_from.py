@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, is_huggingface, travelling
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of, read_regular, write_atomic
+from ultrascale_jax.storage.remote import is_url
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -37,6 +39,8 @@ class Source:
         place, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text, re.DOTALL).groups()  # pyrefly: ignore
         if huggingface:
             place, step = text.removeprefix("hf:"), None
+        fix = f"fetch it first: ultrascale inspect-checkpoint {place} --fetch out/first, then --init-from out/first"
+        require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
         require(folder.is_dir(), "train.init_from", text, fix)
@@ -91,17 +95,34 @@ def with_source(cfg: Config) -> Config:
 
 def _begun(cfg: Config) -> Config | None:
     """Return the saved configuration of the run of `cfg` if it has checkpoints and began at the same place."""
-    run_dir = Path(cfg.log.run_dir)
-    known = (run_dir / "config.json").is_file()
-    if cfg.checkpoint.resume == "never" or not known or is_huggingface(run_dir):
+    if cfg.checkpoint.resume == "never":
         return None
-    if not steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)):
+    saved = _saved_here(Path(cfg.log.run_dir)) or _saved_copy(cfg)
+    if saved is None:
         return None
-    saved = saved_config(run_dir)
     prefix = "hf:" if cfg.train.init_from.startswith("hf:") else ""
     wanted = prefix + str(Path(cfg.train.init_from.removeprefix("hf:")).absolute())
     same = wanted in (saved.train.init_from, re.sub(r"@\d+$", "", saved.train.init_from))
     return saved if same else None
+
+
+def _saved_here(run_dir: Path) -> Config | None:
+    """Return the saved configuration of a run that has checkpoints in `run_dir`."""
+    if not (run_dir / "config.json").is_file() or is_huggingface(run_dir):
+        return None
+    found = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
+    return saved_config(run_dir) if found else None
+
+
+def _saved_copy(cfg: Config) -> Config | None:
+    """Return the saved configuration of a run that has copies in `checkpoint.store`, with its tokenizer here."""
+    if not (cfg.checkpoint.store and Copies(cfg.checkpoint.store).steps()[0]):
+        return None
+    saved = Copies(cfg.checkpoint.store).saved_config()
+    if saved.data.tokenizer != str(Path(saved.log.run_dir) / TOKENIZER):
+        return saved
+    data = dataclasses.replace(saved.data, tokenizer=str(Path(cfg.log.run_dir) / TOKENIZER))
+    return dataclasses.replace(saved, data=data)
 
 
 def files(source: Source) -> dict[str, bytes]:

@@ -6,12 +6,15 @@ array. Orbax writes the checkpoint in the background; one rename makes it visibl
 0 writes its manifest. Any mesh restores it straight into its shardings: layers lie as the model runs them, whatever the
 pipeline. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 
-A checkpoint that has changed since it was saved is renamed `n.corrupt`, and the one before it is used.
+A checkpoint that has changed since it was saved is renamed `n.corrupt`, and the one before it is used. With
+`checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
 """
 
 import contextlib
 import dataclasses
+import functools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +25,10 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
+from ultrascale_jax.checkpoint.copies import FETCHING, Copies
 from ultrascale_jax.checkpoint.layout import Groups, join, split, with_retired
-from ultrascale_jax.checkpoint.restoring import found_by_process0
+from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
@@ -32,6 +37,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     steps,
     with_digest,
 )
+from ultrascale_jax.checkpoint.uploads import Uploads
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED, STOPPED
@@ -39,6 +45,7 @@ from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
+from ultrascale_jax.storage.remote import RemoteError
 from ultrascale_jax.train_step.state import (
     TrainState,
     checkpoint_layout_shapes,
@@ -84,19 +91,27 @@ class Checkpoints:
         self.folder, self._cfg = checkpoint_folder(cfg), cfg
         self._events, self._faults, self._stall_s = events, faults or FaultPlan.none(), stall_s
         self._before_save = before_save
+        self._copies = Copies(cfg.checkpoint.store) if cfg.checkpoint.store else None
+        self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
+        self._fetched: set[int] = set()
+        """Steps on the disk that came from their copies."""
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
         """Step of the save under way, which all processes know alike: one may be stuck while others are done."""
         self._in_a_row = self.failures = 0
         self._probe = saving.Probe(self.folder)
+        copied, copies_aside = self._copied()
+        if cfg.checkpoint.resume == "never":
+            fix = f"{cfg.checkpoint.store} holds checkpoints {copied} of an earlier run; remove them, or choose another"
+            require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
         saving.quieten_orbax()
         self._rotation: Any = _Rotation(cfg.checkpoint.keep)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         found, aside = self._listed()
-        empty = not found and not aside
+        empty = not (found or aside or copied or copies_aside)
         require(cfg.checkpoint.resume != "must" or not empty, "checkpoint.resume", "must", fix)
-        self._opened = None if found else self._open()
+        self._opened = None if found or copied else self._open()
 
     def _prepare(self) -> None:
         problem, lasting = None, False
@@ -131,6 +146,13 @@ class Checkpoints:
         found, aside = found_by_process0(lambda: (steps(self.folder), quarantined(self.folder)))
         return found, aside
 
+    def _copied(self) -> tuple[list[int], list[str]]:
+        """Return the steps that have a copy, and names put aside there, as process 0 sees them."""
+        if self._copies is None:
+            return [], []
+        steps, aside = found_by_process0(self._copies.steps)
+        return steps, aside
+
     def _open(self) -> ocp.training.Checkpointer:
         """Open Orbax, on all processes together.
 
@@ -161,12 +183,20 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
-        """Wait for the save under way; report an error now, so that it hides no exception."""
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Wait for the save under way; report an error now, so that it hides no exception.
+
+        Copies are waited for unless there is one: the next start makes those that are missing.
+        """
         problem = self._finish()
         if problem is not None:
             self._in_a_row += 1
             self._tell(self._begun, problem)
+        if self._uploads is not None:
+            waits = kind is None
+            while waits and not self._uploads.wait(saving.TOLD_S):
+                waits = not self._uploads.is_stuck(self._stall_s)
+            self._uploads.close()
         if self._saving is not None:
             saving.leave_in_time()
         elif self._opened is not None:
@@ -190,6 +220,7 @@ class Checkpoints:
         """
         step, _ = meta["data"]["step"], self._orbax
         self._before_save()
+        self._check_copies()
         if self._settle():
             # Orbax writes one at a time, and that one may never end.
             if wait:
@@ -202,6 +233,9 @@ class Checkpoints:
             self._count(step, problem, must=wait)
             return
         self._rotation.on = rotate
+        if self._uploads is not None:
+            uploads = self._uploads
+            self._rotation.held = found_by_process0(lambda: uploads.pending)
         self._begin(step, state, meta)
         if wait:
             self._settle(must=True)
@@ -221,7 +255,40 @@ class Checkpoints:
         if self._faults.due("killsave", step):
             os.kill(os.getpid(), signal.SIGKILL)
         self._begun = step
-        self._saving = saving.Writing(self.folder / str(step), wait, self._events)
+        place, rotate = self.folder / str(step), self._rotation.on
+        self._saving = saving.Writing(
+            place, wait, self._events, sealed=lambda place: self._copy(place, rotate=rotate)
+        )
+
+    def _copy(self, place: Path, *, rotate: bool) -> None:
+        if self._uploads is not None:
+            self._uploads.add(place, rotate=rotate)
+
+    def _check_copies(self, *, must: bool = False) -> None:
+        """Raise `SaveFailed` where `MOST_FAILURES` copies in a row have failed, or the last one `must` not."""
+        if self._uploads is None:
+            return
+        most = 1 if must else MOST_FAILURES
+        problem = agree(self._uploads.problem if self._uploads.failed_in_a_row >= most else None)
+        if problem is not None:
+            what = "the last copy" if must else f"copies ({MOST_FAILURES} in a row)"
+            where = self._cfg.checkpoint.store
+            fix = f"Mend {where}; the same command makes the copy that is missing"
+            raise SaveFailed(f"{what} failed: {problem}. {fix}")
+
+    def wait_for_copies(self, seconds: float = saving.TOLD_S) -> bool:
+        """Wait at most so long until all copies are made; return whether they are.
+
+        Raises `SaveFailed` if the last one failed, or makes no progress.
+        """
+        if self._uploads is None:
+            return True
+        done = self._uploads.wait(seconds)
+        if agree("stuck" if self._uploads.is_stuck(self._stall_s) else None) is not None:
+            where = self._cfg.checkpoint.store
+            raise SaveFailed(f"a copy to {where} makes no progress; the same command makes it")
+        self._check_copies(must=True)
+        return agree(None if done else "not yet") is None
 
     def _settle(self, *, must: bool = False) -> bool:
         """Note, on all processes alike, how the save under way ended; return whether it is still under way."""
@@ -273,7 +340,7 @@ class Checkpoints:
             say(f"checkpoint of step {step} failed {where}: {problem}")
 
     def resume(
-        self, abstract: TrainState, accept: Callable[[dict, Path], list[str]]
+        self, abstract: TrainState, accept: Callable[[dict, object], list[str]]
     ) -> tuple[TrainState, int, list[str]] | None:
         """The newest state that is what was saved, its step, and what to tell of it; none if nothing was ever saved.
 
@@ -289,24 +356,53 @@ class Checkpoints:
             notes += [f"changed since: {change}" for change in accept(meta, place)]
             return self._load(place, abstract, meta), notes
 
-        found = restoring.newest(
-            self._listed()[0], lambda step: restore(self.folder / str(step)), self._put_aside
-        )
+        copied = self._copied()[0]
+        both = sorted({*self._listed()[0], *copied})
+        take = functools.partial(self._restored, copied=copied, accept=accept, restore=restore)
+        found = restoring.newest(both, take, self._put_aside)
         if found is not None:
             step, (state, notes) = found
+            if step > max(copied, default=-1) and jax.process_index() == 0:
+                self._copy(self.folder / str(step), rotate=True)
             for other in self._listed()[0]:
                 place = self.folder / str(other)
                 fault = agree(restoring.unparsable(place))
                 if fault is not None and agree(restoring.unparsable(place)) is not None:
                     self._put_aside(other, fault)
             return state, step, notes
-        aside = self._listed()[1]
+        aside = self._listed()[1] + [
+            f"{self._cfg.checkpoint.store}/{name}" for name in self._copied()[1]
+        ]
         if aside:
             raise NothingLeft(
                 f"all checkpoints in {self.folder} are damaged ({', '.join(aside)}): put a good one back under its "
                 "number, or start anew with checkpoint.resume=never"
             )
         return self._branch(restore)
+
+    def _restored(
+        self,
+        step: int,
+        *,
+        copied: Sequence[int],
+        accept: Callable[[dict, object], list[str]],
+        restore: Callable[[Path], tuple[TrainState, list[str]]],
+    ) -> tuple[TrainState, list[str]]:
+        """Restore a step from the disk, or where that has none, or a damaged one, from its copy."""
+        place = self.folder / str(step)
+        if step in self._listed()[0]:
+            try:
+                return restore(place)
+            except Damaged as error:
+                if step not in copied:
+                    raise
+                self._put_aside(step, str(error))
+        self._fetch(step, accept)
+        with contextlib.suppress(Damaged):
+            return restore(place)
+        # The copy is damaged, or was on its way: once more from the beginning.
+        self._fetch(step, accept)
+        return restore(place)
 
     def _branch(
         self, restore: Callable[[Path], tuple[TrainState, list[str]]]
@@ -325,6 +421,32 @@ class Checkpoints:
         bring_metrics(point, Path(self._cfg.log.run_dir))
         step, (state, notes) = found
         return state, step, notes
+
+    def _fetch(self, step: int, accept: Callable[[dict, object], list[str]]) -> None:
+        """Fetch the copy of `step` to the disk, all processes a part, unless `accept` refuses its metadata.
+
+        Raises `Damaged` where it is not what its manifest says, by names and sizes; `opened` checks the contents.
+        """
+        copies, place = self._copies, self.folder / FETCHING / str(step)
+        assert copies is not None
+        accept(
+            found_by_process0(lambda: metadata(copies.fetch_metadata(step, self.folder))),
+            f"{copies.url}/{step}",
+        )
+
+        def plan() -> tuple[str, dict[str, int]]:
+            content, sizes = copies.manifest(step)
+            copies.require_room(self.folder, sizes)
+            total = sum(sizes.values()) / 1e9
+            say(f"fetching the checkpoint of step {step} ({total:.3f} GB) from {copies.url}")
+            return content.decode(), sizes
+
+        content, sizes = found_by_process0(plan)
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        own = names[jax.process_index() :: jax.process_count()]
+        on_all(lambda: copies.fetch(step, place, own))
+        found_by_process0(lambda: copies.complete(place, content.encode()))
+        self._fetched.add(step)
 
     def meta(self, step: int) -> dict:
         """Return the JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
@@ -349,17 +471,29 @@ class Checkpoints:
         return reset_optional_state(state, abstract, self._cfg)
 
     def _put_aside(self, step: int, why: str) -> None:
-        aside = self.folder / f"{step}.corrupt"
+        """Rename a damaged checkpoint: the one on the disk, or the copy if it came from there."""
         if jax.process_index() == 0:
-            aside = quarantine(self.folder / str(step))
-            say(
-                f"DAMAGED CHECKPOINT: {why}, in {self.folder / str(step)}; put aside as {aside.name}"
-            )
+            place, name = str(self.folder / str(step)), "nothing"
+            try:
+                if self._copies is not None and self._is_copy(step):
+                    shutil.rmtree(place, ignore_errors=True)
+                    place = f"{self._copies.url}/{step}"
+                    name = self._copies.put_aside(step)
+                else:
+                    name = quarantine(Path(place)).name
+            except RemoteError as error:
+                say(f"{place} cannot be put aside: {error}")
+            say(f"DAMAGED CHECKPOINT: {why}, in {place}; put aside as {name}")
             if self._events is not None:
-                self._events.record("quarantined", step=step, why=why, name=aside.name)
+                self._events.record("quarantined", step=step, why=why, name=name)
+        self._fetched.discard(step)
         agree(None)  # nobody looks at the folder before it is renamed
         if self._opened is not None:
             self._opened.reload()
+
+    def _is_copy(self, step: int) -> bool:
+        """Return whether the checkpoint that was tried last came, or would have come, from object storage."""
+        return step in self._fetched or not (self.folder / str(step)).exists()
 
 
 class _Rotation:
@@ -367,11 +501,16 @@ class _Rotation:
 
     def __init__(self, keep: int):
         self._keep, self.on = keep, True
+        self.held: Sequence[int] = ()
+        """Steps that are being copied, which stay too."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         oldest = len(checkpoints) - self._keep if self.on else 0
-        return [number >= oldest for number in range(len(checkpoints))]
+        return [
+            number >= oldest or checkpoint.step in self.held
+            for number, checkpoint in enumerate(checkpoints)
+        ]
 
 
 def fits(abstract: TrainState, meta: dict) -> bool:

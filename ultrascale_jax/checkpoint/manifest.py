@@ -21,6 +21,9 @@ from ultrascale_jax.launch.run_files import open_regular, read_regular, write_at
 NAME = "manifest.json"
 PARTIAL = f"{NAME}.tmp"
 
+MOST_BYTES = 1 << 30
+"""Largest manifest that is fetched; a file takes about 150 bytes."""
+
 WORKERS = 8
 """Threads that hash: hashlib lets go of Python's lock, so they run beside each other and beside training."""
 
@@ -91,7 +94,17 @@ def check(folder: Path, part: int = 0, of: int = 1, *, contents: bool = True) ->
     found = files(folder)
     if not (folder / NAME).exists():
         return False
-    listed = _read(folder / NAME)
+    compare(found, _read(folder / NAME))
+    if contents:
+        check_contents(folder, part, of)
+    return True
+
+
+def compare(found: dict[str, int], listed: dict[str, list]) -> None:
+    """Compare files, sizes in bytes by name, with the entries of a manifest.
+
+    Raises `Damaged`, naming the first file that is not as it was.
+    """
     for name in sorted(set(found) | set(listed)):
         if name not in found:
             raise Damaged(f"{name} is missing")
@@ -99,9 +112,6 @@ def check(folder: Path, part: int = 0, of: int = 1, *, contents: bool = True) ->
             raise Damaged(f"{name} was not there when it was saved")
         if found[name] != listed[name][0]:
             raise Damaged(f"{name} is {found[name]} bytes long, and was {listed[name][0]}")
-    if contents:
-        check_contents(folder, part, of)
-    return True
 
 
 def check_contents(folder: Path, part: int = 0, of: int = 1) -> None:
@@ -126,8 +136,13 @@ def read_all(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, list]:
     """Read the entries of a manifest, `[bytes, SHA-256]` by name."""
+    return parse(read_regular(path))
+
+
+def parse(content: bytes) -> dict[str, list]:
+    """Return the entries of a manifest, `[bytes, SHA-256]` by name. Raises `Damaged` if it is not as it was written."""
     try:
-        manifest = json.loads(read_regular(path))
+        manifest = json.loads(content)
         entries = manifest["files"]
         if manifest["sha256"] == digest_of(entries):
             return entries

@@ -38,3 +38,10 @@ class PeriodicSave(Hook):
             self._checkpoints.save(run.state, meta, wait=run.is_last, rotate=not self._skipped)
         for hook in run.hooks:
             hook.on_save(run)
+
+    def on_end(self, run: Run) -> None:
+        """Wait for the copies of the checkpoints; each pause is a sign of life to the watchdog."""
+        copied = not run.cfg.checkpoint.store
+        while not copied:
+            with run.pause("save"):
+                copied = self._checkpoints.wait_for_copies()

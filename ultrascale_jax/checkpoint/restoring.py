@@ -26,6 +26,7 @@ from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.multihost import agree, hosts
+from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0
 """Seconds that a process looks for a checkpoint that process 0 sees: as long as NFS caches a folder."""
@@ -58,12 +59,20 @@ def raise_on_all(error: UserError | None) -> None:
             raise kind(problem) from error
 
 
+def on_all(do: Callable[[], None]) -> None:
+    """Call `do` on every process, and raise on all what it raises on one, as `found_by_process0` does."""
+    raise_on_all(_tried(do)[1])
+
+
 def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | None]:
     """Return `do()`, or its `UserError`."""
     try:
         return do(), None
     except (Damaged, Unreadable) as error:
         return None, error
+    except RemoteError as error:
+        kind = Unreadable if error.exit_code == Unreadable.exit_code else UserError
+        return None, kind(str(error))
     except UserError as error:
         return None, UserError(str(error))
     except OSError as error:
@@ -101,7 +110,7 @@ def opened(place: Path) -> tuple[dict, str | None]:
             _await(place / manifest.NAME)
             manifest.check_contents(place, jax.process_index(), jax.process_count())
 
-    raise_on_all(_tried(read)[1])
+    on_all(read)
     if "arrays" not in meta:
         return meta, f"{place} {UNVERIFIED}"
     return meta, None if sealed else f"{place} {UNPROVEN}"

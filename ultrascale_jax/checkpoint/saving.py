@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
@@ -41,8 +42,15 @@ STALLED = "is still being written"
 class Writing:
     """One save under way: waits in a thread until it is complete and, on process 0, hashed."""
 
-    def __init__(self, place: Path, wait: Callable[[], Any], events: Events | None):
-        self.place = place
+    def __init__(
+        self,
+        place: Path,
+        wait: Callable[[], Any],
+        events: Events | None,
+        sealed: Callable[[Path], None] = lambda place: None,
+    ):
+        """`sealed` is called, on process 0, with the place of the complete checkpoint."""
+        self.place, self._sealed = place, sealed
         self.begun = self.moved = time.monotonic()
         """Its start, and the last time that it made progress."""
         self.problem: str | None = None
@@ -83,6 +91,7 @@ class Writing:
                     self._events.record(
                         "saved", step=step, bytes=size, write_s=write_s, hash_s=hash_s
                     )
+                self._sealed(self.place)
         except Exception as error:  # Orbax raises whatever the file system does.
             if jax.process_index() == 0:
                 # Free its room: the next one may need it.
@@ -164,6 +173,9 @@ def sweep(folder: Path) -> None:
         left.unlink(missing_ok=True)
     for partial in _partial_saves(folder):
         shutil.rmtree(partial)
+    fetching = folder / FETCHING
+    if not fetching.is_symlink() and fetching.is_dir():
+        shutil.rmtree(fetching)
 
 
 def _partial_saves(folder: Path, step: str = "*") -> list[Path]:

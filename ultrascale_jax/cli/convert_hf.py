@@ -88,7 +88,10 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         meta = describe(cfg, 0, NO_DATA + _fingerprint(folder))
         params = checkpoint.load(folder, abstract_state(cfg, mesh).params)
         state = jax.jit(fresh_state, static_argnums=0)(cfg, params)
-        checkpoints = stack.enter_context(Checkpoints(cfg))
+        # No lock is held here: the run's first start copies the checkpoint.
+        own = dataclasses.replace(cfg.checkpoint, store="")
+        local = dataclasses.replace(cfg, checkpoint=own)
+        checkpoints = stack.enter_context(Checkpoints(local))
         if jax.process_index() == 0:
             bring_files(run_dir, files(Source(folder, True)))
             text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
@@ -323,9 +326,11 @@ def _export(arguments: Sequence[str]) -> None:
     with _start_jax(options.devices):
         import jax
 
+        from ultrascale_jax.checkpoint.copies import run_on_disk
         from ultrascale_jax.checkpoint.run_metadata import saved_config
         from ultrascale_jax.sharding.mesh import make_mesh
 
+        options = dataclasses.replace(options, run_dir=run_on_disk(options.run_dir, options.step))
         if options.mesh is not None:
             mesh = MeshConfig.parse(options.mesh)
         else:

@@ -13,12 +13,13 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
@@ -192,6 +193,8 @@ def evaluate(options: Options) -> dict[str, Any]:
 
     if options.devices is not None:
         command_line.use_fake_devices(options.devices)
+    named_model = options.model
+    options = replace(options, model=run_on_disk(named_model, options.step))
     cfg, positions = described(options)
     cfg, mesh = on_mesh(options, cfg, positions)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
@@ -221,7 +224,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     if manager is not None:
         opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
         tasks = tasks_result(options, manager, opened)
-    return {"model": options.model, "sources": held_out, "choices": choices, "tasks": tasks}
+    return {"model": named_model, "sources": held_out, "choices": choices, "tasks": tasks}
 
 
 def print_tables(results: dict[str, Any]) -> None:

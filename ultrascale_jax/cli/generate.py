@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.models import huggingface_config, load_huggingface
+from ultrascale_jax.cli.models import huggingface_config, kept_tokenizer, load_huggingface
 from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
+from ultrascale_jax.huggingface.files import is_huggingface
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -26,7 +27,7 @@ class Options:
     """Options of `ultrascale generate`."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Run directory of `ultrascale train`, or Hugging Face folder."""
+    """Run directory of `ultrascale train`, the URL of its copies (checkpoint.store), or Hugging Face folder."""
     prompt: str | None = None
     """Text to continue."""
     chat: command_line.Flag = False
@@ -141,17 +142,6 @@ def chat(
         yield answer
 
 
-def chat_tokenizer(cfg: Config, options: Options) -> Path:
-    """Return the `tokenizer.json` of a chat: the one named, or the model's own, also where its folder was moved."""
-    from ultrascale_jax.data.tokenizer import on_disk
-
-    name = options.tokenizer or cfg.data.tokenizer
-    fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
-    require(name != "bytes", "tokenizer", name, fix)
-    path, kept = Path(on_disk(name)), Path(options.model) / TOKENIZER
-    return kept if kept.is_file() and not path.is_file() else path
-
-
 def typed_lines() -> Iterator[str]:
     """Yield the lines of stdin, with a prompt where a person types them."""
     while True:
@@ -171,6 +161,7 @@ def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale generate"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
+        options = replace(options, model=run_on_disk(options.model, options.step))
         import jax
 
         from ultrascale_jax.data.tokenizer import load_tokenizer
@@ -186,11 +177,13 @@ def main(argv: Sequence[str]) -> None:
                 command_line.require_devices(wanted, jax.device_count())
             mesh = make_mesh(wanted)
         cfg, params = loaded(options, mesh)
+        name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
         with jax.set_mesh(mesh):
             if options.prompt is None:
-                path = chat_tokenizer(cfg, options)
-                for answer in chat(cfg, params, path, options, typed_lines()):
+                fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
+                require(name != "bytes", "tokenizer", name, fix)
+                for answer in chat(cfg, params, Path(name), options, typed_lines()):
                     print(printable(answer), flush=True)
             else:
-                tokenizer = load_tokenizer(options.tokenizer or cfg.data.tokenizer)
+                tokenizer = load_tokenizer(name)
                 print(printable(continued(cfg, params, tokenizer, options.prompt, options)))

@@ -4,36 +4,42 @@ Lists step, size, age, versions and mesh of the run that saved it, and its state
 of files are compared with the manifest. Exit code 1: one is damaged or cannot be read, or there is none.
 """
 
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from ultrascale_jax.checkpoint import manifest
+from ultrascale_jax.checkpoint.copies import Copies, fetch_run
 from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, quarantined, steps
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.generate import printable
-from ultrascale_jax.config import AXES, require
+from ultrascale_jax.config import AXES, UserError, require
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
+from ultrascale_jax.storage.cache import fetch
+from ultrascale_jax.storage.remote import RemoteError, is_url
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `ultrascale inspect-checkpoint`."""
 
-    run_dir: tyro.conf.Positional[Path]
-    """Run directory of a training run."""
+    run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
+    """Run directory of a training run, or the URL of its copies (checkpoint.store)."""
     step: Annotated[int | None, command_line.option("N", "all")] = None
     """Look at this one only, and verify it."""
     verify: command_line.Flag = False
     """Read every byte: by the manifest, or where there is none by the arrays' fingerprints, which takes a device."""
     arrays: command_line.Flag = False
     """List the arrays with type, shape and fingerprint."""
+    fetch: Annotated[str | None, command_line.option("DIR")] = None
+    """Of a URL: fetch the checkpoint of --step, or the newest, as a new run directory, and verify it."""
 
 
 def state(place: Path, *, verify: bool) -> str:
@@ -49,10 +55,11 @@ def state(place: Path, *, verify: bool) -> str:
     return "arrays verified, no manifest"
 
 
-def line(place: Path, words: str) -> str:
+def line(place: Path, words: str, num_bytes: int | None = None) -> str:
     """Return one row of the list: the checkpoint's own metadata, as far as it can be read, and its state."""
     try:
-        size = f"{sum(manifest.files(place).values()) / 1e6:,.1f} MB"
+        found = sum(manifest.files(place).values()) if num_bytes is None else num_bytes
+        size = f"{found / 1e6:,.1f} MB"
     except (Damaged, OSError):
         size = "?"
     try:
@@ -66,31 +73,89 @@ def line(place: Path, words: str) -> str:
     return f"{place.name:>8} {size:>14} {age:>12}  {versions:32} {','.join(sizes):20} {words}"
 
 
-def main(argv: Sequence[str]) -> None:
+def list_folder(options: Options) -> bool:
+    """Print the checkpoints of a run directory; return whether there are any, and all are sound."""
     damaged = False
+    run_dir = Path(options.run_dir)
+    saved_config(run_dir)  # refuses what is no run directory
+    folder = folder_of(run_dir, CHECKPOINTS, make=False)
+    there = steps(folder)
+    fix = f"{folder} holds the steps {there}"
+    require(options.step is None or options.step in there, "step", options.step, fix)
+    for step in there if options.step is None else [options.step]:
+        place, verify = folder / str(step), options.verify or options.step is not None
+        try:
+            words = state(place, verify=verify)
+        except Damaged as error:
+            damaged, words = True, f"DAMAGED: {error}"
+        except (Unreadable, OSError) as error:
+            damaged, words = True, f"CANNOT BE READ: {error}"
+        print(printable(line(place, words)))
+        if options.arrays and not words.startswith(("DAMAGED", "CANNOT")):
+            print_arrays(place)
+    for name in quarantined(folder) if options.step is None else ():
+        print(printable(f"{name:>8} was put aside as damaged"))
+    if not there:
+        print(printable(f"there is no complete checkpoint in {folder}"))
+    return bool(there) and not damaged
+
+
+def list_copies(options: Options) -> bool:
+    """As `list_folder`, of copies in object storage; to verify one reads it once, file by file, through this host."""
+    copies, damaged = Copies(options.run_dir), False
+    there, aside = copies.steps()
+    fix = f"{copies.url} holds the steps {there}"
+    require(options.step is None or options.step in there, "step", options.step, fix)
+    for step in there if options.step is None else [options.step]:
+        with tempfile.TemporaryDirectory() as folder:
+            place, size = Path(folder) / str(step), None
+            try:
+                place = copies.fetch_metadata(step, Path(folder))
+                content, sizes = copies.manifest(step)
+                size, words = sum(sizes.values()), "complete"
+                if options.verify or options.step is not None:
+                    for name, (_, sha256) in manifest.parse(content).items():
+                        fetch(
+                            copies.remote,
+                            f"{step}/{name}",
+                            place / "file",
+                            size=sizes[name],
+                            sha256=sha256,
+                        )
+                        (place / "file").unlink()
+                    words = "verified"
+            except RemoteError:
+                raise
+            except UserError as error:
+                damaged, words = True, f"DAMAGED: {error}"
+            print(printable(line(place, words, size)))
+            if options.arrays and not words.startswith("DAMAGED"):
+                print_arrays(place)
+    for name in aside if options.step is None else ():
+        print(printable(f"{name:>8} was put aside as damaged"))
+    if not there:
+        print(printable(f"there is no complete checkpoint in {copies.url}"))
+    return bool(there) and not damaged
+
+
+def print_arrays(place: Path) -> None:
+    """Print the arrays of the checkpoint at `place`, with type, shape and fingerprint."""
+    for name, (dtype, shape, mark) in metadata(place).get("arrays", {}).items():
+        print(printable(f"{'':8} {name:48} {dtype:10} {tuple(shape)!s:24} {mark}"))
+
+
+def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale inspect-checkpoint"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
-        saved_config(options.run_dir)  # refuses what is no run directory
-        folder = folder_of(options.run_dir, CHECKPOINTS, make=False)
-        there = steps(folder)
-        fix = f"{folder} holds the steps {there}"
-        require(options.step is None or options.step in there, "step", options.step, fix)
-        for step in there if options.step is None else [options.step]:
-            place, verify = folder / str(step), options.verify or options.step is not None
-            try:
-                words = state(place, verify=verify)
-            except Damaged as error:
-                damaged, words = True, f"DAMAGED: {error}"
-            except (Unreadable, OSError) as error:
-                damaged, words = True, f"CANNOT BE READ: {error}"
-            print(printable(line(place, words)))
-            if options.arrays and not words.startswith(("DAMAGED", "CANNOT")):
-                for name, (dtype, shape, mark) in metadata(place).get("arrays", {}).items():
-                    print(printable(f"{'':8} {name:48} {dtype:10} {tuple(shape)!s:24} {mark}"))
-        for name in quarantined(folder) if options.step is None else ():
-            print(printable(f"{name:>8} was put aside as damaged"))
-        if not there:
-            print(printable(f"there is no complete checkpoint in {folder}"))
-    if damaged or not there:
+        remote = is_url(options.run_dir)
+        require(remote or not options.fetch, "fetch", options.fetch, "needs the URL of copies")
+        if options.fetch:
+            folder = Path(options.fetch)
+            fix = "exists; name a new folder"
+            require(not folder.exists(), "fetch", options.fetch, fix)
+            fetch_run(options.run_dir, folder, options.step)
+            options = replace(options, run_dir=options.fetch)
+        sound = list_copies(options) if is_url(options.run_dir) else list_folder(options)
+    if not sound:
         raise SystemExit(1)

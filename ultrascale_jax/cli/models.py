@@ -1,4 +1,4 @@
-"""Open a model for a command that reads one: a run directory or a Hugging Face folder."""
+"""Open a model for a command that reads one: a run directory, the URL of its copies, or a Hugging Face folder."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tyro
 
+from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.convert_hf import known_context
 from ultrascale_jax.config import (
@@ -41,7 +42,7 @@ class ModelOptions:
     """Options of a command that scores with a model."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Run directory of `ultrascale train`, or Hugging Face folder."""
+    """Run directory of `ultrascale train`, the URL of its copies (checkpoint.store), or Hugging Face folder."""
     tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
     """`bytes`, or a Hugging Face tokenizer.json."""
     seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
@@ -80,6 +81,7 @@ def opened(options: ModelOptions) -> Opened:
     """Open the model that the options name, on its mesh."""
     from ultrascale_jax.data.tokenizer import load_tokenizer
 
+    options = replace(options, model=run_on_disk(options.model, options.step))
     cfg, positions = described(options)
     cfg, mesh = on_mesh(options, cfg, positions)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
@@ -94,6 +96,8 @@ def described(options: ModelOptions) -> tuple[Config, int]:
     folder = Path(options.model)
     if not is_huggingface(folder):
         cfg = saved_config(folder)  # refuses what is no run directory
+        tokenizer = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, folder)
+        cfg = replace(cfg, data=replace(cfg.data, tokenizer=tokenizer))
         return cfg, known_context(cfg, folder)
     return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
 
@@ -164,6 +168,15 @@ def huggingface_config(
     # Neither generation nor evaluation runs modules of multi-token prediction.
     model = replace(read_config(folder), mtp_layers=0)
     return Config(model=model, data=data), known
+
+
+def kept_tokenizer(name: str, folder: Path) -> str:
+    """Return the tokenizer `name` on this disk, or where it is gone the one in the model's `folder`."""
+    from ultrascale_jax.data.tokenizer import on_disk
+
+    path, kept = on_disk(name), folder / TOKENIZER
+    gone = path != "bytes" and not Path(path).is_file()
+    return str(kept) if gone and kept.is_file() else path
 
 
 def load_huggingface(folder: Path, cfg: Config, mesh: "Mesh") -> "Transformer":

@@ -82,6 +82,25 @@ def main(argv: Sequence[str]) -> None:
         generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", str(number)])
 
 
+def _bring_back(cfg: Config) -> bool:
+    """Return whether there are copies of the run's checkpoints; write the small files beside them that are missing.
+
+    Every process calls it. Raises `UserError` where object storage refuses.
+    """
+    from ultrascale_jax.checkpoint.copies import Copies
+    from ultrascale_jax.checkpoint.restoring import found_by_process0
+
+    def bring() -> bool:
+        copies = Copies(cfg.checkpoint.store)
+        found = bool(copies.steps()[0])
+        if found:
+            copies.fetch_beside(Path(cfg.log.run_dir))
+        return found
+
+    wanted = cfg.checkpoint.store and cfg.checkpoint.resume != "never"
+    return bool(wanted) and found_by_process0(bring)
+
+
 def _bring_tokenizer(cfg: Config) -> None:
     """Copy the files of `train.init_from` into the run directory of a run that has not begun, and print its notes.
 
@@ -122,7 +141,7 @@ def run(cfg: Config, options: Options) -> dict:
     with command_line.user_errors(), distributed.guarded(record):
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
-        if cfg.train.init_from:
+        if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
         faults = FaultPlan.none()
         if options.faults:

@@ -342,11 +342,17 @@ class CheckpointConfig:
     """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
 
     `data` stands for the tokens themselves."""
+    store: str = ""
+    """Object storage that gets a copy of every checkpoint, as `s3://BUCKET/RUN` or `gs://BUCKET/RUN`; a run whose disk
+    has none goes on from there."""
 
     def __post_init__(self):
         known = re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL) is not None
         fix = "must be auto, never, must or from:RUN_DIR[@STEP]"
         require(known, "checkpoint.resume", self.resume, fix)
+        fix = "must be a folder in a bucket, as s3://BUCKET/RUN or gs://BUCKET/RUN"
+        place = re.fullmatch(r"[a-z][a-z0-9+.-]+://[^/]+/.*[^/]", self.store)
+        require(not self.store or place is not None, "checkpoint.store", self.store, fix)
         require_at_least(0, "checkpoint", self, ("every",))
         require_at_least(1, "checkpoint", self, ("keep",))
 
@@ -364,6 +370,8 @@ class LogConfig:
     def __post_init__(self):
         usable = self.run_dir.strip() != "" and "\0" not in self.run_dir
         require(usable, "log.run_dir", self.run_dir, "must be a path")
+        fix = f"must be a folder on a disk; copies of the checkpoints go to --checkpoint.store {self.run_dir}"
+        require("://" not in self.run_dir, "log.run_dir", self.run_dir, fix)
         names = self.to.split(",")
         known = len(set(names)) == len(names) and set(names) <= set(TRACKERS)
         fix = f"must be auto, none, or some of {', '.join(TRACKERS)}, joined by commas"

@@ -1,5 +1,7 @@
 """Admit one job to a run directory: `run_dir/lock` names its holder and shows that it lives.
 
+Where checkpoints have copies in object storage, the same lock is an object there (`storage/lock.py`).
+
 The holder touches the file every `BEAT_S` seconds. A job that finds the file takes it over at once where the holder's
 process was on this machine and is gone. Where only the heartbeat can tell (another machine or container, a damaged
 lock), it watches the file: a holder that beats meanwhile is alive, one that does not for `STALE_S` seconds is gone. It
@@ -19,12 +21,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import UNREADABLE, is_count, is_supervised, printable, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.procfs import boot_id, read_stat
-from ultrascale_jax.launch.run_files import NotRegular, open_regular
+from ultrascale_jax.launch.run_files import open_regular
 
 NAME = "lock"
 BEAT_S = 5.0
@@ -53,18 +56,99 @@ def refusal(text: str, *, lasting: bool = False) -> UserError:
     return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
 
 
+class LockPlace(Protocol):
+    """The place of a lock; its methods raise `OSError` where that does not answer."""
+
+    @property
+    def path(self) -> Path | str:
+        """The name of the lock in messages."""
+        ...
+
+    @property
+    def guarded(self) -> Path | str:
+        """What the lock guards."""
+        ...
+
+    @property
+    def option(self) -> str:
+        """The field that names it."""
+        ...
+
+    def create(self, text: str) -> bool:
+        """Write the lock unless there is one; return whether it was written."""
+        ...
+
+    def read(self) -> str | None:
+        """Return the text of the lock; None if there is none."""
+        ...
+
+    def beat_seen(self) -> object:
+        """Return what changes with every beat of the holder."""
+        ...
+
+    def beat(self, text: str) -> None:
+        """Show that the holder of the lock lives, whose text it is."""
+        ...
+
+    def write(self, text: str) -> None:
+        """Write the lock, or replace it."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the lock."""
+        ...
+
+
+class LockFile:
+    """A lock in a folder."""
+
+    option = "log.run_dir"
+
+    def __init__(self, folder: Path):
+        self.guarded, self.path = folder, folder / NAME
+
+    def create(self, text: str) -> bool:
+        self.guarded.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with open(file, "w") as new:
+            new.write(text)
+        return True
+
+    def read(self) -> str | None:
+        return _read(self.path)
+
+    def beat_seen(self) -> int | None:
+        return _beat_of(self.path)
+
+    def beat(self, text: str) -> None:
+        del text
+        os.utime(self.path, follow_symlinks=False)
+
+    def write(self, text: str) -> None:
+        mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
+        mine.write_text(text)
+        os.replace(mine, self.path)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
 class RunLock:
-    """The lock of one run directory, taken by entering it; used by process 0 alone."""
+    """The lock of one run directory, or of another place, taken by entering it; used by process 0 alone."""
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | LockPlace,
         *,
         beat_s: float = BEAT_S,
         stale_s: float = STALE_S,
         settle_s: float = SETTLE_S,
     ):
-        self.path = Path(run_dir) / NAME
+        self._place = LockFile(run_dir) if isinstance(run_dir, Path) else run_dir
+        self.path = self._place.path
         self.note: str | None = None
         """A message for the user: whose lock was taken over."""
         self._beat_s, self._stale_s, self._settle_s = beat_s, stale_s, settle_s
@@ -76,7 +160,7 @@ class RunLock:
         """Take the lock. Raises `UserError` that names the holder, if there is one."""
         try:
             self._acquire()
-        except NotRegular:
+        except UserError:  # an `OSError` too may be one
             raise
         except OSError as error:
             fix = "make the run directory writable, or choose another with log.run_dir"
@@ -93,29 +177,20 @@ class RunLock:
     def held(self) -> bool:
         """Return whether the lock is still this process's, as far as it can be read now."""
         try:
-            found = _read(self.path)
+            found = self._place.read()
         except OSError:
             return True
         return found is not None and self._is_own(found)
 
     def _acquire(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                pass
-            else:
-                with open(file, "w") as new:
-                    new.write(self._own)
-                return
-            found = _read(self.path)
+        while not self._place.create(self._own):
+            found = self._place.read()
             why = "" if found is None else self._why_dead(found)
-            if found is None or _read(self.path) != found:
+            if found is None or self._place.read() != found:
                 continue
-            self._write()
+            self._place.write(self._own)
             time.sleep(self._settle_s)
-            if _read(self.path) != self._own:
+            if self._place.read() != self._own:
                 continue  # another took it over as well
             self.note = f"took over the lock of {_who(found)}: {why}"
             return
@@ -123,7 +198,7 @@ class RunLock:
     def _why_dead(self, found: str) -> str:
         """Return why the holder counts as dead. Raises `UserError` if it is alive."""
         alive = refusal(
-            f"{self.path.parent} is in use by {_who(found)}; stop that job, or choose another log.run_dir"
+            f"{self._place.guarded} is in use by {_who(found)}; stop that job, or choose another {self._place.option}"
         )
         holder, own = _parse(found), _identity()
         if holder is not None and holder["machine"] == own["machine"] is not None:
@@ -132,12 +207,12 @@ class RunLock:
                 raise alive
             return "its process is gone"
         say(f"waiting up to {self._stale_s:g} s to see if {_who(found)} is alive")
-        before, until = _beat_of(self.path), time.monotonic() + self._stale_s
+        before, until = self._place.beat_seen(), time.monotonic() + self._stale_s
         while time.monotonic() < until:
             time.sleep(min(1.0, self._beat_s / 2, self._stale_s / 4))
-            if _read(self.path) != found:
+            if self._place.read() != found:
                 return "it was released"
-            if _beat_of(self.path) != before:
+            if self._place.beat_seen() != before:
                 raise alive
         return f"no sign of life for {self._stale_s:g} s"
 
@@ -146,25 +221,20 @@ class RunLock:
         while not self._done.wait(self._beat_s):
             # A disk that fails now may not do so next time.
             with contextlib.suppress(OSError):
-                found = _read(self.path)
+                found = self._place.read()
                 if found == self._own:
-                    os.utime(self.path, follow_symlinks=False)
+                    self._place.beat(self._own)
                 elif found is not None and self._is_own(found):
                     say(f"{self.path} was damaged; it is written anew")
-                    self._write()
+                    self._place.write(self._own)
         with contextlib.suppress(OSError):
-            found = _read(self.path)
+            found = self._place.read()
             if found is not None and self._is_own(found):
-                self.path.unlink(missing_ok=True)
+                self._place.remove()
 
     def _is_own(self, found: str) -> bool:
         """Return whether the lock names this process, or nobody because it is damaged."""
         return found == self._own or _parse(found) is None
-
-    def _write(self) -> None:
-        mine = self.path.with_name(f"{NAME}.{os.urandom(8).hex()}")
-        mine.write_text(self._own)
-        os.replace(mine, self.path)
 
 
 def _identity() -> dict:

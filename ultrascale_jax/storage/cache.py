@@ -3,11 +3,13 @@
 A file is there whole or not at all, and was verified before it got its name. Processes of one host fetch a file once.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
@@ -46,8 +48,7 @@ def fetch(remote: Remote, name: str, path: Path, *, size: int, sha256: str) -> N
     """
     if _is_there(path, size):
         return
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(path):
         if _is_there(path, size):
             return
         partial, fault = path.with_name(f".{path.name}.partial"), ""
@@ -59,6 +60,14 @@ def fetch(remote: Remote, name: str, path: Path, *, size: int, sha256: str) -> N
                 return
         partial.unlink()
     raise UserError(f"{remote.url}/{name} {fault}: upload it again")
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Inside, no other process of this host is in a block for `path`."""
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _is_there(path: Path, size: int) -> bool:

@@ -111,7 +111,7 @@ class Remote:
     def files(self, below: str = "") -> dict[str, int]:
         """Return names below the folder, as `a/b`, or of those in its folder `below`, and their sizes in bytes.
 
-        Raises `UserError` for a name that leads out of a folder on a disk.
+        Raises `RemoteRefused` for a name that leads out of a folder on a disk.
         """
         try:
             with asking(self.url):
@@ -123,7 +123,7 @@ class Remote:
         }
         for name in sizes:
             if not set(name.split("/")).isdisjoint({"", ".", ".."}) or "\0" in name:
-                raise UserError(f"{self.url}: holds an object named {name!r}; remove it")
+                raise RemoteRefused(f"{self.url}: holds an object named {name!r}; remove it")
         return sizes
 
     def read(self, name: str, most: int = 1 << 24) -> bytes | None:
@@ -133,10 +133,15 @@ class Remote:
             with asking(url):
                 size = self._fs.info(path)["size"]
                 if size > most:
-                    raise UserError(f"{url}: has {size:,} bytes, more than it should")
+                    raise RemoteRefused(f"{url}: has {size:,} bytes, more than it should")
                 return self._fs.cat_file(path)
         except FileNotFoundError:
             return None
+
+    def modified(self, name: str) -> float:
+        """Return when an object was written, in unix seconds."""
+        with asking(f"{self.url}/{name}"):
+            return self._fs.modified(self._path(name)).timestamp()
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, or replace it."""

@@ -1,4 +1,4 @@
-"""Keep a run directory for one job: all its processes have it, or none."""
+"""Keep a run directory, and the copies of its checkpoints, for one job: all its processes have it, or none."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,35 +11,42 @@ from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_lock import NotNow, RunLock
+from ultrascale_jax.storage.lock import BEAT_S, STALE_S, LockObject
 
 
 @contextlib.contextmanager
-def hold_run_lock(run_dir: Path, events: Events) -> Iterator[Callable[[], None]]:
-    """Hold the lock of `run_dir` inside the block, which gets a function that raises once it is lost.
+def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Callable[[], None]]:
+    """Hold the lock of `run_dir`, and of the URL `store` if there is one, inside the block.
 
-    Raises `UserError`, on all processes, where another job holds it: `NotNow` if it may end soon.
+    The block gets a function that raises once a lock is lost. Raises `UserError`, on all processes, where another job
+    holds one: `NotNow` if it may end soon.
     """
     with contextlib.ExitStack() as stack:
-        lock, problem, not_now = None, None, None
+        locks: list[RunLock] = []
+        problem, not_now = None, None
         if jax.process_index() == 0:
             try:
-                lock = stack.enter_context(RunLock(run_dir))
-            except NotNow as error:
-                not_now = str(error)
+                locks.append(stack.enter_context(RunLock(run_dir)))
+                if store:
+                    lock = RunLock(LockObject(store), beat_s=BEAT_S, stale_s=STALE_S)
+                    locks.append(stack.enter_context(lock))
             except UserError as error:
-                problem = str(error)
+                passes = error.exit_code == NotNow.exit_code
+                problem, not_now = (None, str(error)) if passes else (str(error), None)
         not_now = agree(not_now)
         if not_now is not None:
             raise NotNow(not_now)
         problem = agree(problem)
         if problem is not None:
             raise UserError(problem)
-        if lock is not None and lock.note is not None:
-            say(lock.note)
-            events.record("lock_taken_over", note=lock.note)
+        for lock in locks:
+            if lock.note is not None:
+                say(lock.note)
+                events.record("lock_taken_over", note=lock.note)
 
         def ask() -> str | None:
-            return None if lock is None or lock.held else f"{lock.path} is another job's now"
+            lost = next((lock for lock in locks if not lock.held), None)
+            return None if lost is None else f"{lost.path} is another job's now"
 
         # Where the disk does not answer nobody can have taken it.
         probe = TimedProbe(ask, unanswered=None)

@@ -93,7 +93,7 @@ def _enter(
         notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
-    check_lock = stack.enter_context(hold_run_lock(run_dir, events))
+    check_lock = stack.enter_context(hold_run_lock(run_dir, events, cfg.checkpoint.store))
     fresh = cfg.checkpoint.resume == "never"
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
@@ -214,7 +214,7 @@ def _state(
 
     abstract = abstract_state(cfg, mesh, model)
 
-    def accept(meta: dict, place: Path) -> list[str]:
+    def accept(meta: dict, place: object) -> list[str]:
         return check_same_run(
             meta,
             cfg,

@@ -1,0 +1,368 @@
+"""Copies of checkpoints in a bucket: made in the background, and all that a new disk needs."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_restoring import BASE, bits, mesh, state_of
+from ultrascale_jax.checkpoint import copies as copies_module
+from ultrascale_jax.checkpoint import uploads as uploads_module
+from ultrascale_jax.checkpoint.copies import Copies, run_on_disk
+from ultrascale_jax.checkpoint.init_from import Source
+from ultrascale_jax.checkpoint.load_params import load_params
+from ultrascale_jax.checkpoint.manager import Checkpoints, NothingLeft, SaveFailed
+from ultrascale_jax.checkpoint.manifest import Unreadable
+from ultrascale_jax.checkpoint.run_metadata import describe, saved_config
+from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.cli import inspect_checkpoint
+from ultrascale_jax.config import CheckpointConfig, LogConfig, UserError
+from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.run_lock import RunLock
+from ultrascale_jax.storage.lock import LockObject
+from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused
+from ultrascale_jax.train_step.state import abstract_state
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(uploads_module, "PAUSES_S", (0.0, 0.0))
+
+
+@pytest.fixture
+def url(s3_server, tmp_path):
+    return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.fixture(scope="module")
+def states():
+    return {step: state_of(step) for step in range(1, 7)}
+
+
+def config(folder, url, **checkpoint):
+    checkpoint = CheckpointConfig(**{"store": url, "keep": 2} | checkpoint)
+    return dataclasses.replace(BASE, log=LogConfig(run_dir=str(folder)), checkpoint=checkpoint)
+
+
+def save(cfg, states, *steps, rotate=True):
+    """Save these steps one after the other, each with its copy."""
+    folder = Path(cfg.log.run_dir)
+    with Checkpoints(cfg, Events(folder, 0)) as checkpoints:
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+        for step in steps:
+            meta = describe(cfg, step, "data-1")
+            checkpoints.save(states[step], meta, wait=True, rotate=rotate)
+            assert checkpoints.wait_for_copies()
+
+
+def resume(cfg):
+    """The step that a run of `cfg` goes on from, with the bits of its state; None if it begins anew."""
+    with Checkpoints(cfg, Events(Path(cfg.log.run_dir), 0)) as checkpoints:
+        found = checkpoints.resume(abstract_state(cfg, mesh()), lambda meta, place: [])
+        return None if found is None else (found[1], bits(found[0]))
+
+
+def copied(cfg):
+    return Copies(cfg.checkpoint.store).steps()
+
+
+def events(cfg, kind):
+    return [row for row in read_events(Path(cfg.log.run_dir)) if row["kind"] == kind]
+
+
+def largest(cfg, step):
+    """The remote folder and the name of the largest file of a copy."""
+    remote = Remote(cfg.checkpoint.store)
+    files = remote.files(str(step))
+    return remote, max(files, key=lambda name: files[name])
+
+
+def test_a_new_disk_goes_on_from_the_newest_copy(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1, 2, 3)
+    assert copied(cfg) == ([2, 3], [])  # as many as on the disk
+    [*_, event] = events(cfg, "copied")
+    assert event["step"] == 3 and event["bytes"] > 1000 and event["copy_s"] > 0
+    shutil.rmtree(tmp_path / "a")
+    other = config(tmp_path / "b", url)
+    assert resume(other) == (3, bits(states[3]))
+    # Now the disk has it, and the copy is not asked for.
+    remote, name = largest(cfg, 3)
+    remote.remove([name])
+    assert resume(other) == (3, bits(states[3]))
+    assert not (tmp_path / "b/checkpoints/fetching/3").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        pytest.param(lambda content: content[:-1], "bytes long, and was", marks=pytest.mark.wide),
+        (lambda content: bytes([content[0] ^ 1]) + content[1:], "has other bytes than were saved"),
+        pytest.param(None, "is missing", marks=pytest.mark.wide),
+    ],
+)
+def test_a_damaged_copy_is_put_aside_and_the_one_before_is_used(
+    tmp_path, url, states, capsys, damage, words
+):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1, 2)
+    remote, name = largest(cfg, 2)
+    content = remote.read(name)
+    remote.remove([name])
+    if damage is not None:
+        remote.write(name, damage(content))
+    other = config(tmp_path / "b", url)
+    assert resume(other) == (1, bits(states[1]))
+    assert copied(cfg) == ([1], ["2.corrupt"])
+    out = capsys.readouterr().out
+    assert f"in {url}/2; put aside as 2.corrupt" in out and words in out
+    [event] = events(other, "quarantined")
+    assert (event["step"], event["name"]) == (2, "2.corrupt")
+    # The step is saved and copied again when the run comes to it.
+    save(other, states, 2)
+    assert copied(cfg) == ([1, 2], ["2.corrupt"])
+
+
+@pytest.mark.wide
+def test_where_all_copies_are_damaged_nothing_starts_anew_by_itself(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1)
+    remote, name = largest(cfg, 1)
+    remote.write(name, b"")
+    with pytest.raises(NothingLeft, match=f"damaged .{url}/1.corrupt"):
+        resume(config(tmp_path / "b", url))
+
+
+def test_a_checkpoint_that_is_damaged_on_the_disk_comes_back_from_its_copy(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1, 2)
+    place = tmp_path / "a/checkpoints/2"
+    path = max(filter(Path.is_file, place.rglob("*")), key=lambda path: path.stat().st_size)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert resume(cfg) == (2, bits(states[2]))
+    assert (tmp_path / "a/checkpoints/2.corrupt").is_dir() and copied(cfg) == ([1, 2], [])
+
+
+def test_an_upload_that_was_ended_is_no_copy_and_goes_on_at_the_next_start(
+    tmp_path, url, states, monkeypatch
+):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1)
+    uploaded, upload = [], Remote.upload
+
+    def some(self, path, name):
+        if len(uploaded) >= 5:
+            raise RemoteRefused("gone")
+        upload(self, path, name)
+        uploaded.append(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "upload", some)
+        patch.setattr(copies_module, "WORKERS", 1)
+        with pytest.raises(SaveFailed, match="the last copy failed: gone"):
+            save(cfg, states, 2)
+    assert copied(cfg) == ([1], []) and len(Remote(url).files("2")) == 6
+    monkeypatch.setattr(
+        Remote, "upload", lambda self, *args: (uploaded.append(args[1]), upload(self, *args))
+    )
+    assert resume(cfg)[0] == 2
+    assert copied(cfg) == ([1, 2], [])
+    assert len(uploaded) == len(set(uploaded)), "nothing twice"
+    assert not any("uploading" in name for name in Remote(url).files())
+    assert resume(config(tmp_path / "b", url)) == (2, bits(states[2]))
+
+
+@pytest.mark.wide
+def test_what_an_ended_upload_of_a_step_left_is_removed_by_a_later_copy(tmp_path, url, states):
+    cfg, remote = config(tmp_path / "a", url), Remote(url)
+    remote.write("1/params/x", b"left")
+    remote.write("own.txt", b"not ours")
+    save(cfg, states, 2, 3)
+    assert {name.split("/")[0] for name in remote.files()} == {"2", "3", "own.txt"}
+
+
+@pytest.mark.wide
+def test_skipped_steps_push_no_copy_out(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1, 2)
+    save(cfg, states, 3, rotate=False)
+    assert copied(cfg) == ([1, 2, 3], [])
+
+
+def failing(times):
+    """An upload that fails so many times, and the number of times that it was called."""
+    calls, upload = [], Remote.upload
+
+    def fail(self, path, name):
+        calls.append(name)
+        if len(calls) <= times:
+            raise RemoteError("the network is gone")
+        upload(self, path, name)
+
+    return fail, calls
+
+
+def test_a_failed_upload_is_tried_again_and_ends_the_run_after_three_in_a_row(
+    tmp_path, url, states, monkeypatch, capsys
+):
+    cfg = config(tmp_path / "a", url, keep=9)
+    monkeypatch.setattr(Remote, "upload", failing(1)[0])
+    save(cfg, states, 1)
+    assert copied(cfg) == ([1], []) and not events(cfg, "copy_failed")
+    monkeypatch.setattr(Remote, "upload", failing(10**9)[0])
+    with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
+        for step in (2, 3, 4, 5):
+            if step == 5:
+                with pytest.raises(
+                    SaveFailed, match=r"copies .3 in a row. failed: the network is gone"
+                ) as caught:
+                    checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
+                continue
+            checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
+            while not checkpoints._uploads.wait(1.0):
+                pass
+    assert caught.value.exit_code == 70
+    assert [row["in_a_row"] for row in events(cfg, "copy_failed")] == [1, 2, 3]
+    assert "copy of step 2 failed (1 in a row): the network is gone" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert resume(cfg)[0] == 4 and copied(cfg) == ([1, 4], [])
+
+
+def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
+    tmp_path, url, states, monkeypatch, capsys
+):
+    cfg, go, begun = config(tmp_path / "a", url, keep=1), threading.Event(), threading.Event()
+    upload = Remote.upload
+
+    def slow(self, path, name):
+        begun.set()
+        assert go.wait(timeout=60)
+        upload(self, path, name)
+
+    monkeypatch.setattr(Remote, "upload", slow)
+    folder = tmp_path / "a/checkpoints"
+    with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
+            assert begun.wait(timeout=60)
+        assert (folder / "1").is_dir() and (folder / "3").is_dir()
+        assert "step 2 gets no copy: uploads are slower" in capsys.readouterr().out
+        go.set()
+    assert copied(cfg) == ([3], [])
+    assert resume(config(tmp_path / "b", url)) == (3, bits(states[3]))
+
+
+def test_another_runs_copy_is_refused_before_it_is_fetched(tmp_path, url, states, monkeypatch):
+    save(config(tmp_path / "a", url), states, 1)
+
+    def refuse(meta, place):
+        assert meta["data"]["fingerprint"] == "data-1"
+        raise UserError(f"{place} is of another run")
+
+    fetched = []
+    monkeypatch.setattr(Copies, "fetch", lambda self, *_: fetched.append(1))
+    cfg = config(tmp_path / "b", url)
+    with Checkpoints(cfg) as checkpoints:
+        with pytest.raises(UserError, match=f"{url}/1 is of another run"):
+            checkpoints.resume(abstract_state(cfg, mesh()), refuse)
+    assert fetched == []
+
+
+def test_a_new_beginning_does_not_overwrite_copies_and_must_counts_them(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1)
+    with pytest.raises(UserError, match=r"holds checkpoints \[1\] of an earlier run; remove them"):
+        Checkpoints(config(tmp_path / "a", url, resume="never"))
+    assert (tmp_path / "a/checkpoints/1").is_dir()
+    assert resume(config(tmp_path / "b", url, resume="must"))[0] == 1
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        Checkpoints(config(tmp_path / "c", f"{url}/other", resume="must"))
+
+
+def test_a_network_that_is_gone_is_no_damage(tmp_path, url, states, monkeypatch):
+    save(config(tmp_path / "a", url), states, 1)
+
+    def fail(self, name, path):
+        raise RemoteError("the network is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "download", fail)
+        with pytest.raises(Unreadable, match="the network is gone") as caught:
+            resume(config(tmp_path / "b", url))
+    assert caught.value.exit_code == 70
+    assert resume(config(tmp_path / "b", url))[0] == 1
+
+
+def listed(*words):
+    """What inspect-checkpoint prints of these words, and its exit code."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            inspect_checkpoint.main(list(words))
+        except SystemExit as error:
+            return out.getvalue(), error.code
+    return out.getvalue(), 0
+
+
+def test_copies_are_listed_verified_and_fetched_as_a_run(tmp_path, url, states):
+    save(config(tmp_path / "a", url), states, 1, 2)
+    out, code = listed(url)
+    assert code == 0 and out.count("complete") == 2 and "0.0 h ago" in out
+    out, code = listed(url, "--verify")
+    assert code == 0 and out.count("verified") == 2
+    remote, name = largest(config(tmp_path, url), 2)
+    content = remote.read(name)
+    remote.write(name, bytes(len(content)))
+    out, code = listed(url, "--step", "2")
+    assert code == 1 and "DAMAGED" in out and "has other bytes" in out
+    out, code = listed(url, "--fetch", f"{tmp_path}/one")
+    assert code == 0 and f"{url}/2 is damaged" in out and "1" in out
+    assert steps(tmp_path / "one/checkpoints") == [1]
+    cfg = saved_config(tmp_path / "one")
+    _, params = load_params(tmp_path / "one", mesh())
+    assert bits(params) == bits(states[1].params) and cfg.model == BASE.model
+    out, code = listed(f"{url}/none")
+    assert code == 1 and "there is no complete checkpoint" in out
+    with pytest.raises(UserError, match="--fetch out/first, then --init-from out/first"):
+        Source.parse(f"{url}@2")
+
+
+def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 1)
+    save(cfg, states, 2)
+    first = run_on_disk(url, 1)
+    assert Path(first).is_relative_to(cache) and steps(Path(first) / "checkpoints") == [1]
+    assert bits(load_params(first, mesh())[1]) == bits(states[1].params)
+    remote = Remote(url)
+    remote.remove([f"1/{name}" for name in remote.files("1") if name.endswith("METADATA")])
+    assert run_on_disk(url) == first and steps(Path(first) / "checkpoints") == [2]
+    with pytest.raises(UserError, match=r"holds the steps \[1, 2\]"):
+        run_on_disk(url, 7)
+    assert run_on_disk("out/x") == "out/x"
+
+
+def test_one_job_at_a_time_has_a_place(url):
+    with RunLock(LockObject(url), beat_s=0.05, stale_s=2.0) as lock:
+        assert lock.held
+        with pytest.raises(UserError, match=f"{url} is in use by pid .*checkpoint.store"):
+            RunLock(LockObject(url)).__enter__()
+        # As a job of another machine sees it: it beats.
+        remote = Remote(url)
+        holder, _, _ = remote.read("lock").decode().partition("\n")
+        far = json.loads(holder) | {"machine": "another", "host": "far"}
+        lock._own = json.dumps(far)
+        remote.write("lock", f"{lock._own}\n0\n".encode())
+        with pytest.raises(UserError, match=r"in use by .* on far"):
+            RunLock(LockObject(url), stale_s=30.0).__enter__()
+    assert remote.read("lock") is None
+    remote.write("lock", f"{json.dumps(far)}\n0\n".encode())
+    with RunLock(LockObject(url), stale_s=0.2, settle_s=0.0) as lock:
+        assert "no sign of life" in lock.note
+        remote.write("lock", f"{json.dumps(far)}\n1\n".encode())
+        assert not lock.held
+    assert remote.read("lock") is not None, "it is another's"

@@ -1,0 +1,99 @@
+"""A run whose tokens and checkpoints are in a bucket, on a real S3 server, outlives its machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import s3
+from tests.faults.tiny import config as TINY
+from tests.runs import change, run, step_rows
+from ultrascale_jax.checkpoint.copies import Copies
+from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.storage.remote import Remote
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["the", "loss", "of", "a", "run", "is", "what", "it", "learns", "from"]
+
+
+@pytest.fixture
+def url(s3_server, tmp_path):
+    return f"s3://{s3.BUCKET}/{tmp_path.name}"
+
+
+def losses(folder):
+    return {row["step"]: row["loss"] for row in step_rows(folder)}
+
+
+@pytest.mark.slow
+def test_a_run_copies_its_checkpoints_and_gives_its_place_back(url, tmp_path):
+    store = {"store": f"{url}/run", "every": 2}
+    cfg = change(TINY, mesh={"fsdp": 2}, checkpoint=store, train={"steps": 4})
+    run(cfg, tmp_path / "a")
+    copies = Copies(f"{url}/run")
+    assert copies.steps() == ([2, 4], [])
+    assert "lock" not in copies.remote.files() and copies.saved_config().train.steps == 4
+    copied = [event["step"] for event in read_events(tmp_path / "a") if event["kind"] == "copied"]
+    assert copied == [2, 4]
+
+
+def command(name, *arguments):
+    return [sys.executable, "-m", f"scripts.{name}", *map(str, arguments)]
+
+
+def finished(words, environment, code=0):
+    """The output of a command, which ends with `code`."""
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tmp_path):
+    """Prepare, train, kill -9, lose the disk, go on: bit for bit on the same mesh, to 1e-6 on another."""
+    environment = os.environ | s3_server
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(rng.choice(WORDS, 60))}) for _ in range(200)]
+    Remote(url).write("text/a.jsonl", "\n".join(lines).encode())
+    words = ["--input", f"{url}/text/*.jsonl", "--out", f"{url}/tokens", "--workers", 1]
+    finished(command("prepare_data", *words, "--shard-tokens", 20000), environment)
+    options = [
+        *("tests.faults.tiny", "--devices", 8, "--sample", 0, "--model.vocab-size", 256),
+        *("--data.source", f"tokens:{url}/tokens", "--train.steps", 10, "--checkpoint.every", 2),
+    ]
+
+    def train(name, mesh, store, code=0, **more):
+        folder, store = tmp_path / name, f"{url}/{store}"
+        own = ["--mesh", mesh, "--run-dir", folder, "--checkpoint.store", store]
+        own += ["--faults"] if more else []
+        return finished(command("train", *options, *own), environment | more, code)
+
+    train("whole", "fsdp=8", "whole")
+    train("run", "fsdp=8", "run", -9, US_FAULT="kill@8@0")
+    before = losses(tmp_path / "run")
+    last = max(Copies(f"{url}/run").steps()[0])
+    assert 2 <= last <= 6
+    s3.client().copy(f"{url}/run"[5:], f"{url}/other"[5:], recursive=True)
+    shutil.rmtree(tmp_path / "run")
+
+    # The lock of the dead process is there: on this machine it is seen to be gone.
+    out = train("run", "fsdp=8", "run")
+    assert f"from {url}/run" in out and "took over the lock" in out
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert again == whole and set(again) == set(range(1, 11)), "metrics came back too"
+    assert {step: before[step] for step in range(1, 7)} == {
+        step: whole[step] for step in range(1, 7)
+    }
+
+    train("other", "dp=2,fsdp=2,tp=2", "other")
+    moved = losses(tmp_path / "other")
+    for step in range(last + 1, 11):
+        assert moved[step] == pytest.approx(whole[step], rel=1e-6)
