@@ -74,6 +74,7 @@ def test_weights_are_shares(tmp_path):
         ("wikipedia", "'wikipedia' is no source; write python-stdlib, text:GLOB"),
         ("text:", "'text:' is no source"),
         ("tokens", "'tokens' is no source"),
+        ("hf:org/name", "prepare-data --input hf:org/name --out DIR, then tokens:DIR"),
         ("", "'' is no source"),
         ("synthetic@0", "weight of 'synthetic' must be a positive number"),
         ("synthetic@-1", "weight of 'synthetic' must be a positive number"),

@@ -5,11 +5,13 @@
     ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
     ultrascale prepare-data --input 'chat/*.jsonl' --out tokens/chat --tokenizer HF_DIR --chat
     ultrascale prepare-data --input 's3://bucket/c4/*.jsonl.zst' --out s3://bucket/tokens/c4
+    ultrascale prepare-data --input hf:HuggingFaceFW/fineweb-edu:sample-10BT --out tokens/edu --tokenizer tokenizer.json
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
 so the shards depend on the input and the settings alone. The index is written after every shard;
 the same command after a crash keeps the shards that are whole, checks that the input still has
-their documents, and continues behind them. Before the first whole shard there is no index.
+their documents, and continues behind them. Before the first whole shard there is no index. Of a
+dataset that Hugging Face `datasets` streams, only the last few thousand of them are read again.
 
 Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` and, if need be,
 `tools`. Each conversation is one document, written by the tokenizer's own chat template, and the
@@ -21,24 +23,29 @@ import functools
 import glob
 import multiprocessing
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.data import chat, shards, tokenizer
+from ultrascale_jax.data import chat, hub, shards, tokenizer
 from ultrascale_jax.data.documents import (
     JSON_LINES,
+    File,
     Input,
     kind_of,
     read_file,
     read_rows,
+    text_of,
     whole_characters,
 )
 from ultrascale_jax.data.remote_shards import upload_shards
@@ -61,7 +68,7 @@ class Args:
     input: str
     """Pattern of the files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet and
     .array_record in a row or record, others are one of text; .gz and .zst behind any of the first three or text are
-    decompressed."""
+    decompressed. Or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset that Hugging Face `datasets` streams."""
     out: str | Path
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"
@@ -100,24 +107,33 @@ def prepare(args: Args) -> shards.Index:
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
     if Path(args.tokenizer).is_dir():
         args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
-    with Progress() as progress:
+    columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress:
         if not args.chat and (found := find_conversations(paths, args.text_field)):
             progress.console.print(f"{found} has conversations (messages): --chat", soft_wrap=True)
             args = replace(args, chat=True)
         template = load_template(args) if args.chat else None
         index = open_index(args, paths, progress)
-        documents = read_documents(paths, args.text_field, progress, "tokenize", template)
+        stream, done = None, 0
+        if isinstance(paths[0], hub.HubDataset):
+            done = sum(shard.documents for shard in index.shards)
+            stream = hub.Stream(paths[0], hub.saved_place(args.folder, paths[0], done))
+            done = stream.begin.documents
+        documents = read_documents(paths, args.text_field, progress, "tokenize", template, stream)
         for shard in index.shards:
-            skip_documents(args, shard, documents)
+            skip_documents(args, shard, documents, done)
+            done = max(done - shard.documents, 0)
         if index.complete:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
-        return write_shards(args, index, documents)
+        return write_shards(args, index, documents, progress, stream)
 
 
 def inputs(args: Args) -> Sequence[Input]:
     """The files that the pattern matches, in order, without those that an earlier run wrote."""
+    if args.input.startswith(hub.PREFIX):
+        return [hub.HubDataset.parse(args.input)]
     if is_url(args.input):
         return matching(args.input)
     found = map(Path, glob.glob(args.input, recursive=True))
@@ -126,9 +142,12 @@ def inputs(args: Args) -> Sequence[Input]:
 
 
 def find_conversations(paths: Sequence[Input], field: str) -> Input | None:
-    """The first file of JSON lines, if its first row has `messages` and no text."""
-    path = next((path for path in paths if kind_of(path) in JSON_LINES), None)
-    _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
+    """The first input of rows, if its first row has `messages` and no text."""
+    path = next((path for path in paths if kind_of(path) in (*JSON_LINES, hub.SUFFIX)), None)
+    if isinstance(path, hub.HubDataset):
+        row = path.first()
+    else:
+        _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
     fields = row if isinstance(row, dict) else {}
     chats = isinstance(fields.get("messages"), list) and not isinstance(fields.get(field), str)
     return path if chats else None
@@ -182,53 +201,98 @@ def tokenizer_name(args: Args) -> str:
     return str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
 
 
-def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) -> None:
-    """Pass over the documents of a finished shard, and check that it was made of them."""
-    for expected in shards.shard_documents(args.folder, shard)["hash"]:
+def skip_documents(
+    args: Args, shard: shards.Shard, documents: Iterator[str], first: int = 0
+) -> None:
+    """Pass over the documents of a finished shard from the `first` on, and check that it was made of them."""
+    for expected in shards.shard_documents(args.folder, shard)["hash"][first:]:
         text = next(documents, None)
         same = text is not None and shards.text_hash(text.encode()) == expected
         fix = f"{shard.name} was made of other documents; remove it or choose another --out"
         require(same, "out", str(args.folder), fix)
 
 
-def write_shards(args: Args, index: shards.Index, documents: Iterator[str]) -> shards.Index:
+def write_shards(
+    args: Args,
+    index: shards.Index,
+    documents: Iterator[str],
+    progress: Progress,
+    stream: hub.Stream | None = None,
+) -> shards.Index:
     """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
-    pieces, hashes, answers = [], [], []
+    pending: list[Tokenized] = []
     size = 0
+    rate = TokenRate(progress)
 
     def finish_shard() -> shards.Index:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        if args.tokenizer != "bytes":
-            path = Path(args.tokenizer)
-            shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
-            for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE) if args.chat else ()):
-                if other.exists():
-                    shards.write_atomic(args.folder / other.name, other.read_bytes())
-        lengths = np.array([piece.size for piece in pieces])
+        copy_tokenizer(args)
         name = f"shard_{len(index.shards):05d}"
-        all_hashes = np.array(hashes, np.uint64)
-        shard = shards.write_shard(args.folder, name, pieces, lengths, all_hashes, answers)
+        tokens, lengths, hashes, answers = zip(*pending, strict=True)
+        joined = np.concatenate(lengths), np.concatenate(hashes)
+        shard = shards.write_shard(args.folder, name, tokens, *joined, answers if args.chat else ())
         longer = replace(index, shards=(*index.shards, shard))
         longer.save(args.folder)
+        if stream is not None:
+            stream.save(args.folder, sum(shard.documents for shard in longer.shards))
+        rate.tell(shard)
         return longer
 
-    for tokens, lengths, group_hashes, counted in tokenize(args, documents):
-        ends = np.cumsum(lengths)
-        for begin, end, text_hash in zip(ends - lengths, ends, group_hashes, strict=True):
-            if pieces and size + end - begin > args.shard_tokens:
+    for group in tokenize(args, documents):
+        while group[1].size:
+            ends = np.cumsum(group[1])
+            fit = int(np.searchsorted(ends, args.shard_tokens - size, side="right"))
+            fit = max(fit, 0 if pending else 1)  # of a document that is longer than a shard
+            if fit:
+                pending.append(documents_of(group, 0, fit))
+                size += int(ends[fit - 1])
+            group = documents_of(group, fit, ends.size)
+            if group[1].size:
                 index = finish_shard()
-                pieces, hashes, answers, size = [], [], [], 0
-            pieces.append(tokens[begin:end])
-            hashes.append(text_hash)
-            if counted is not None:
-                answers.append(counted[begin:end])
-            size += end - begin
-    if pieces:
+                pending, size = [], 0
+    if pending:
         index = finish_shard()
     require(bool(index.shards), "input", args.input, "holds no text")
     index = replace(index, complete=True)
     index.save(args.folder)
     return index
+
+
+def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
+    """The documents `first` to `last` (exclusive) of a group."""
+    tokens, lengths, hashes, counted = group
+    begin, end = int(lengths[:first].sum()), int(lengths[:last].sum())
+    counted = None if counted is None else counted[begin:end]
+    return tokens[begin:end], lengths[first:last], hashes[first:last], counted
+
+
+def copy_tokenizer(args: Args) -> None:
+    """Copy a tokenizer that was given, and its chat template, beside the shards."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.tokenizer == "bytes":
+        return
+    path = Path(args.tokenizer)
+    shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
+    for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE) if args.chat else ()):
+        if other.exists():
+            shards.write_atomic(args.folder / other.name, other.read_bytes())
+
+
+class TokenRate:
+    """Says after each shard how fast tokens are made, and when the input will be done."""
+
+    def __init__(self, progress: Progress):
+        self._progress, self._begun, self._tokens = progress, time.monotonic(), 0
+
+    def tell(self, shard: shards.Shard) -> None:
+        self._tokens += shard.tokens
+        rate = self._tokens / (time.monotonic() - self._begun)
+        task = self._progress.tasks[-1]
+        words = [f"{shard.name}: {shard.tokens:,} tokens", f"{rate:,.0f} tokens/s"]
+        if task.total:
+            words.append(f"{task.percentage:.0f}% of the input")
+        if task.time_remaining:
+            words.append(f"{timedelta(seconds=round(task.time_remaining))} left")
+        self._progress.console.print(", ".join(words), soft_wrap=True, highlight=False)
 
 
 def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
@@ -281,16 +345,21 @@ def read_documents(
     progress: Progress,
     description: str,
     template: chat.ChatTemplate | None = None,
+    stream: hub.Stream | None = None,
 ) -> Iterator[str]:
     """The documents of all files that are not empty, in order; moves a progress bar by bytes.
 
-    With a template they are conversations, as `ChatTemplate.render` gives them.
+    With a template they are conversations, as `ChatTemplate.render` gives them. A dataset is read by `stream`, or from
+    its beginning.
     """
     sizes = [path.stat().st_size for path in paths]
-    task = progress.add_task(description, total=sum(sizes))
+    task = progress.add_task(description, total=sum(sizes) or None)
     before = 0
     for size, path in zip(sizes, paths, strict=True):
-        pairs = read_conversations(path, template) if template else read_file(path, field)
+        if isinstance(path, hub.HubDataset):
+            pairs = read_dataset(stream or hub.Stream(path), field, template)
+        else:
+            pairs = read_conversations(path, template) if template else read_file(path, field)
         for count, (text, done) in enumerate(_asked(path, pairs)):
             if text:
                 yield text
@@ -306,15 +375,29 @@ def _asked[Item](path: Input, items: Iterator[Item]) -> Iterator[Item]:
         yield from items
 
 
-def read_conversations(path: Input, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
+def read_dataset(
+    stream: hub.Stream, field: str, template: chat.ChatTemplate | None
+) -> Iterator[tuple[str, int]]:
+    """The text of every row of a dataset, or its conversation, and the bytes read so far."""
+    if template is None:
+        return stream.texts(lambda row, where: text_of(row, field, where), (field,))
+    return stream.texts(lambda row, where: rendered(template, row, where))
+
+
+def rendered(template: chat.ChatTemplate, row: Any, where: str) -> str:
+    """A row's conversation as the template renders it; `UserError` that begins with `where`."""
+    try:
+        return whole_characters(template.render(row))
+    except UserError as error:
+        raise UserError(f"{where} {error}") from None
+
+
+def read_conversations(path: File, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
     """Every line's conversation as the template renders it, and the bytes read so far."""
     fix = "is no file of JSON lines, as conversations are; leave it out of the pattern"
     require(kind_of(path) in JSON_LINES, "input", str(path), fix)
     for number, row, done in read_rows(path):
-        try:
-            yield whole_characters(template.render(row)), done
-        except UserError as error:
-            raise UserError(f"input={str(path)!r}: line {number} {error}") from None
+        yield rendered(template, row, f"input={str(path)!r}: line {number}"), done
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,13 +15,20 @@ from typing import IO, Any
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json
+from ultrascale_jax.data.hub import HubDataset
 from ultrascale_jax.storage.remote import RemoteFile
 
-Input = Path | RemoteFile
+File = Path | RemoteFile
 """A file of documents: on a disk or in object storage."""
+
+Input = File | HubDataset
+"""What documents are read from."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
+
+CHUNK_BYTES = 1 << 20
+"""Bytes that are read at once."""
 
 EXAMPLE = """
 name: "example.proto"
@@ -36,7 +43,7 @@ message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_RE
 """The parts of tensorflow/core/example/{example,feature}.proto that can hold text."""
 
 
-def read_file(path: Input, field: str) -> Iterator[tuple[str, int]]:
+def read_file(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The documents of a file in the form that its suffix tells; `field` holds their text."""
     readers = dict.fromkeys(JSON_LINES, read_json_lines)
     readers |= {".parquet": read_parquet, ".array_record": read_array_record}
@@ -49,7 +56,7 @@ def kind_of(path: Input) -> str:
 
 
 @contextlib.contextmanager
-def open_input(path: Input) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def open_input(path: File) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """Open a file, decompressed, and a function that tells how many of its own bytes were read so far.
 
     Raises `UserError` inside the block for a compressed file that is damaged or cut short.
@@ -64,7 +71,7 @@ def open_input(path: Input) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
             arrow = import_arrow(path, "zstd")
             damaged = (OSError,)
             file = arrow.CompressedInputStream(raw, "zstd")
-            file = opened.enter_context(io.BufferedReader(file, 1 << 20))
+            file = opened.enter_context(io.BufferedReader(file, CHUNK_BYTES))
         try:
             yield file, raw.tell
         except damaged as error:
@@ -72,7 +79,7 @@ def open_input(path: Input) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
             raise UserError(f"input={str(path)!r}: {words}") from error
 
 
-def import_arrow(path: Input, what: str) -> Any:
+def import_arrow(path: File, what: str) -> Any:
     """Import pyarrow with its Parquet reader; `UserError` with the extra to install."""
     try:
         import pyarrow.parquet
@@ -82,7 +89,7 @@ def import_arrow(path: Input, what: str) -> Any:
     return pyarrow
 
 
-def read_text(path: Input, field: str) -> Iterator[tuple[str, int]]:
+def read_text(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The whole file as one document, and the bytes read so far."""
     del field
     try:
@@ -93,7 +100,7 @@ def read_text(path: Input, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"input={str(path)!r}: {fix}") from error
 
 
-def read_rows(path: Input) -> Iterator[tuple[int, Any, int]]:
+def read_rows(path: File) -> Iterator[tuple[int, Any, int]]:
     """The number of every line that is not blank, its JSON, and the bytes read so far."""
     with open_input(path) as (file, done):
         for number, line in enumerate(file, start=1):
@@ -101,7 +108,7 @@ def read_rows(path: Input) -> Iterator[tuple[int, Any, int]]:
                 yield number, parse_json(line, f"input={str(path)!r}: line {number}"), done()
 
 
-def read_json_lines(path: Input, field: str) -> Iterator[tuple[str, int]]:
+def read_json_lines(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The text of every line's object, and the bytes read so far."""
     for number, document, done in read_rows(path):
         yield text_of(document, field, f"input={str(path)!r}: line {number}"), done
@@ -123,16 +130,18 @@ def whole_characters(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def read_parquet(path: Input, field: str) -> Iterator[tuple[str, int]]:
+def read_parquet(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The text of every row, and about how many bytes were read so far."""
     pyarrow = import_arrow(path, "Parquet")
     size, rows = path.stat().st_size, 0
+    # With `pre_buffer`, its default, it would keep the bytes of the whole file.
+    bounded = {"pre_buffer": False, "buffer_size": CHUNK_BYTES}
     try:
-        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
+        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw, **bounded) as file:
             names, total = file.schema_arrow.names, file.metadata.num_rows
             fix = f"has no column {field!r} but {names}; give another --text-field"
             require(field in names, "input", str(path), fix)
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for batch in file.iter_batches(batch_size=128, columns=[field]):
                 for text in batch.column(0).to_pylist():
                     rows += 1
                     fix = f"row {rows} has no text in {field!r}; give another --text-field"
@@ -143,7 +152,7 @@ def read_parquet(path: Input, field: str) -> Iterator[tuple[str, int]]:
         raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error
 
 
-def read_array_record(path: Input, field: str) -> Iterator[tuple[str, int]]:
+def read_array_record(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The text of every record: a JSON object, or a tf.train.Example as TensorFlow Datasets write them."""
     from array_record.python import array_record_module
 

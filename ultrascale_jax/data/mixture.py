@@ -18,8 +18,8 @@ from ultrascale_jax.config.stages import FORM, parse_stages
 
 KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
 
-KIND = "(?:python-stdlib|synthetic|text:|tokens:)"
-"""Regular expression of the beginning of a source."""
+KIND = "(?:python-stdlib|synthetic|text:|tokens:|hf:)"
+"""Regular expression of the beginning of a source, or of what is taken for one."""
 
 NEXT = re.compile(rf",\s*(?={KIND})")
 """What parts two sources; another comma is a part of a path."""
@@ -67,6 +67,8 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
         known = name in ("python-stdlib", "synthetic") or (
             kind in ("text", "tokens") and bool(argument)
         )
+        fix = f"a run reads token shards; make them: ultrascale prepare-data --input {name} --out DIR, then tokens:DIR"
+        require(not name.startswith("hf:"), "data.source", source, fix)
         require(LOST_STAGE.search(name) is None, "data.source", source, FORM)
         require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")
         fix = f"the weight of {name!r} must be a positive number"

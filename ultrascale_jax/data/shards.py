@@ -250,19 +250,24 @@ def write_shard(
     documents = np.empty(len(lengths), DOCUMENT)
     documents["end"] = np.cumsum(lengths)
     documents["hash"] = hashes
-    flat = np.concatenate(tokens)
-    contents = {
-        "tokens": flat.astype(flat.dtype.newbyteorder("<"), copy=False).tobytes(),
-        "documents": documents.tobytes(),
+    # Part by part: a shard of 2^26 tokens of four bytes is 256 MiB, and is here once already.
+    little = (np.ascontiguousarray(x, x.dtype.newbyteorder("<")) for x in tokens)
+    contents: dict[str, list[memoryview]] = {
+        "tokens": [memoryview(piece.view("u1")) for piece in little],
+        "documents": [memoryview(documents.view("u1"))],
     }
     if answers:
-        contents["answers"] = np.packbits(np.concatenate(answers), bitorder="little").tobytes()
-    for kind, content in contents.items():
-        write_atomic(folder / f"{name}.{kind}", content)
-    digests = {
-        f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in contents.items()
-    }
-    return Shard(name=name, tokens=int(flat.size), documents=len(lengths), **digests)
+        packed = np.packbits(np.concatenate(answers), bitorder="little")
+        contents["answers"] = [memoryview(packed)]
+    digests = {}
+    for kind, parts in contents.items():
+        write_atomic(folder / f"{name}.{kind}", *parts)
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        digests[f"{kind}_sha256"] = digest.hexdigest()
+    size = sum(piece.size for piece in tokens)
+    return Shard(name=name, tokens=size, documents=len(lengths), **digests)
 
 
 def shard_documents(folder: Path, shard: Shard) -> np.ndarray:

@@ -57,12 +57,16 @@ def read_regular(path: Path | str) -> bytes:
         return file.read()
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file: a crash leaves the old one or the new one. A link at `path` or `path.tmp` is replaced."""
+def write_atomic(path: Path, *contents: bytes | memoryview) -> None:
+    """Write a whole file of these parts: a crash leaves the old one or the new one.
+
+    A link at `path` or `path.tmp` is replaced.
+    """
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)
     with open(unfinished, "xb", opener=open_regular) as file:
-        file.write(content)
+        for content in contents:
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
