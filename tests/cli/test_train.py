@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.runs import step_rows
+from ultrascale_jax.cli.train import look_back
 
 TINY = (
     "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 --model.head-dim 4 --data.seq-len 64"
@@ -55,6 +56,17 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err
     assert "Traceback" in err and "no-such-platform" in err
+
+
+def test_a_run_of_many_steps_ends_with_its_losses_and_what_to_try_next(tmp_path):
+    rows = [{"step": n, "loss": 9.0 - n} for n in range(1, 9)]
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 9, "loss": None}])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    lines = look_back(str(tmp_path)).splitlines()
+    assert lines[2].startswith("8 |*") and lines[10].startswith("1 |") and lines[12].endswith(" 8")
+    assert f"  ultrascale watch {tmp_path} " in lines[-3]
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "next:" in look_back(str(tmp_path))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from ultrascale_jax.figures import page, palette, streams
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
 from ultrascale_jax.figures.figure import Table, number
 from ultrascale_jax.figures.streams import Event, Streams
+from ultrascale_jax.figures.text import line_chart
 
 STREAMS = Streams(
     name="timeline",
@@ -143,3 +144,18 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'ultrascale_jax\[report\]'"):
         STREAMS.draw(tmp_path / "x.png")
+
+
+def test_a_chart_in_characters_has_the_mean_of_each_column_between_its_extremes():
+    text = line_chart([1, 2, 3, 4, 5], [8.0, 6.0, 4.0, 2.0, 0.0], width=5, height=5)
+    assert text.splitlines() == [
+        "8 |*",
+        "  | *",
+        "  |  *",
+        "  |   *",
+        "0 |    *",
+        "  +-----",
+        "   1   5",
+    ]
+    assert line_chart([1, 2, 9], [1.0, 3.0, 2.0], width=2, height=1).splitlines()[0] == "2 |**"
+    assert line_chart([], []) == ""

@@ -1,5 +1,6 @@
 """Train a model: `ultrascale train [RECIPE] [--mesh fsdp=4,tp=2] [--section.field VALUE ...]`."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -80,6 +81,29 @@ def main(argv: Sequence[str]) -> None:
     if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
         say("a sample:\n")
         generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", str(number)])
+    if jax.process_index() == 0 and not summary["stopped"] and cfg.train.steps >= WORTH_READING:
+        say(look_back(cfg.log.run_dir))
+
+
+def look_back(run_dir: str) -> str:
+    """Return the loss of a run that is done as a chart of characters, and what to try next."""
+    from ultrascale_jax.dashboard.series import RunMetrics
+    from ultrascale_jax.figures.text import line_chart
+
+    metrics = RunMetrics(Path(run_dir))
+    metrics.update()
+    columns = metrics.steps.columns
+    points = zip(columns.get("step", ()), columns.get("loss", ()), strict=True)
+    points = [point for point in points if math.isfinite(point[1])]
+    steps, losses = zip(*points, strict=True) if points else ((), ())
+    commands = {
+        f"watch {run_dir}": "every metric on a page of the browser",
+        f'generate {run_dir} --prompt "def "': "more of what it writes",
+        "plan guide llama3_70b --gpus 512": "the same on a cluster, in three steps",
+    }
+    width = max(map(len, commands))
+    lines = [f"  ultrascale {name:<{width}}  {words}" for name, words in commands.items()]
+    return "\n".join(["", "loss by step", line_chart(steps, losses), "", "next:", *lines])
 
 
 def _bring_back(cfg: Config) -> bool:
