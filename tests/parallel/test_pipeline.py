@@ -277,7 +277,7 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
     ]
     gaps = table.with_ticks(ticks).check()
     [segment] = assemble(gaps).segments
-    assert 0.9 <= assemble(gaps).every["h"].mean() < 1 and segment.kinds == {"F", "B"}
+    assert 0.9 <= assemble(gaps).every["head"].mean() < 1 and segment.kinds == {"F", "B"}
 
     def normed(shared, y, batch):
         return head(shared, y * lax.rsqrt(jnp.sum(y * y, -1, keepdims=True)), batch)

@@ -29,40 +29,40 @@ def interpret(program, stash):
 
     for t, row in enumerate(schedule.ticks):
         cell = {name: table[t] for name, table in ranks.items()}
-        sent = {"f": {}, "b": {}}
+        sent = {"forward": {}, "backward": {}}
         for r, ops in enumerate(row):
             if "F" in ops:
                 mb, stage = ops["F"]
-                assert (cell["f_on"][r], cell["f_mb"][r], cell["f_chunk"][r]) == (
+                assert (cell["forward_on"][r], cell["forward_mb"][r], cell["forward_chunk"][r]) == (
                     1,
                     mb,
                     schedule.chunk_of(stage),
                 )
                 if stage == 0:
-                    assert every["e"][t] and every["e_mb"][t] == mb
-                    put("X", r, cell["f_x"][r], (mb, 0))
-                assert get("X", r, cell["f_x"][r]) == (mb, stage)
+                    assert every["embed"][t] and every["embed_mb"][t] == mb
+                    put("X", r, cell["forward_input"][r], (mb, 0))
+                assert get("X", r, cell["forward_input"][r]) == (mb, stage)
                 if stash == "residuals":
-                    put("R", r, cell["f_res"][r], (mb, stage))
+                    put("R", r, cell["forward_residuals"][r], (mb, stage))
                 if stage == last:
-                    assert every["h"][t] and every["h_mb"][t] == mb
-                sent["f"][r] = (mb, stage + 1)
+                    assert every["head"][t] and every["head_mb"][t] == mb
+                sent["forward"][r] = (mb, stage + 1)
             if "B" in ops:
                 mb, stage = ops["B"]
-                assert get("G", r, cell["b_g"][r]) == (mb, stage)
-                slot = cell["b_x" if stash == "input" else "b_res"][r]
+                assert get("G", r, cell["backward_gradient"][r]) == (mb, stage)
+                slot = cell["backward_input" if stash == "input" else "backward_residuals"][r]
                 assert get("X" if stash == "input" else "R", r, slot) == (mb, stage)
                 if schedule.split:
-                    put("W", r, cell["b_w"][r], (mb, stage))
+                    put("W", r, cell["backward_queue"][r], (mb, stage))
                 if stage == 0:
-                    assert every["d"][t] and every["d_mb"][t] == mb
-                sent["b"][r] = (mb, stage - 1)
+                    assert every["embed_gradient"][t] and every["embed_gradient_mb"][t] == mb
+                sent["backward"][r] = (mb, stage - 1)
             if "W" in ops:
-                assert get("W", r, cell["w_w"][r]) == ops["W"]
+                assert get("W", r, cell["weight_queue"][r]) == ops["W"]
         for r, ops in enumerate(row):
             if "F" in ops and ops["F"][1] == last:
-                put("G", r, cell["h_g"][r], ops["F"])
-        for k, kind in (("f", "X"), ("b", "G")):
+                put("G", r, cell["head_gradient"][r], ops["F"])
+        for k, kind in (("forward", "X"), ("backward", "G")):
             for port in PORTS:
                 for source, to in program.ports.get(f"{k}_{port}", ()):
                     slot = cell[f"{k}_{port}"][to]
@@ -115,5 +115,7 @@ def test_forward_operations_alone_keep_nothing():
 def test_what_a_tick_reads_ahead_is_the_next_tick_s():
     program = assemble(build("1f1b", 2, 4))
     columns, before = program.columns(program.ranks)
-    assert (before["next_f_first"] == program.ranks["f_first"][0]).all()
-    np.testing.assert_array_equal(columns["next_b_g"][:-1], program.ranks["b_g"][1:])
+    assert (before["next_forward_first"] == program.ranks["forward_first"][0]).all()
+    np.testing.assert_array_equal(
+        columns["next_backward_gradient"][:-1], program.ranks["backward_gradient"][1:]
+    )

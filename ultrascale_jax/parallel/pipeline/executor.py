@@ -29,13 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick, at, buffer, empty, put
-from ultrascale_jax.parallel.pipeline.program import Program, Segment, assemble
+from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, Segment, assemble
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
-
-ENOUGH = {"h": 0.9, "d": 0.2}
-"""Share of a segment's ticks from which on the head, and the embedding's gradient, run in all of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,9 +210,9 @@ class _Executor:
         read = {name: state[name] for name in reads if name in state}
         mine, y, dx = self.loop.run(segment, mine, read, tick)
         state = state | mine
-        arrived = self._send("f", y) if forward else []
-        arrived += self._send("b", dx) if backward else []
-        soon = self.every["next_e"][segment.start : segment.stop].any()
+        arrived = self._send("forward", y) if forward else []
+        arrived += self._send("backward", dx) if backward else []
+        soon = self.every["next_embed"][segment.start : segment.stop].any()
         x = self._embed(tick) if soon else state["x_forward"]
         dy = y
         if forward:
@@ -230,24 +227,24 @@ class _Executor:
         for (name, column, _), value in zip(arrived, values, strict=True):
             state[name] = put(state[name], value, tick[column])
         if forward and self.trains:
-            state["gradients"] = put(state["gradients"], dy, tick["h_g"])
+            state["gradients"] = put(state["gradients"], dy, tick["head_gradient"])
         return self._read_next(state, x, tick), None
 
     def _read_next(self, state: dict, x: jax.Array, tick: Tick) -> dict:
         """Read the inputs of the next tick; x is the first stage's."""
-        takes = tick["next_f_first"] > 0
+        takes = tick["next_forward_first"] > 0
         if self.trains and not self.stashes:
-            slot = jnp.where(takes, tick["next_f_x"], self.program.slots.inputs)
+            slot = jnp.where(takes, tick["next_forward_input"], self.program.slots.inputs)
             state["inputs"] = put(state["inputs"], x, slot)
-            state["x_backward"] = at(state["inputs"], tick["next_b_x"])
-        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], tick["next_f_x"]))
+            state["x_backward"] = at(state["inputs"], tick["next_backward_input"])
+        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], tick["next_forward_input"]))
         if self.trains:
-            state["g"] = at(state["gradients"], tick["next_b_g"])
+            state["g"] = at(state["gradients"], tick["next_backward_gradient"])
         return state
 
     def _embed(self, tick: Tick) -> jax.Array:
         """Compute the first stage's input of the next tick."""
-        x = self.stages.embed(self.shared, at(self.microbatches, tick["next_e_mb"]))
+        x = self.stages.embed(self.shared, at(self.microbatches, tick["next_embed_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
 
     def _if(self, segment: Segment, name: str, tick: Tick, run, skip, operand):
@@ -261,7 +258,7 @@ class _Executor:
 
     def _send(self, kind: str, value: jax.Array) -> list[tuple[str, str, jax.Array]]:
         """Send the results of the tick; return what arrives here: buffer, column of its slot, value."""
-        name = "inputs" if kind == "f" else "gradients"
+        name = "inputs" if kind == "forward" else "gradients"
         return [
             (name, port, value if port.endswith("self") else lax.ppermute(value, self.axis, pairs))
             for port, pairs in self.program.ports.items()
@@ -273,20 +270,20 @@ class _Executor:
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
 
         def run(operand):
-            last = (tick["f_on"] * tick["f_last"]) > 0
+            last = (tick["forward_on"] * tick["forward_last"]) > 0
             y_last = lax.psum(jnp.where(last, y, 0), self.axis)
-            micro_batch, dy = at(self.microbatches, tick["h_mb"]), y
+            micro_batch, dy = at(self.microbatches, tick["head_mb"]), y
             if self.trains:
                 (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch)
                 more = (objective, metrics, self.stages.accumulate_shared(grads))
             else:
                 more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
-            on = tick["h"] > 0
+            on = tick["head"] > 0
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more), dy
 
         operand = (tuple(state[name] for name in names), y)
-        sums, dy = self._if(segment, "h", tick, run, lambda operand: operand, operand)
+        sums, dy = self._if(segment, "head", tick, run, lambda operand: operand, operand)
         return state | dict(zip(names, sums, strict=True)), dy
 
     def _head_gradient(self, y, micro_batch):
@@ -302,9 +299,9 @@ class _Executor:
 
     def _embed_gradient(self, segment: Segment, state: dict, tick: Tick, dx: jax.Array) -> dict:
         def run(sums):
-            first = (tick["b_on"] * tick["b_first"]) > 0
+            first = (tick["backward_on"] * tick["backward_first"]) > 0
             d = self._vary(lax.psum(jnp.where(first, dx, 0), self.axis))
-            micro_batch = at(self.microbatches, tick["d_mb"])
+            micro_batch = at(self.microbatches, tick["embed_gradient_mb"])
             _, pull_back = jax.vjp(
                 lambda shared: self._vary(self.stages.embed(shared, micro_batch)), self.shared
             )
@@ -312,5 +309,7 @@ class _Executor:
             return jax.tree.map(jnp.add, sums, more)
 
         return state | {
-            "shared": self._if(segment, "d", tick, run, lambda sums: sums, state["shared"])
+            "shared": self._if(
+                segment, "embed_gradient", tick, run, lambda sums: sums, state["shared"]
+            )
         }

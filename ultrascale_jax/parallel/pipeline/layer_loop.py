@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.parallel.pipeline.program import Segment, Slots
+from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
@@ -104,7 +104,7 @@ class LayerLoop:
         choices = sorted({frozenset(cell) for cells in ticks for cell in cells}, key=sorted)
         index = jnp.int32(0)
         for i, kinds in enumerate(choices):
-            same = [(tick[f"{kind.lower()}_on"] > 0) == (kind in kinds) for kind in "FBW"]
+            same = [(tick[f"{word}_on"] > 0) == (kind in kinds) for kind, word in PASSES.items()]
             index = jnp.where(jnp.all(jnp.stack(same)), i, index)
         branches = [
             lambda state, read, tick, kinds=kinds: self._layers(kinds, state, read, tick)
@@ -117,11 +117,11 @@ class LayerLoop:
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
             k: self.context(at(self.microbatches, tick[f"{k}_mb"]))
-            for k, runs in (("f", forward), ("b", backward), ("w", weights))
+            for k, runs in (("forward", forward), ("backward", backward), ("weight", weights))
             if runs
         }
-        x = jnp.where(tick["f_on"] > 0, read["x_forward"], 0)
-        g = jnp.where(tick["b_on"] > 0, read["g"], 0) if self.trains else x
+        x = jnp.where(tick["forward_on"] > 0, read["x_forward"], 0)
+        g = jnp.where(tick["backward_on"] > 0, read["g"], 0) if self.trains else x
         written = {"auxiliary", "statistics", "blocks"} & set(state)
         if forward and self.stashes:
             written.add("residuals")
@@ -130,40 +130,42 @@ class LayerLoop:
         rest = {name: value for name, value in state.items() if name not in written}
         carry = {name: state[name] for name in written} | {"x": x, "g": g}
         if backward and not self.stashes:
-            rest["repeated"] = self._repeat(read["x_backward"], contexts["b"], tick)
+            rest["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
         if backward and "residuals" in written:
             # Read ahead: a read beside the write of the same iteration would make XLA copy the whole buffer.
-            carry["kept"] = at(carry["residuals"], tick["b_res"], self.depth - 1)
+            carry["kept"] = at(carry["residuals"], tick["backward_residuals"], self.depth - 1)
 
         def layer(carry, index):
             after, back = dict(carry), self.depth - 1 - index
             if forward:
-                after |= self._forward_layer(carry, tick, index, contexts["f"])
+                after |= self._forward_layer(carry, tick, index, contexts["forward"])
             if backward:
                 kept = self._kept(carry, rest, tick, back)
-                self._backward_layer(carry["g"], kept, after, tick, back, contexts["b"])
+                self._backward_layer(carry["g"], kept, after, tick, back, contexts["backward"])
             if weights:
-                waiting = at((after if backward else rest)["weights"], tick["w_w"], back)
-                params = self._params(tick["w_chunk"], back)
-                around = contexts["w"], self._layer_number(tick["w_chunk"], back)
+                waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
+                params = self._params(tick["weight_chunk"], back)
+                around = contexts["weight"], self._layer_number(tick["weight_chunk"], back)
                 grads = self.vjp.weight_gradient(params, around, waiting)
-                on = self._real(tick["w_chunk"], back) & (tick["w_on"] > 0)
-                self._add(after, grads, on, tick["w_chunk"], back)
+                on = self._real(tick["weight_chunk"], back) & (tick["weight_on"] > 0)
+                self._add(after, grads, on, tick["weight_chunk"], back)
             if "kept" in carry:
-                after["kept"] = at(after["residuals"], tick["b_res"], jnp.maximum(back - 1, 0))
+                after["kept"] = at(
+                    after["residuals"], tick["backward_residuals"], jnp.maximum(back - 1, 0)
+                )
             return after, None
 
         carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
         return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
 
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> dict:
-        position = tick["f_chunk"] * self.depth + index
-        params = self._params(tick["f_chunk"], index)
-        context = context, self._layer_number(tick["f_chunk"], index)
-        real = self._real(tick["f_chunk"], index)
+        position = tick["forward_chunk"] * self.depth + index
+        params = self._params(tick["forward_chunk"], index)
+        context = context, self._layer_number(tick["forward_chunk"], index)
+        real = self._real(tick["forward_chunk"], index)
 
         def add(sums: Tree, more: Tree) -> Tree:
-            on = real & (tick["f_on"] > 0)
+            on = real & (tick["forward_on"] > 0)
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, more)
 
         if not self.trains:
@@ -178,41 +180,41 @@ class LayerLoop:
             "statistics": put(carry["statistics"], statistics, position),
         }
         if self.stashes:
-            after["residuals"] = put(carry["residuals"], kept, tick["f_res"], index)
+            after["residuals"] = put(carry["residuals"], kept, tick["forward_residuals"], index)
         return after
 
     def _backward_layer(self, g, kept, after: dict, tick: Tick, back, context) -> None:
-        params = self._params(tick["b_chunk"], back)
-        context = context, self._layer_number(tick["b_chunk"], back)
-        real = self._real(tick["b_chunk"], back)
-        on = real & (tick["b_on"] > 0)
+        params = self._params(tick["backward_chunk"], back)
+        context = context, self._layer_number(tick["backward_chunk"], back)
+        real = self._real(tick["backward_chunk"], back)
+        on = real & (tick["backward_on"] > 0)
         cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes))
         if self.schedule.split:
             grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
-            after["weights"] = put(after["weights"], waiting, tick["b_w"], back)
+            after["weights"] = put(after["weights"], waiting, tick["backward_queue"], back)
         else:
             grads, dx = self.vjp.backward(params, context, kept, cotangents)
         after["g"] = jnp.where(on, dx, g)
-        self._add(after, grads, on, tick["b_chunk"], back)
+        self._add(after, grads, on, tick["backward_chunk"], back)
 
     def _kept(self, carry: dict, rest: dict, tick: Tick, back) -> list[jax.Array]:
         """Return this layer's residuals: read ahead, in the buffer, or from the repeated forward pass."""
         if "kept" in carry:
             return carry["kept"]
         if self.stashes:
-            return at(rest["residuals"], tick["b_res"], back)
+            return at(rest["residuals"], tick["backward_residuals"], back)
         return at(rest["repeated"], back)
 
     def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
         """Run the forward pass of a stage once more, for its layers' residuals."""
 
         def layer(x, index):
-            params = self._params(tick["b_chunk"], index)
-            around = context, self._layer_number(tick["b_chunk"], index)
+            params = self._params(tick["backward_chunk"], index)
+            around = context, self._layer_number(tick["backward_chunk"], index)
             y, _, _, kept = self.vjp.forward(params, x, around)
-            return jnp.where(self._real(tick["b_chunk"], index), y, x), kept
+            return jnp.where(self._real(tick["backward_chunk"], index), y, x), kept
 
-        x = jnp.where(tick["b_on"] > 0, x, 0)
+        x = jnp.where(tick["backward_on"] > 0, x, 0)
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:

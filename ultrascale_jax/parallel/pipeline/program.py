@@ -17,7 +17,24 @@ MOST_SEGMENTS = 8
 PORTS = ("from_previous", "from_next", "from_self")
 """Sources of a message: the rank before, the rank after, or this one (the turn of a V)."""
 
-READ_AHEAD = ("f_x", "f_first", "b_x", "b_g", "e", "e_mb")
+PASSES = {"F": "forward", "B": "backward", "W": "weight"}
+"""Kind of operation to the first word of its columns."""
+
+ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.2}
+"""Share of a segment's ticks from which on all of them run it, masked where it is not needed."""
+
+SLOTS = {
+    "X": ("forward_input", "backward_input"),
+    "G": ("backward_gradient", "head_gradient"),
+    "R": ("forward_residuals", "backward_residuals"),
+    "W": ("backward_queue", "weight_queue"),
+}
+"""Buffers (inputs, gradients, residuals, queue of weight gradients) and the columns that hold slots of them."""
+
+READ_AHEAD = (
+    *("forward_input", "forward_first", "backward_input", "backward_gradient"),
+    *("embed", "embed_mb"),
+)
 """Columns that a tick needs of the next one, whose inputs it reads at its end."""
 
 
@@ -51,14 +68,13 @@ class Program:
     schedule: Schedule
     slots: Slots
     ranks: dict[str, np.ndarray]
-    """`[ticks, ranks]` int32: of each operation k in f, b, w: k_on, k_mb, k_chunk and its slots; of each port its
+    """`[ticks, ranks]` int32: of each operation k of `PASSES`: k_on, k_mb, k_chunk and its slots; of each port its
     destination slots."""
     every: dict[str, np.ndarray]
-    """`[ticks]` int32, the same on every rank: `e`, `h`, `d` (embedding, head, gradient of the embedding): whether the
-    tick runs it, and `e_mb`, `h_mb`, `d_mb`."""
+    """`[ticks]` int32, the same on every rank: of each k of `ENOUGH`: k, whether the tick runs it, and k_mb."""
     segments: tuple[Segment, ...]
     ports: dict[str, tuple[tuple[int, int], ...]]
-    """The ports that any tick uses, as `f_from_previous`, and the pairs (from, to) of ranks that use it."""
+    """The ports that any tick uses, as `forward_from_previous`, and the pairs (from, to) of ranks that use it."""
 
     def columns(self, tables: dict[str, np.ndarray]) -> tuple[dict, dict]:
         """Return `tables` with a column next_* for what a tick reads ahead, and that column before the first tick."""
@@ -71,7 +87,7 @@ class Program:
 
 
 def _ports() -> list[str]:
-    return [f"{k}_{port}" for k in "fb" for port in PORTS]
+    return [f"{k}_{port}" for k in ("forward", "backward") for port in PORTS]
 
 
 class _Pool:
@@ -81,7 +97,7 @@ class _Pool:
         self.free: list[int] = []
         self.size = 0
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         if self.free:
             return self.free.pop()
         self.size += 1
@@ -101,20 +117,23 @@ class _Assembler:
         shape = (len(schedule.ticks), schedule.ranks)
         self.ranks = {
             f"{k}_{name}": np.zeros(shape, np.int32)
-            for k in "fbw"
+            for k in PASSES.values()
             for name in ("on", "mb", "chunk")
         }
-        self.ranks |= {name: np.zeros(shape, np.int32) for name in ("f_first", "f_last", "b_first")}
-        slots = ("f_x", "f_res", "b_x", "b_res", "b_g", "b_w", "w_w", "h_g")
+        self.ranks |= {
+            name: np.zeros(shape, np.int32)
+            for name in ("forward_first", "forward_last", "backward_first")
+        }
+        slots = (name for names in SLOTS.values() for name in names)
         self.ranks |= {name: np.full(shape, _IDLE, np.int32) for name in (*slots, *_ports())}
-        self.every = {k + end: np.zeros(shape[0], np.int32) for k in "ehd" for end in ("", "_mb")}
+        self.every = {k + end: np.zeros(shape[0], np.int32) for k in ENOUGH for end in ("", "_mb")}
         self.pools = {kind: [_Pool() for _ in range(shape[1])] for kind in "XGRW"}
         self.slot: dict[tuple[str, int, int], int] = {}
         self.released: list[tuple[str, int, int]] = []
         self.pairs: dict[str, set[tuple[int, int]]] = {port: set() for port in _ports()}
 
-    def take(self, kind: str, rank: int, value: tuple[int, int]) -> int:
-        self.slot[kind, *value] = slot = self.pools[kind][rank].take()
+    def allocate(self, kind: str, rank: int, value: tuple[int, int]) -> int:
+        self.slot[kind, *value] = slot = self.pools[kind][rank].allocate()
         return slot
 
     def release(self, kind: str, rank: int, value: tuple[int, int]) -> int:
@@ -124,38 +143,38 @@ class _Assembler:
         return slot
 
     def operation(self, t: int, rank: int, kind: str, mb: int, stage: int) -> None:
-        k, value, last = kind.lower(), (mb, stage), self.schedule.num_stages - 1
+        k, value, last = PASSES[kind], (mb, stage), self.schedule.num_stages - 1
         cell = {name: table[t] for name, table in self.ranks.items()}
         cell[f"{k}_on"][rank], cell[f"{k}_mb"][rank] = 1, mb
         cell[f"{k}_chunk"][rank] = self.schedule.chunk_of(stage)
         if kind == "F":
-            cell["f_first"][rank], cell["f_last"][rank] = stage == 0, stage == last
+            cell["forward_first"][rank], cell["forward_last"][rank] = stage == 0, stage == last
             if stage == 0:
-                self.take("X", rank, value)
-                self.once("e", t, mb)
+                self.allocate("X", rank, value)
+                self.once("embed", t, mb)
             if self.keeps_input:
-                cell["f_x"][rank] = self.slot["X", *value]
+                cell["forward_input"][rank] = self.slot["X", *value]
             else:
-                cell["f_x"][rank] = self.release("X", rank, value)
+                cell["forward_input"][rank] = self.release("X", rank, value)
             if self.backward and not self.keeps_input:
-                cell["f_res"][rank] = self.take("R", rank, value)
+                cell["forward_residuals"][rank] = self.allocate("R", rank, value)
             if self.backward and stage == last:
-                cell["h_g"][rank] = self.take("G", rank, value)
+                cell["head_gradient"][rank] = self.allocate("G", rank, value)
             if stage == last:
-                self.once("h", t, mb)
+                self.once("head", t, mb)
         elif kind == "B":
-            cell["b_first"][rank] = stage == 0
-            cell["b_g"][rank] = self.release("G", rank, value)
+            cell["backward_first"][rank] = stage == 0
+            cell["backward_gradient"][rank] = self.release("G", rank, value)
             if self.keeps_input:
-                cell["b_x"][rank] = self.release("X", rank, value)
+                cell["backward_input"][rank] = self.release("X", rank, value)
             else:
-                cell["b_res"][rank] = self.release("R", rank, value)
+                cell["backward_residuals"][rank] = self.release("R", rank, value)
             if self.schedule.split:
-                cell["b_w"][rank] = self.take("W", rank, value)
+                cell["backward_queue"][rank] = self.allocate("W", rank, value)
             if stage == 0:
-                self.once("d", t, mb)
+                self.once("embed_gradient", t, mb)
         else:
-            cell["w_w"][rank] = self.release("W", rank, value)
+            cell["weight_queue"][rank] = self.release("W", rank, value)
 
     def once(self, name: str, t: int, mb: int) -> None:
         self.every[name][t], self.every[f"{name}_mb"][t] = 1, mb
@@ -167,8 +186,8 @@ class _Assembler:
             return
         owner, p = self.schedule.rank_of(to), self.schedule.ranks
         port = "from_previous" if owner == (rank + 1) % p else "from_next"
-        port = f"{kind.lower()}_{'from_self' if owner == rank else port}"
-        self.ranks[port][t, owner] = self.take("X" if kind == "F" else "G", owner, (mb, to))
+        port = f"{PASSES[kind]}_{'from_self' if owner == rank else port}"
+        self.ranks[port][t, owner] = self.allocate("X" if kind == "F" else "G", owner, (mb, to))
         self.pairs[port].add((rank, owner))
 
     def end_tick(self) -> None:
@@ -199,13 +218,8 @@ def assemble(schedule: Schedule, stash: str = "residuals") -> Program:
 def _finish(work: _Assembler) -> Program:
     sizes = {kind: max(pool.size for pool in pools) for kind, pools in work.pools.items()}
     ranks = work.ranks
-    ports = _ports()
-    homes = {
-        "X": ("f_x", "b_x", *ports[:3]),
-        "G": ("b_g", "h_g", *ports[3:]),
-        "R": ("f_res", "b_res"),
-        "W": ("b_w", "w_w"),
-    }
+    forward, backward = _ports()[:3], _ports()[3:]
+    homes = SLOTS | {"X": (*SLOTS["X"], *forward), "G": (*SLOTS["G"], *backward)}
     for kind, names in homes.items():
         for name in names:
             ranks[name] = np.where(ranks[name] == _IDLE, sizes[kind], ranks[name]).astype(np.int32)
@@ -215,7 +229,7 @@ def _finish(work: _Assembler) -> Program:
         slots=slots,
         ranks=ranks,
         every=work.every,
-        segments=_segments(work.schedule, work.every["h"]),
+        segments=_segments(work.schedule, work.every["head"]),
         ports={name: tuple(sorted(pairs)) for name, pairs in work.pairs.items() if pairs},
     )
 

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from ultrascale_jax.hlo import Instruction, Module
     from ultrascale_jax.parallel.pipeline.program import Program
 
-ENOUGH = {"embed": 0.0, "head": 0.9, "embed_gradient": 0.2}
-"""As `parallel/pipeline/executor.py` has it: where so much of a segment's ticks need it, all of them run it, masked."""
-
-COLUMNS = {"embed": "e", "head": "h", "embed_gradient": "d"}
-"""Of `buffers.Program.every`."""
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -36,7 +30,7 @@ class Counts:
     times: dict[str, int]
     """Times that the executor runs `embed`, `head` and `embed_gradient`."""
     slots: dict[str, int]
-    """As `buffers.Slots`: most values of a kind at once on the fullest rank."""
+    """As `program.Slots`: most values of a kind at once on the fullest rank."""
     peaks: dict[str, int]
     """Chunks that the fullest rank keeps at once: `in_flight` from forward to backward pass, then `w_queue`."""
 
@@ -94,7 +88,7 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
             return shape.expert_share if mixed else 1 - shape.window_share
         if program is None:
             return 1.0
-        column = COLUMNS["head" if any("loss" in name for name in inside) else "embed_gradient"]
+        column = "head" if any("loss" in name for name in inside) else "embed_gradient"
         ticks = trips[0] if trips else 1
         segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))
         return float(program.every[column][segment.start : segment.stop].mean())
@@ -168,6 +162,8 @@ def _assembled(schedule: Schedule, stash: str) -> "Program":
 
 @functools.cache
 def _counted(key: Key, stash: str) -> Counts:
+    from ultrascale_jax.parallel.pipeline.program import ENOUGH
+
     schedule = _table(key)
     program = _assembled(schedule, stash)
     ticks = {"all": len(schedule.ticks)} | dict.fromkeys(KINDS, 0)
@@ -177,7 +173,7 @@ def _counted(key: Key, stash: str) -> Counts:
         for kind in segment.kinds:
             ticks[kind] += length
         for name, enough in ENOUGH.items():
-            needed = int(program.every[COLUMNS[name]][segment.start : segment.stop].sum())
+            needed = int(program.every[name][segment.start : segment.stop].sum())
             times[name] += length if needed and needed >= enough * length else needed
     peaks = {"in_flight": max(schedule.in_flight), "w_queue": max(schedule.w_queue)}
     return Counts(ticks, times, vars(program.slots), peaks)
