@@ -299,7 +299,7 @@ def test_a_network_that_is_gone_is_no_damage(tmp_path, url, states, monkeypatch)
 
 
 def listed(*words):
-    """What inspect-checkpoint prints of these words, and its exit code."""
+    """Return what inspect-checkpoint prints of these words, and its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             inspect_checkpoint.main(list(words))

@@ -24,7 +24,7 @@ def upload_texts(url):
 
 
 def prepared(url, **options):
-    """What the command prints of the shards that it makes of the texts at `url`."""
+    """Make shards of the texts at `url` by the command."""
     upload_texts(url)
     arguments = [f"--input={url}/in/*", f"--out={url}/tokens", "--workers=1", "--shard-tokens=200"]
     prepare_data.main([*arguments, *(f"--{name}={value}" for name, value in options.items())])

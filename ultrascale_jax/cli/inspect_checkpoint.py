@@ -101,7 +101,7 @@ def list_folder(options: Options) -> bool:
 
 
 def list_copies(options: Options) -> bool:
-    """As `list_folder`, of copies in object storage; to verify one reads it once, file by file, through this host."""
+    """List copies in object storage as `list_folder` does; to verify one reads it once through this host."""
     copies, damaged = Copies(options.run_dir), False
     there, aside = copies.steps()
     fix = f"{copies.url} holds the steps {there}"

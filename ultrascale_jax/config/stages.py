@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ultrascale_jax.config.base import LARGEST, require
 
 BORDER = re.compile(r"\s*;\s*(?=[\d.]+\s*:)")
-"""What parts two stages; another `;` is a part of a text, as of a path."""
+"""Border of two stages; another `;` is a part of a text, as of a path."""
 
 FORM = "write stages as FIRST; AT: NEXT, where AT is a step (2000) or a share of the run (0.8)"
 
@@ -19,7 +19,7 @@ class Stage:
     """One stage, as its text says it."""
 
     at: str
-    """Where it begins; empty for the first."""
+    """Step or share at which it begins; empty for the first."""
     text: str
     """The value from there on."""
 

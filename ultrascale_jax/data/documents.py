@@ -22,7 +22,7 @@ File = Path | RemoteFile
 """A file of documents: on a disk or in object storage."""
 
 Input = File | HubDataset
-"""What documents are read from."""
+"""Source of documents."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")

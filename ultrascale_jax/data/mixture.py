@@ -22,10 +22,10 @@ KIND = "(?:python-stdlib|synthetic|text:|tokens:|hf:)"
 """Regular expression of the beginning of a source, or of what is taken for one."""
 
 NEXT = re.compile(rf",\s*(?={KIND})")
-"""What parts two sources; another comma is a part of a path."""
+"""Border of two sources; another comma is a part of a path."""
 
 LOST_STAGE = re.compile(f";.*{KIND}")
-"""What a name has inside if a stage was not written as one."""
+"""Text inside a name if a stage was not written as one."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Areas(Figure):
     starts: Sequence[float]
     """Points of the x axis from which on each column of `parts` holds."""
     end: float
-    """Where the last column ends."""
+    """End of the last column."""
     parts: Mapping[str, Sequence[float]]
     """From the bottom up, in the unit of the figure."""
     x: str

@@ -39,7 +39,7 @@ class Compilation(NamedTuple):
     streams: dict[str, int]
     """The stream of each asynchronous collective."""
     memory: MemoryPlan | None
-    """Which buffers live when."""
+    """Lives of the buffers."""
 
 
 def compile_deviceless(

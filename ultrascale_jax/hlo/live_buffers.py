@@ -35,7 +35,7 @@ PARAMETERS, COMPUTE, MOMENTS = "master parameters", "compute parameters", "optim
 BATCH, GRADIENTS, COMMUNICATION = "batch", "gradients", "communication buffers"
 WORKSPACE, KEPT, WORKING = "workspace", "activations: kept", "activations: working memory"
 CLASSES = (PARAMETERS, COMPUTE, MOMENTS, BATCH, GRADIENTS, COMMUNICATION, WORKSPACE, KEPT, WORKING)
-"""What a buffer can hold."""
+"""Classes of the contents of a buffer."""
 ARGUMENTS = {"state.params": PARAMETERS, "state.frozen": COMPUTE, "state.opt_state": MOMENTS}
 """Beginning of an argument's name in the trainer's step to what it holds; the others are of the batch."""
 

@@ -15,7 +15,7 @@ from ultrascale_jax.models.lora import WEIGHTS, adapter_of
 from ultrascale_jax.models.transformer import Transformer
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the base."""
+"""Prefix of PEFT before the names of the base."""
 
 
 def save_adapters(

@@ -66,7 +66,7 @@ class LockPlace(Protocol):
 
     @property
     def guarded(self) -> Path | str:
-        """What the lock guards."""
+        """The folder or the place that the lock guards."""
         ...
 
     @property

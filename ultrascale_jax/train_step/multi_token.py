@@ -26,7 +26,7 @@ class Ahead(NamedTuple):
     """Results of all modules on a micro-batch."""
 
     objective: jax.Array
-    """What they add to the objective: float32 scalar."""
+    """Their term of the objective: float32 scalar."""
     nats: jax.Array
     """Bare cross-entropy of each module times the weight of a position, float32 `[mtp_layers]`."""
     counts: jax.Array
