@@ -1,5 +1,6 @@
 """The wheel as an installer sees it, and the public API."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -109,6 +110,14 @@ def test_every_public_name_is_found_on_first_use():
     )
     values = {name: getattr(ultrascale_jax, name) for name in ultrascale_jax.__all__}
     assert [name for name, x in values.items() if not (callable(x) and x.__doc__)] == []
+
+
+def test_a_name_of_an_extra_that_is_missing_does_not_break_a_star_import(monkeypatch):
+    spec = importlib.util.spec_from_file_location("again", ultrascale_jax.__file__)
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec.loader.exec_module(again)
+    assert set(again.__all__) == set(again._HOME) - {"LMEvalModel"}
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -4,6 +4,7 @@ The public API is imported on first use, so `import ultrascale_jax` is quick and
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -157,6 +158,9 @@ __all__ = [
     "vary",
     "zigzag_attention",
 ]
+
+if importlib.util.find_spec("lm_eval") is None:  # the extra lm-eval
+    __all__.remove("LMEvalModel")
 
 _HOME = {
     "Attention": "models.attention",
