@@ -183,7 +183,7 @@ def test_what_an_ended_upload_of_a_step_left_is_removed_by_a_later_copy(tmp_path
     remote.write("1/params/x", b"left")
     remote.write("own.txt", b"not ours")
     save(cfg, states, 2, 3)
-    assert {name.split("/")[0] for name in remote.files()} == {"2", "3", "own.txt"}
+    assert {name.split("/")[0] for name in remote.files()} == {"2", "3", "own.txt", "config.json"}
 
 
 @pytest.mark.wide
@@ -341,8 +341,10 @@ def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache
     remote = Remote(url)
     remote.remove([f"1/{name}" for name in remote.files("1") if name.endswith("METADATA")])
     assert run_on_disk(url) == first and steps(Path(first) / "checkpoints") == [2]
-    with pytest.raises(UserError, match=r"holds the steps \[1, 2\]"):
+    with pytest.raises(UserError, match=r"step=7: .* holds the steps \[1, 2\]"):
         run_on_disk(url, 7)
+    with pytest.raises(UserError, match="none: holds no copy of a checkpoint"):
+        run_on_disk(f"{url}/none")
     assert run_on_disk("out/x") == "out/x"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import s3
+from tests.faults.conftest import job as job  # a fixture
 from tests.faults.tiny import config as TINY
 from tests.runs import change, run, step_rows
 from ultrascale_jax.checkpoint.copies import Copies
@@ -97,3 +98,40 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
     moved = losses(tmp_path / "other")
     for step in range(last + 1, 11):
         assert moved[step] == pytest.approx(whole[step], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_several_processes_share_one_place_and_fetch_together(job, url, tmp_path):
+    options = ("--sample", "0", "--checkpoint.store", f"{url}/run")
+    first = job(tmp_path / "run", *options)
+    assert first.wait() == [0, 0], first.outputs
+    losses, copies = first.losses(), Copies(f"{url}/run")
+    # Uploads may be slower than these steps; the last one is always waited for.
+    assert copies.steps()[0][-1] == 12
+    shutil.rmtree(tmp_path / "run")
+    copies.fetch_beside(tmp_path / "run")
+    again = job(tmp_path / "run", *options)
+    assert again.wait() == [0, 0], again.outputs
+    assert "fetching the checkpoint of step 12" in again.outputs[0] and again.losses() == losses
+    assert "fetching the checkpoint" not in again.outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_a_run_that_began_with_another_needs_it_no_more(url, s3_server, tmp_path):
+    environment = os.environ | s3_server
+    options = ["tests.faults.tiny", "--devices", 2, "--sample", 0, "--checkpoint.every", 0]
+
+    def train(name, *more):
+        words = command("train", *options, "--run-dir", tmp_path / name, *more)
+        return finished(words, environment)
+
+    train("first", "--train.steps", 2)
+    own = ["--init-from", tmp_path / "first", "--checkpoint.store", f"{url}/run"]
+    train("second", *own, "--train.steps", 2)
+    shutil.rmtree(tmp_path / "first")
+    shutil.rmtree(tmp_path / "second")
+    out = train("second", *own, "--train.steps", 4)
+    assert "fetching the checkpoint of step 2" in out
+    assert [row["step"] for row in step_rows(tmp_path / "second")] == [1, 2, 3, 4]

@@ -126,7 +126,9 @@ def test_processes_of_one_host_fetch_each_file_once(shards, monkeypatch):
 
 
 def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monkeypatch):
-    with pytest.raises(UserError, match=r"index.json is missing; --out of prepare-data writes"):
+    with pytest.raises(
+        UserError, match=r"index.json is missing, or the bucket is; --out of prepare-data writes"
+    ):
         corpus(f"tokens:{shards}/none")
     monkeypatch.setattr(remote_shards, "require_room", no_room)
     with pytest.raises(RemoteError, match="no room"):

@@ -16,7 +16,7 @@ from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import CORRUPT, METADATA, steps
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.config.foreign import parse_json
 from ultrascale_jax.huggingface.files import ORIGINAL, TRAVELLING
 from ultrascale_jax.launch.events import say
@@ -158,8 +158,11 @@ def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
     """
     copies = Copies(url)
     found = copies.steps()[0]
-    known = bool(found) if step is None else step in found
-    require(known, "step", step, f"{copies.url} holds the steps {found}")
+    if not found:
+        raise UserError(
+            f"{copies.url}: holds no copy of a checkpoint; name a run's checkpoint.store"
+        )
+    require(step in (None, *found), "step", step, f"{copies.url} holds the steps {found}")
     copies.fetch_beside(run_dir, anew=True)
     for one in reversed(found) if step is None else [step]:
         try:

@@ -102,7 +102,7 @@ class Checkpoints:
         self._probe = saving.Probe(self.folder)
         copied, copies_aside = self._copied()
         if cfg.checkpoint.resume == "never":
-            fix = f"{cfg.checkpoint.store} holds checkpoints {copied} of an earlier run; remove them, or choose another"
+            fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
         saving.quieten_orbax()

@@ -30,7 +30,7 @@ def fetch_shards(url: str, *, quiet: bool = False) -> Path:
     remote = Remote(url)
     content = remote.read(INDEX, MOST_INDEX_BYTES)
     if content is None:
-        raise UserError(f"{INDEX} is missing")
+        raise UserError(f"{INDEX} is missing, or the bucket is")
     folder = cache_folder("tokens", name_of(content))
     for name, text in ((INDEX, content), *((name, remote.read(name)) for name in BESIDE)):
         if text is not None and not (folder / name).is_file():

@@ -28,7 +28,8 @@ class LockObject:
         self.path = f"{self._remote.url}/{NAME}"
 
     def create(self, text: str) -> bool:
-        return self._remote.create(NAME, _with_beat(text))
+        # Read first: a server that knows no conditions would overwrite the lock of a job that lives.
+        return self.read() is None and self._remote.create(NAME, _with_beat(text))
 
     def read(self) -> str | None:
         content = self._remote.read(NAME, MOST_BYTES)
