@@ -8,8 +8,8 @@ biases (qwen2), post-norms (olmo2), tied bfloat16 shards with one kv head (smoll
 and a config as old as Llama 2 (llama2), a dense first layer (qwen3_moe), all that DeepSeek-V3 has (latent attention
 with a stretch, groups, biases and shared experts) and all that Gemma 3 has (norms on both sides, windows in two of
 three layers and rotary positions of two kinds). DeepSeek-V3's module of multi-token prediction, which `transformers`
-leaves out, was its `DeepseekV3DecoderLayer` between the parts of arXiv 2412.19437, section 2.2, in float64; gradients
-and steps are of both losses.
+leaves out, is its `DeepseekV3DecoderLayer` between the parts of arXiv 2412.19437, section 2.2, in float64
+(`tests/data/make_mtp.py`); gradients and steps are of both losses.
 """
 
 import collections

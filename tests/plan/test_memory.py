@@ -259,6 +259,22 @@ def test_what_a_layer_of_experts_keeps_by_hand():
     assert not parts("dots")["mlp"]
 
 
+@pytest.mark.parametrize("model", [shapes.LLAMA3_8B, shapes.DEEPSEEK_V3], ids=["llama", "deepseek"])
+def test_modules_of_multi_token_prediction_are_layers_projections_and_losses(model):
+    shape = ModelShape.of(model, mtp_layers=2)
+    weights = weights_of(run_8b({"dp": 8}, shape=shape, zero=0))
+    found = weights.blocks + weights.tables + weights.vectors
+    assert found == pytest.approx(shape.num_params, rel=1e-12)
+    own = 2 * (2 * shape.d_model**2 + 3 * shape.d_model)
+    assert (
+        shape.num_params == ModelShape.of(model, num_layers=model.num_layers + 2).num_params + own
+    )
+    longer = run_8b(shape=ModelShape.of(model, num_layers=model.num_layers + 2))
+    # In the last loss the head's gradients of both others wait.
+    waiting = 2 * 4 * weights.table
+    assert peak(shape=shape) > breakdown(longer).peak_bytes + waiting / 2
+
+
 def test_a_rank_has_room_for_as_many_layers_of_a_kind_as_the_fullest_has():
     shape = ModelShape.of(shapes.DEEPSEEK_V3)
     flat, piped, deeper, two_stages = (

@@ -211,6 +211,15 @@ def test_experts_cost_what_tokens_visit():
     assert experts.parts["exposed ep"] > 0
 
 
+def test_modules_of_multi_token_prediction_cost_a_layer_a_projection_and_a_head():
+    plain, modules = speed(run(fsdp=8)), speed(run(ModelShape.of(LLAMA3_8B, mtp_layers=1), fsdp=8))
+    more = {name: modules.parts[name] - plain.parts[name] for name in plain.parts}
+    own = modules.run.step_flops / plain.run.step_flops - 1
+    assert more["matrix products"] / plain.parts["matrix products"] == pytest.approx(own, rel=0.15)
+    assert more["attention"] == pytest.approx(plain.parts["attention"] / LLAMA3_8B.num_layers)
+    assert more["loss"] == pytest.approx(plain.parts["loss"])
+
+
 def test_experts_rest_on_the_ranks_that_have_them():
     # ep splits them as fsdp would: a GPU keeps as much, and what is beside ep splits it further.
     parts = [speed(run(MIXTRAL, **mesh)).parts["optimizer"] for mesh in ({"ep": 8}, {"fsdp": 8})]

@@ -54,7 +54,8 @@ def predict_ahead(
     for depth, module in enumerate(used.mtp, start=1):
         tokens_BT, targets_BT = shifted(cfg, batch, depth)
         with jax.named_scope("mtp"):
-            token_BRD = used.embedding(tokens_BT, inputs.dtype)
+            # Without a barrier XLA looks up again in the backward pass, and keeps the table until then.
+            token_BRD = jax.lax.optimization_barrier(used.embedding(tokens_BT, inputs.dtype))
             x_BRD, routed = remat(cfg)(type(module).__call__)(module, x_BRD, token_BRD, inputs)
             total, bare = used.loss(
                 x_BRD, targets_BT, weight * factor, z_loss=cfg.train.z_loss, dtype=inputs.dtype

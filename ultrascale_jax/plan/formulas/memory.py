@@ -156,16 +156,14 @@ def _block_gradients(run: Run, weights: Weights, layer: Layer) -> float:
 def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the bytes of the last module's loss of `model.mtp_layers`, beside those of `_loss`.
 
-    The head's gradients of the losses before wait, and their hidden states' gradients; the embedding's table is there
-    once for each. XLA has made zeros by then for the blocks' gradients, and gathered the layer that comes first.
+    The head's gradients of the losses before wait, and their hidden states' gradients. XLA has made zeros by then for
+    the blocks' gradients, and gathered the layer with which their backward pass begins.
     """
     modules = run.shape.mtp_layers
     head = 4 if loss_chunks(run)[0] > 1 else layer.width
-    gathers = run.zero == 3 and run.shards > 1
     return {
         "gradients": head * modules * weights.table + _block_gradients(run, weights, layer),
-        "communication buffers": layer.width * modules * weights.table * gathers
-        + layer.input_width * layer_params(run, weights) * run.prefetches,
+        "communication buffers": layer.input_width * layer_params(run, weights) * run.prefetches,
         "workspace": 2 * layer.width * modules * layer.whole,
     }
 
