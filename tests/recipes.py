@@ -22,6 +22,7 @@ MEANT_FOR = {
     "qwen3_30b_a3b": (None, (16, 64, 512)),
     "deepseek_v3": (None, (2048,)),
     "finetune": (None, (1, 8)),
+    "dpo": (None, (1, 8)),
     "gpt_peer": (None, (1,)),
 }
 """Recipe to the GiB that CUDA reports of one GPU, None for an H100's, and numbers of GPUs."""

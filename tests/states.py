@@ -1,6 +1,7 @@
 """Training states without a compilation, for tests to which the initializer's own numbers are nothing."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -67,3 +68,10 @@ def random_state(cfg: Config, mesh: Mesh) -> TrainState:
         return jax.device_put(rng.normal(size=like.shape).astype(like.dtype), like.sharding)
 
     return jax.tree.map(leaf, abstract_state(cfg, mesh))
+
+
+def bytes_at_rest(state: TrainState) -> int:
+    """Bytes of the arrays of `state`, or of their shapes, on one device."""
+    shapes = (s.sharding.shard_shape(s.shape) for s in jax.tree.leaves(state))
+    sizes = (s.dtype.itemsize for s in jax.tree.leaves(state))
+    return sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True))

@@ -12,12 +12,14 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
-from tests.runs import step_rows
+from tests.pairs import write_pairs
+from tests.runs import eval_rows, step_rows
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, convert_hf, main, train
 from ultrascale_jax.config import UserError
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.preference import SUMS
 from ultrascale_jax.training.setup import make_loader, open_run
 
 HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
@@ -95,6 +97,32 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
     assert "already holds something" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
+    shutil.copytree(HF, tmp_path / "hf")
+    source = write_pairs(tmp_path / "pairs", vocab_size=256)
+    words = f"{TINY} --init-from hf:{tmp_path}/hf --train.dpo beta=0.1 --run-dir {tmp_path}/run"
+    words = words.replace("synthetic", source)
+    with opened(words) as run:
+        for mine, theirs in zip(
+            *map(jax.tree.leaves, (run.state.params, run.state.frozen)), strict=True
+        ):
+            assert mine is not theirs  # a step reuses the memory of both
+            np.testing.assert_array_equal(mine.astype(theirs.dtype), theirs)
+        state = dataclasses.replace(run.state, params=random(run.state.params))
+        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+        with Checkpoints(run.cfg) as checkpoints:
+            checkpoints.save(state, meta, wait=True)
+        expected, frozen = (np.asarray(x.embed[...]) for x in (state.params, state.frozen))
+    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+        assert run.step == 3
+        np.testing.assert_array_equal(run.state.model.embed[...], expected)
+        np.testing.assert_array_equal(run.state.frozen.embed[...], frozen)
+    with pytest.raises(UserError, match=r"train.dpo: saved 'beta=0.1', now 'beta=0.2'"):
+        with opened(words.replace("beta=0.1", "beta=0.2")):
+            pass
+
+
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"train\.lora=.*give --init-from hf:DIR"):
         with opened(f"{TINY} --train.lora rank=2 --run-dir {tmp_path}/run"):
@@ -113,6 +141,30 @@ def ultrascale(*words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["ultrascale", *map(str, words)])
         main.main()
+
+
+def learn_preferences(facts):
+    """Prefer an answer by commands, with the run `tuned` as reference, on two meshes one after the other."""
+    with Path("pairs.jsonl").open("w") as file:
+        for question, answer in facts:
+            says = [{"role": "assistant", "content": text} for text in (answer, f"not {answer}")]
+            row = {"prompt": [{"role": "user", "content": question}]}
+            print(json.dumps(row | {"chosen": says[:1], "rejected": says[1:]}), file=file)
+    words = ("--out", "pairs", "--tokenizer", "hf/tokenizer.json", "--preferences")
+    ultrascale("prepare-data", "--input", "pairs.jsonl", *words)
+    data = ("--data.source", "tokens:pairs", "--data.seq-len", "128", "--optim.lr", "1e-3")
+    tune = ("train", "dpo", "--init-from", "tuned", *SMALL, *data, "--run-dir", "preferred")
+    ultrascale(*tune, "--mesh", "fsdp=4,tp=2", "--train.steps", "8")
+    ultrascale(*tune, "--mesh", "fsdp=2,sp=2,dp=2", "--train.steps", "12")
+    rows, evaluations = step_rows(Path("preferred")), eval_rows(Path("preferred"))
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-3)
+    assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-3)
+    assert rows[-1]["reward_accuracy"] > 0.9 and rows[-1]["reward_margin"] > 0.1
+    metrics = {f"eval_{name}" for name in ("loss", "pairs", "reward_margin", *SUMS)}
+    assert [set(row) for row in evaluations] == [metrics | {"step"}] * 2
+    assert evaluations[-1]["eval_reward_accuracy"] > 0.9 and evaluations[-1]["eval_pairs"] >= 8
+    ultrascale("convert-hf", "export", "preferred", "preferred_hf")
 
 
 @pytest.mark.wide
@@ -145,6 +197,7 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     rows = step_rows(Path("tuned"))
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    learn_preferences(facts)
     ultrascale("convert-hf", "export", "tuned", "full", "--dtype", "float32")
     ultrascale("convert-hf", "export", "tuned", "peft", "--adapters", "--dtype", "float32")
     assert Path("full/chat_template.jinja").read_text() == CHATML

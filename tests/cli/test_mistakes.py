@@ -139,6 +139,33 @@ COMMANDS = [
     ("train --init-from hf", "folder; write hf:hf", "train --init-from hf:hf --print-config"),
     ("train --init-from hf:trained", "leave out hf:", "train --init-from trained --print-config"),
     ("train --init-from trained@77", "the steps are", "train --init-from trained --print-config"),
+    # Preference pairs.
+    (
+        "train ./my.py --run-dir w --init-from trained --train.dpo beta=0.1",
+        "no preference pairs.* ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer bytes$",
+        "prepare-data --preferences --input pairs.jsonl --out ranked --tokenizer bytes --workers 1",
+        "train ./my.py --run-dir w --init-from trained --train.dpo beta=0.1 --data.source tokens:ranked",
+    ),
+    (
+        "train ./my.py --run-dir w --data.source tokens:pairs",
+        "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --init-from$",
+        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+    ),
+    (
+        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1",
+        r"train\.dpo=.* give --init-from hf:DIR or RUN_DIR$",
+        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+    ),
+    (
+        "train ./my.py --run-dir w --train.dpo 0.1",
+        "write beta=0.1, or more",
+        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+    ),
+    (
+        "prepare-data --preferences --input a.jsonl --out ranks",
+        "line 1 has no `chosen` and `rejected`",
+        "prepare-data --input pairs.jsonl --out ranks --workers 1",
+    ),
     (
         "generate trained",
         "give --prompt TEXT, or --chat",
@@ -180,7 +207,9 @@ def folder(tmp_path_factory):
         Path("text").mkdir()
         Path("text/a.txt").write_text(" ".join(f"{n} times {n}" for n in range(2000)))
         Path("a.jsonl").write_text(json.dumps({"body": "some text", "id": 1}))
+        write_lines("pairs.jsonl")
         follow("prepare-data --input text/*.txt --out bpe --train-bpe 300 --workers 1")
+        follow("prepare-data --input pairs.jsonl --out pairs --workers 1")
         shutil.copytree(HF, "hf")
         words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
         tokenizers.Tokenizer(words).save("hf/tokenizer.json")
@@ -192,6 +221,12 @@ def folder(tmp_path_factory):
         saved = json.dumps(dataclasses.asdict(cfg))
         Path("trained/config.json").write_text(saved)
     return folder
+
+
+def write_lines(name):
+    """A file of preference pairs, of text."""
+    rows = [{"prompt": f"{n}?", "chosen": f" {n}", "rejected": f" not {n}"} for n in range(200)]
+    Path(name).write_text("\n".join(map(json.dumps, rows)))
 
 
 def parsed(words):

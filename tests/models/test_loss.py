@@ -11,7 +11,12 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.models import loss as loss_module
 from ultrascale_jax.models.layers import gather_sequence
-from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces, num_chunks
+from ultrascale_jax.models.loss import (
+    cross_entropy,
+    cross_entropy_of_pieces,
+    num_chunks,
+    token_losses,
+)
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act, gradient_axes
 
@@ -84,6 +89,37 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     np.testing.assert_allclose(without, [expected, bare], rtol=1e-6)
     for a, b in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()) + 1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(mesh, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * V)
+    x, head, targets = inputs()
+    logits = np.float64(x) @ np.float64(head)
+    lse = np.log(np.sum(np.exp(logits), axis=2))
+    gold = targets[:, :, None] == np.arange(V)
+    nll = np.where(targets >= 0, lse - np.sum(gold * logits, axis=2), 0)
+    scale = (2 * nll * (targets >= 0))[:, :, None]  # of the sum of their squares
+    dlogits = scale * (np.exp(logits - lse[:, :, None]) - gold)
+    expected = dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
+    with jax.set_mesh(make_mesh(MeshConfig.of(**mesh))):
+        args = (
+            jax.device_put(x, act("BRD")),
+            jax.device_put(head, P(None, ("sp", "tp"))),
+            jax.device_put(targets, act("BT")),
+        )
+
+        def squares(x, head, targets):
+            weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
+            head = jax.reshard(head, weight_type)
+            losses = token_losses(gather_sequence(x), head, targets)
+            return jnp.sum(jnp.square(losses)), losses
+
+        (_, losses), grads = jax.jit(jax.value_and_grad(squares, (0, 1), has_aux=True))(*args)
+    np.testing.assert_allclose(losses, nll, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(np.abs(b).max()))
 
 
 def test_the_gradient_follows_the_cotangent():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.pairs import write_pairs
 from tests.states import some_state
 from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig
 from ultrascale_jax.models.transformer import Transformer
@@ -21,6 +22,7 @@ from ultrascale_jax.train_step.step import (
     apply_gradients,
     loss_and_gradients,
     make_eval_step,
+    make_pair_step,
     position_weight,
 )
 from ultrascale_jax.training.setup import make_loader
@@ -87,7 +89,10 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
             if i == 0:
                 first = by_name(*found)
         evaluation = None
-        if evaluates:
+        if evaluates and cfg.train.dpo:
+            sums = make_pair_step(cfg)(state, batch)
+            evaluation = float(sums["loss"]) / int(sums["pairs"])
+        elif evaluates:
             nats, tokens = make_eval_step(cfg)(state.model, batch)
             evaluation = float(nats) / int(tokens)
     return Outcome(losses, first, evaluation)
@@ -123,6 +128,12 @@ def compare(cfg: Config, evaluates: bool = True, start: Callable = some_state) -
         largest = np.abs(gradient).max() or 1.0  # the bias of experts has no gradient
         error = np.abs(outcome.gradients[path] - gradient).max() / largest
         assert error < TOLERANCE, f"{path}: relative error {error:.1e}"
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """The `data.source` of preference pairs."""
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ DEEPSEEK = MIXTRAL | {
         groups=4, groups_per_token=2, bias=True,
     ),
 }  # fmt: skip
+DPO = {"dpo": "beta=0.5,label_smoothing=0.1", "init_from": "hf:x", "z_loss": 0.0}
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
     "llama": {},
@@ -95,6 +96,14 @@ FAMILIES = {
     "lora_of_attention": {
         "model": {"qk_norm": "head", "num_kv_heads": 2, "qkv_bias": True},
         "train": {"lora": "rank=2,targets=q_proj+k_proj+o_proj", "init_from": "hf:x"},
+    },
+    # Two pairs a row; the fixture `pairs` has their source.
+    "dpo": {"data": {"seq_len": 64}, "train": DPO},
+    "dpo_lora": {"data": {"seq_len": 64}, "train": DPO | {"lora": "rank=4"}},
+    "ipo_tied": {
+        "data": {"seq_len": 64},
+        "model": {"tied_embeddings": True},
+        "train": DPO | {"dpo": "beta=0.5,loss=ipo"},
     },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
@@ -149,6 +158,13 @@ TABLE = {
     "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),
     "fsdp8_lora_zero2": ({"fsdp": 8}, {"zero": 2}, "lora"),
     "sp4_tp2_lora_zero0": ({"sp": 4, "tp": 2}, {"zero": 0, "remat": "full"}, "lora_of_attention"),
+    # Preference pairs, with a frozen copy or the base of adapters as reference.
+    "fsdp2_sp2_tp2_dpo_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "dpo_lora"),
+    "fsdp8_dpo": ({"fsdp": 8}, {}, "dpo"),
+    "dp2_cp2_sp2_dpo_zero1": (DP_CP_SP, {"zero": 1}, "dpo"),
+    "dp2_fsdp2_tp2_ipo_zero2": ({"dp": 2, "fsdp": 2, "tp": 2}, {"zero": 2}, "ipo_tied"),
+    "fsdp2_cp2_sp2_dpo_ulysses": (FSDP_CP_SP, {"remat": "full"}, "dpo_lora", ULYSSES),
+    "cp4_tp2_dpo_zero0": ({"cp": 4, "tp": 2}, {"zero": 0, "remat": "dots"}, "dpo"),
     # Experts.
     "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"capacity_factor": 1.0}),
     "ep2_sp2_fsdp2_overlap": (
@@ -183,9 +199,10 @@ FAST = {"fsdp2_sp2_tp2_qwen3"}
 SLOW = {
     "dp2_cp2_sp2_zero1",
     "ep2_cp2_zero1",
+    "fsdp2_sp2_tp2_dpo_lora",
 }
 # The other rows with cp evaluate, and wide ones of the same families.
-UNEVALUATED = {"cp2", "ep2_cp2_zero1", "fsdp2_sp2_tp2_qwen3"}
+UNEVALUATED = {"cp2", "ep2_cp2_zero1", "fsdp2_sp2_tp2_qwen3", "fsdp2_sp2_tp2_dpo_lora"}
 
 
 def marks(name: str) -> list:
@@ -206,5 +223,8 @@ def configure(mesh, train, family, cp=None, moe=None) -> Config:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in TABLE])
-def test_mesh_gives_the_losses_and_gradients_of_one_device(name, assert_equals_one_device):
-    assert_equals_one_device(configure(*TABLE[name]), evaluates=name not in UNEVALUATED)
+def test_mesh_gives_the_losses_and_gradients_of_one_device(name, assert_equals_one_device, pairs):
+    cfg = configure(*TABLE[name])
+    if cfg.train.dpo:
+        cfg = change(cfg, data={"source": pairs})
+    assert_equals_one_device(cfg, evaluates=name not in UNEVALUATED)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.runs import change
-from tests.states import some_state
+from tests.states import bytes_at_rest, some_state
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -145,8 +145,4 @@ def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
     assert embed.sharding.shard_shape(embed.shape) == (32, 16)  # over tp and fsdp, as ZeRO-3 has it
     run = Run.of(cfg, 4)
     planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")
-    resting = sum(
-        s.dtype.itemsize * math.prod(s.sharding.shard_shape(s.shape))
-        for s in jax.tree.leaves(state)
-    )
-    assert planned == pytest.approx(resting, rel=0.05)
+    assert planned == pytest.approx(bytes_at_rest(state), rel=0.05)

@@ -15,6 +15,7 @@ from ultrascale_jax.config.renamed import upgraded
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
     *("train.seed", "train.global_batch", "train.batch_ramp", "train.init_from", "train.lora"),
+    "train.dpo",
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 

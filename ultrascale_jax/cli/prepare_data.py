@@ -16,6 +16,11 @@ dataset that Hugging Face `datasets` streams, only the last few thousand of them
 Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` and, if need be,
 `tools`. Each conversation is one document, written by the tokenizer's own chat template, and the
 loss counts only the assistant's answers, each with the token that ends its turn.
+
+Preference data are JSON lines with `chosen` and `rejected`, and mostly `prompt`: all text, or all
+lists of messages as above. Without `prompt` it is what both begin with. Each makes two documents.
+
+    ultrascale prepare-data --input 'pairs/*.jsonl' --out tokens/pairs --tokenizer HF_DIR --preferences
 """
 
 import contextlib
@@ -25,19 +30,19 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.data import chat, hub, shards, tokenizer
+from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.documents import (
     JSON_LINES,
     File,
@@ -79,6 +84,8 @@ class Args:
     """Field or column that holds the text of a document."""
     chat: command_line.Flag = False
     """The JSON lines hold conversations, `messages`; on by itself if the first row has them and no text."""
+    preferences: command_line.Flag = False
+    """The rows hold preference pairs, `chosen` and `rejected`; on by itself as `chat` is."""
     workers: int = os.cpu_count() or 1
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
@@ -94,7 +101,18 @@ class Args:
     def settings(self) -> dict:
         """The settings that a restart must share with the run before it, beside the tokenizer."""
         names = ("train_bpe", "text_field", "shard_tokens")  # those of text, as they always were
-        return {name: getattr(self, name) for name in (*names, *(["chat"] if self.chat else []))}
+        kinds = (name for name in ("chat", "preferences") if getattr(self, name))
+        return {name: getattr(self, name) for name in (*names, *kinds)}
+
+    @property
+    def kind(self) -> Literal["text", "chat", "preferences"]:
+        """What the input's rows hold."""
+        return "preferences" if self.preferences else "chat" if self.chat else "text"
+
+    @property
+    def unit(self) -> int:
+        """Documents that a row makes, which a shard holds together."""
+        return 2 if self.preferences else 1
 
 
 def prepare(args: Args) -> shards.Index:
@@ -109,20 +127,21 @@ def prepare(args: Args) -> shards.Index:
         args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
-        if not args.chat and (found := find_conversations(paths, args.text_field)):
-            progress.console.print(f"{found} has conversations (messages): --chat", soft_wrap=True)
-            args = replace(args, chat=True)
-        template = load_template(args) if args.chat else None
+        if args.kind == "text":
+            kind, words = find_kind(paths, args.text_field)
+            progress.console.print(words, end="", soft_wrap=True)
+            args = replace(args, chat=kind == "chat", preferences=kind == "preferences")
+        render = renderer(args)
         index = open_index(args, paths, progress)
         stream, done = None, 0
         if isinstance(paths[0], hub.HubDataset):
-            done = sum(shard.documents for shard in index.shards)
+            done = sum(shard.documents for shard in index.shards) // args.unit
             stream = hub.Stream(paths[0], hub.saved_place(args.folder, paths[0], done))
             done = stream.begin.documents
-        documents = read_documents(paths, args.text_field, progress, "tokenize", template, stream)
+        documents = read_documents(paths, args.text_field, progress, "tokenize", render, stream)
         for shard in index.shards:
             skip_documents(args, shard, documents, done)
-            done = max(done - shard.documents, 0)
+            done = max(done - shard.documents // args.unit, 0)
         if index.complete:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
@@ -141,25 +160,41 @@ def inputs(args: Args) -> Sequence[Input]:
     return sorted(path for path in found if path.is_file() and own not in path.resolve().parents)
 
 
-def find_conversations(paths: Sequence[Input], field: str) -> Input | None:
-    """The first input of rows, if its first row has `messages` and no text."""
+def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
+    """The option for the first input of rows, whose first has no text, and words about it; empty for text."""
     path = next((path for path in paths if kind_of(path) in (*JSON_LINES, hub.SUFFIX)), None)
     if isinstance(path, hub.HubDataset):
         row = path.first()
     else:
         _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
     fields = row if isinstance(row, dict) else {}
-    chats = isinstance(fields.get("messages"), list) and not isinstance(fields.get(field), str)
-    return path if chats else None
+    if isinstance(fields.get(field), str):
+        return "", ""
+    if preferences.is_pair(fields):
+        return "preferences", f"{path} has preference pairs (chosen, rejected): --preferences\n"
+    if isinstance(fields.get("messages"), list):
+        return "chat", f"{path} has conversations (messages): --chat\n"
+    return "", ""
 
 
-def load_template(args: Args) -> chat.ChatTemplate:
-    """The chat template of the tokenizer that is given."""
-    fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
-    own = load_tokenizer(args.tokenizer)
-    if args.train_bpe or not isinstance(own, tokenizer.JsonTokenizer):
+def renderer(args: Args) -> Callable[[Any], str] | None:
+    """The function that makes marked text of a row of conversations or preference pairs; none for text."""
+    fix = "is for conversations, and preferences for pairs; give one of them"
+    require(not (args.chat and args.preferences), "chat", True, fix)
+    if args.kind == "text":
+        return None
+    fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
+    require(not (args.preferences and args.train_bpe), "train_bpe", args.train_bpe, fix)
+    own, path, template = load_tokenizer(args.tokenizer), Path(args.tokenizer), None
+    is_json = isinstance(own, tokenizer.JsonTokenizer)
+    if is_json and (args.chat or chat.has_template(path)):
+        template = chat.ChatTemplate(path, own)
+    if args.preferences:
+        return functools.partial(preferences.render_pair, template=template)
+    if args.train_bpe or template is None:
+        fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
         raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
-    return chat.ChatTemplate(Path(args.tokenizer), own)
+    return template.render
 
 
 def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards.Index:
@@ -204,8 +239,8 @@ def tokenizer_name(args: Args) -> str:
 def skip_documents(
     args: Args, shard: shards.Shard, documents: Iterator[str], first: int = 0
 ) -> None:
-    """Pass over the documents of a finished shard from the `first` on, and check that it was made of them."""
-    for expected in shards.shard_documents(args.folder, shard)["hash"][first:]:
+    """Pass over the rows of a finished shard from the `first` on, and check that it was made of them."""
+    for expected in shards.shard_documents(args.folder, shard)["hash"][:: args.unit][first:]:
         text = next(documents, None)
         same = text is not None and shards.text_hash(text.encode()) == expected
         fix = f"{shard.name} was made of other documents; remove it or choose another --out"
@@ -229,11 +264,13 @@ def write_shards(
         name = f"shard_{len(index.shards):05d}"
         tokens, lengths, hashes, answers = zip(*pending, strict=True)
         joined = np.concatenate(lengths), np.concatenate(hashes)
-        shard = shards.write_shard(args.folder, name, tokens, *joined, answers if args.chat else ())
+        answers = answers if args.kind != "text" else ()
+        shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
         longer = replace(index, shards=(*index.shards, shard))
         longer.save(args.folder)
         if stream is not None:
-            stream.save(args.folder, sum(shard.documents for shard in longer.shards))
+            documents = sum(shard.documents for shard in longer.shards)
+            stream.save(args.folder, documents // args.unit)
         rate.tell(shard)
         return longer
 
@@ -241,7 +278,8 @@ def write_shards(
         while group[1].size:
             ends = np.cumsum(group[1])
             fit = int(np.searchsorted(ends, args.shard_tokens - size, side="right"))
-            fit = max(fit, 0 if pending else 1)  # of a document that is longer than a shard
+            fit -= fit % args.unit
+            fit = max(fit, 0 if pending else args.unit)  # of one that is longer than a shard
             if fit:
                 pending.append(documents_of(group, 0, fit))
                 size += int(ends[fit - 1])
@@ -272,7 +310,8 @@ def copy_tokenizer(args: Args) -> None:
         return
     path = Path(args.tokenizer)
     shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
-    for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE) if args.chat else ()):
+    template = (chat.CONFIG, chat.TEMPLATE) if args.kind != "text" else ()
+    for other in map(path.with_name, template):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
 
@@ -304,7 +343,7 @@ def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
         initializer=use_one_thread,
     ) as pool:
         for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts, args.chat))
+            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts, args.kind))
             if len(waiting) > 2 * args.workers:  # bounds the text that is held
                 yield waiting.popleft().result()
         while waiting:
@@ -316,11 +355,14 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenize_group(name: str, texts: list[str], conversations: bool) -> Tokenized:
-    """Work of one process: a group of documents, or rendered conversations, with the tokenizer of that name."""
+def tokenize_group(name: str, texts: list[str], kind: str) -> Tokenized:
+    """Work of one process: a group of documents, or of rendered chat or pairs, with the tokenizer of that name."""
     own = load_tokenizer(name)
     hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
-    if conversations and isinstance(own, tokenizer.JsonTokenizer):
+    if kind == "preferences":
+        hashes = np.repeat(hashes, 2)
+        texts = [part for text in texts for part in text.split(preferences.NEXT)]
+    if kind != "text":
         tokens, lengths, answers = chat.encode_conversations(own, texts)
         return tokens, lengths, hashes, answers
     return *tokenizer.encode_documents(own, texts), hashes, None
@@ -344,23 +386,22 @@ def read_documents(
     field: str,
     progress: Progress,
     description: str,
-    template: chat.ChatTemplate | None = None,
+    render: Callable[[Any], str] | None = None,
     stream: hub.Stream | None = None,
 ) -> Iterator[str]:
     """The documents of all files that are not empty, in order; moves a progress bar by bytes.
 
-    With a template they are conversations, as `ChatTemplate.render` gives them. A dataset is read by `stream`, or from
-    its beginning.
+    With `render` they are what it makes of rows. A dataset is read by `stream`, or from its beginning.
     """
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes) or None)
     before = 0
     for size, path in zip(sizes, paths, strict=True):
         if isinstance(path, hub.HubDataset):
-            pairs = read_dataset(stream or hub.Stream(path), field, template)
+            found = read_dataset(stream or hub.Stream(path), field, render)
         else:
-            pairs = read_conversations(path, template) if template else read_file(path, field)
-        for count, (text, done) in enumerate(_asked(path, pairs)):
+            found = read_rendered(path, render) if render else read_file(path, field)
+        for count, (text, done) in enumerate(_asked(path, found)):
             if text:
                 yield text
             if count % 256 == 0:
@@ -376,28 +417,28 @@ def _asked[Item](path: Input, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def read_dataset(
-    stream: hub.Stream, field: str, template: chat.ChatTemplate | None
+    stream: hub.Stream, field: str, render: Callable[[Any], str] | None
 ) -> Iterator[tuple[str, int]]:
-    """The text of every row of a dataset, or its conversation, and the bytes read so far."""
-    if template is None:
+    """The text of every row of a dataset, or what `render` makes of it, and the bytes read so far."""
+    if render is None:
         return stream.texts(lambda row, where: text_of(row, field, where), (field,))
-    return stream.texts(lambda row, where: rendered(template, row, where))
+    return stream.texts(lambda row, where: rendered(render, row, where))
 
 
-def rendered(template: chat.ChatTemplate, row: Any, where: str) -> str:
-    """A row's conversation as the template renders it; `UserError` that begins with `where`."""
+def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
+    """The conversation or pair that `render` makes of a row; `UserError` that begins with `where`."""
     try:
-        return whole_characters(template.render(row))
+        return whole_characters(render(row))
     except UserError as error:
         raise UserError(f"{where} {error}") from None
 
 
-def read_conversations(path: File, template: chat.ChatTemplate) -> Iterator[tuple[str, int]]:
-    """Every line's conversation as the template renders it, and the bytes read so far."""
-    fix = "is no file of JSON lines, as conversations are; leave it out of the pattern"
+def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[str, int]]:
+    """Every line's conversation or pair as `render` makes it, and the bytes read so far."""
+    fix = "is no file of JSON lines, as conversations and pairs are; leave it out of the pattern"
     require(kind_of(path) in JSON_LINES, "input", str(path), fix)
     for number, row, done in read_rows(path):
-        yield rendered(template, row, f"input={str(path)!r}: line {number}"), done
+        yield rendered(render, row, f"input={str(path)!r}: line {number}"), done
 
 
 def main(argv: Sequence[str]) -> None:
@@ -410,6 +451,7 @@ def main(argv: Sequence[str]) -> None:
     tokens = sum(shard.tokens for shard in index.shards)
     documents = sum(shard.documents for shard in index.shards)
     name = "bytes" if index.tokenizer == "bytes" else f"{args.out}/tokenizer.json"
-    print(f"{args.out}: {tokens:,} tokens of {documents:,} documents in {len(index.shards)} shards")
+    count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
+    print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
     print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
     print(f"--model.vocab-size {index.vocab_size}")

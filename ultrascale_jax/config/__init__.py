@@ -415,10 +415,7 @@ class Config:
         model, data, train = self.model, self.data, self.train
         if mesh.pp > 1:
             self._check_pipeline(mesh)
-        if train.lora:
-            self._check_lora()
-        if model.mtp_layers:
-            self._check_mtp(mesh)
+        self._check_objective(mesh)
         group = f"mesh.sp*mesh.tp={mesh.tensor}"
         for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
             size = getattr(model, name)
@@ -464,6 +461,15 @@ class Config:
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
 
+    def _check_objective(self, mesh: MeshConfig) -> None:
+        """Refuse what adapters, multi-token prediction and preference pairs cannot be with."""
+        if self.train.lora:
+            self._check_lora()
+        if self.model.mtp_layers:
+            self._check_mtp(mesh)
+        if self.train.dpo:
+            self._check_dpo(mesh)
+
     def _check_lora(self) -> None:
         known = self.model.experts is None and self.model.latent is None
         fix = "adapters are for dense models with plain attention; leave it out to train all parameters"
@@ -483,6 +489,25 @@ class Config:
         microbatches = train.batches.microbatches(size, train.microbatches)
         changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ""}
         return dataclasses.replace(self, train=dataclasses.replace(train, **changes))
+
+    def _check_dpo(self, mesh: MeshConfig) -> None:
+        """Refuse what preference pairs cannot be trained with."""
+        train, name = self.train, "train.dpo"
+        fix = f"pairs are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
+        require(mesh.pp == 1, name, train.dpo, fix)
+        fix = "pairs are for dense models; leave it out to train on chosen answers (prepare-data --chat)"
+        require(self.model.experts is None, name, train.dpo, fix)
+        fix = "modules that predict ahead learn no preferences (train.dpo); use 0"
+        require(not self.model.mtp_layers, "model.mtp_layers", self.model.mtp_layers, fix)
+        fix = "a row holds several answers; use data.document_mask=True"
+        require(self.data.document_mask, name, train.dpo, fix)
+        fix = "the loss is of pairs, which have no z-loss; use 0"
+        require(train.z_loss == 0, "train.z_loss", train.z_loss, fix)
+        fix = "rounds weights from float32, and the reference's from bfloat16; use fp8_rowwise or fp8_block"
+        apart = train.precision == "fp8" and not train.lora
+        require(not apart, "train.precision", train.precision, fix)
+        fix = "sums the loss of all tokens, and train.dpo that of each answer; use auto or xla"
+        require(self.kernels.loss != "mosaic", "kernels.loss", self.kernels.loss, fix)
 
     def _check_names(self) -> None:
         sections = {

@@ -25,6 +25,16 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
         raise UserError(f"{name}={_shown(value)}: {fix}")
 
 
+def named_parts(name: str, text: str, names: tuple[str, ...], form: str) -> dict[str, str]:
+    """Read `a=1,b=2` of the field `name`, each of `names` at most once; raise a `UserError` that shows the `form`."""
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        require(key in names and key not in given and value != "", name, text, form)
+        given[key] = value
+    return given
+
+
 def _shown(value: object) -> str:
     """Return the value as an error shows it: neither a number of a million digits nor a long list as a whole."""
     try:

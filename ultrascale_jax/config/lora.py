@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ultrascale_jax.config.base import UserError, require
+from ultrascale_jax.config.base import UserError, named_parts, require
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Projections that can have an adapter, by the names of Hugging Face and PEFT."""
@@ -35,12 +35,7 @@ class Lora:
 
         Raises `UserError` for a text of another form.
         """
-        given: dict[str, str] = {}
-        for part in text.split(","):
-            name, _, value = (word.strip() for word in part.partition("="))
-            known = name in ("rank", "alpha", "scaling", "targets") and name not in given
-            require(known and value != "", "train.lora", text, FORM)
-            given[name] = value
+        given = named_parts("train.lora", text, ("rank", "alpha", "scaling", "targets"), FORM)
         require(
             re.fullmatch(r"[1-9]\d{0,4}", given.get("rank", "")) is not None,
             "train.lora",

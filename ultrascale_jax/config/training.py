@@ -7,6 +7,7 @@ from typing import Literal
 
 from ultrascale_jax.config.base import require, require_at_least
 from ultrascale_jax.config.batches import Batches
+from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
@@ -142,6 +143,9 @@ class TrainConfig:
     lora: str = ""
     """Train low-rank adapters, and nothing else: `rank=16[,alpha=32][,scaling=lora|rslora][,targets=q_proj+v_proj]`;
     without targets all projections have one. Needs `train.init_from`."""
+    dpo: str = ""
+    """Train on preference pairs, by DPO: `beta=0.1[,label_smoothing=0.1][,loss=sigmoid|ipo][,reference=initial|none]`;
+    the reference is the model with which the run begins. Needs `train.init_from` and `prepare-data --preferences`."""
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: int = 8
@@ -155,6 +159,8 @@ class TrainConfig:
         remat_names(self.remat)
         if self.lora:
             Lora.parse(self.lora)
+        if self.dpo:
+            Dpo.parse(self.dpo)
         if self.batch_ramp:
             Batches.parse(self.batch_ramp, self.global_batch, self.steps)
 

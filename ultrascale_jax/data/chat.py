@@ -16,13 +16,21 @@ import numpy as np
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
 from ultrascale_jax.data.tokenizer import CONFIG as CONFIG
-from ultrascale_jax.data.tokenizer import JsonTokenizer, special_tokens, token_dtype
+from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer, special_tokens, token_dtype
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""
 
 TEMPLATE = "chat_template.jinja"
 """File beside `tokenizer.json` that may hold the template; it wins over `CONFIG`, as in `transformers`."""
+
+
+def has_template(path: Path) -> bool:
+    """Return whether a chat template lies beside the `tokenizer.json` at `path`."""
+    config = path.with_name(CONFIG)
+    return path.with_name(TEMPLATE).exists() or (
+        config.exists() and bool(read_json(config, name="tokenizer").get("chat_template"))
+    )
 
 
 class ChatTemplate:
@@ -56,26 +64,27 @@ class ChatTemplate:
         self._names = special_tokens(path)
         self._added = sorted(tokenizer.added, key=len, reverse=True)
 
-    def render(self, row: Any) -> str:
+    def render(self, row: Any, first: int = 0) -> str:
         """Return the conversation `row["messages"]`, with `row["tools"]` if any, and marks around its answers.
 
-        Raises `UserError` with words that follow the row's place.
+        Answers before message `first` have no marks. Raises `UserError` with words that follow the row's place.
         """
         messages = row.get("messages") if isinstance(row, dict) else None
         turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
         if not (messages and turns):
             raise UserError('has no `messages`, a list of {"role": ..., "content": ...}')
-        if not any(turn.get("role") == "assistant" for turn in messages):
+        if not any(turn.get("role") == "assistant" for turn in messages[first:]):
             raise UserError("has no assistant turn, so no answer to learn; leave it out")
         if {BEGIN, END} & set(json.dumps(row, ensure_ascii=False)):
             raise UserError("has U+FDD0 or U+FDD1, which are no characters; remove them")
         tools = row.get("tools") or None
         whole = self._text(messages, tools)
         if BEGIN in whole:
-            return whole
+            unmarked = sum(turn.get("role") == "assistant" for turn in messages[:first])
+            return whole.replace(BEGIN, "", unmarked).replace(END, "", unmarked)
         marked, done = "", 0
         for i, turn in enumerate(messages):
-            if turn.get("role") != "assistant":
+            if turn.get("role") != "assistant" or i < first:
                 continue
             begin, end = self._answer(whole, done, messages, i, tools)
             marked += whole[done:begin] + BEGIN + whole[begin:end] + END
@@ -120,12 +129,13 @@ class ChatTemplate:
 
 
 def encode_conversations(
-    tokenizer: JsonTokenizer, texts: Sequence[str]
+    tokenizer: Tokenizer, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Encode rendered conversations end to end, each followed by the separator, as `encode_documents`.
 
     Returns:
-        All tokens; the length of every conversation; and bool, for each token, whether it begins in an answer.
+        All tokens; the length of every conversation; and bool, for each token, whether it begins in an answer. The
+        separator ends an answer that has no END.
     """
     pieces, answers = [], []
     for start in range(0, len(texts), 64):
@@ -138,7 +148,7 @@ def encode_conversations(
             # White space before an answer, where a tokenizer trims it, is an empty span at the answer's beginning.
             counted &= offsets[:, 1] > borders[passed - 1]
             pieces.append(np.append(ids, tokenizer.eos))
-            answers.append(np.append(counted, False))
+            answers.append(np.append(counted, len(part) % 2 == 0))
     lengths = np.array([piece.size for piece in pieces], np.int64)
     dtype = token_dtype(tokenizer.vocab_size)
     return np.concatenate(pieces).astype(dtype), lengths, np.concatenate(answers)

@@ -28,8 +28,10 @@ from ultrascale_jax.data.samples import (
     ENDLESS,
     Batch,
     PackedSamples,
+    PairSamples,
     Place,
     Places,
+    Samples,
     SyntheticSamples,
     nth_token,
     random_bits,
@@ -97,6 +99,8 @@ class Loader:
         stages = parse_stages("data.source", data.source) if split == "train" else ()
         self.begins: tuple[int, ...] = begins("data.source", data.source, stages, steps)
         """Steps that are done before each stage of the mixture."""
+        self.notes: list[str] = []
+        """Lines to print about the sources."""
         samples = self._split_samples()
         self.num_sequences: int = sum(map(len, samples.values()))
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
@@ -289,7 +293,7 @@ class Loader:
     def _key(self) -> tuple:
         return ("train", self.seed) if self.split == "train" else ("eval",)
 
-    def _split_samples(self) -> dict[int, PackedSamples | SyntheticSamples]:
+    def _split_samples(self) -> dict[int, Samples]:
         """Return, by the number of the source, the samples of every source that has a whole row in this split.
 
         The sources of the first stage decide which documents are held out, and their held-out documents are the split
@@ -309,7 +313,14 @@ class Loader:
             else:
                 held = np.isin(corpus.hashes, held_out)
                 chosen = np.flatnonzero(held if self.split == "eval" else ~held)
-                part = PackedSamples(corpus, chosen, self.data, key)
+                kind = PairSamples if corpus.pairs else PackedSamples
+                part = kind(corpus, chosen, self.data, key)
+            if isinstance(part, PairSamples) and part.too_long:
+                left_out = f"{part.too_long:,} of {part.pairs:,} pairs are left out"
+                fault = (
+                    f"{left_out}: longer than data.seq_len={self.data.seq_len} with both answers"
+                )
+                self.notes.append(f"{name}: {fault}")
             if len(part):
                 samples[i] = part
             elif self.split == "train":

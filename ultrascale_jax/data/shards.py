@@ -5,8 +5,9 @@ A folder of shards is
     index.json             format, token type, tokenizer, and for every shard its sizes and SHA-256
     shard_00000.tokens     token ids, little-endian, of whole documents end to end
     shard_00000.documents  for each document where it ends in the shard, and the hash of its text
-    shard_00000.answers    of conversations alone: a bit for each token, whether the loss counts it
+    shard_00000.answers    of conversations and preference pairs alone: a bit for each token, whether the loss counts it
 
+Of preference pairs documents 2i and 2i + 1 have the chosen and the rejected answer, in one shard, and the pair's hash.
 `ultrascale prepare-data` writes it. `open_shards` reads every byte once before the first step, shards
 in parallel (0.8 GB/s on two cores), for the certainty that nothing was truncated or altered or is
 outside the vocabulary. Processes of one job that see the same files share that work.
@@ -89,6 +90,8 @@ class Corpus:
     """The file of each array; arrays without names are numbered."""
     answers: tuple[np.ndarray | TokenFile, ...] = ()
     """uint8 for each array, 8 tokens a byte, lowest bit first: whether the loss counts them; none: it counts all."""
+    pairs: bool = False
+    """Whether documents 2i and 2i + 1 have the chosen and the rejected answer to one prompt; they share a hash."""
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -196,6 +199,11 @@ class Index:
         """Token type as it lies on the disk."""
         return np.dtype(self.dtype).newbyteorder("<")
 
+    @property
+    def pairs(self) -> bool:
+        """Whether documents 2i and 2i + 1 are a preference pair."""
+        return isinstance(self.settings, dict) and self.settings.get("preferences") is True
+
     def save(self, folder: Path) -> None:
         write_atomic(folder / "index.json", json.dumps(dataclasses.asdict(self), indent=1).encode())
 
@@ -226,6 +234,9 @@ def load_index(folder: Path) -> Index:
         names.add(shard.name)
     if len({shard.answers_sha256 is None for shard in shards}) > 1:
         raise UserError(f"{path.name} has answers of some shards only")
+    whole = all(shard.documents % 2 == 0 and shard.answers_sha256 for shard in shards)
+    if index.pairs and not whole:
+        raise UserError(f"{path.name} has preference pairs that are not whole")
     return index
 
 
@@ -328,6 +339,7 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
             for shard in index.shards
             if shard.answers_sha256 is not None
         ),
+        pairs=index.pairs,
     )
 
 

@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encode texts; also [tokens, 2], where each token begins and ends, in characters."""
+        ...
+
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Decode ids, special tokens among them or left out."""
         ...
@@ -72,6 +76,12 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        sizes = ([len(character.encode()) for character in text] for text in texts)
+        begins = (np.repeat(np.arange(len(size)), size) for size in sizes)
+        spans = (np.stack([begin, begin + 1], axis=1) for begin in begins)
+        return list(zip(self.encode_batch(texts), spans, strict=True))
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Decode bytes as text; invalid UTF-8 and ids above 255 become U+FFFD."""
@@ -148,7 +158,6 @@ class JsonTokenizer:
             return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode texts; also [tokens, 2], where each token begins and ends, in characters."""
         with self._refused(ENCODE_FIX):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
             return [

@@ -126,9 +126,14 @@ def merged[M](adapters: M, base: M) -> M:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("blocks.")
         return variable.replace(new[name]) if name in new else variable
 
-    found: Any = jax.tree.map_with_path(leaf, base, is_leaf=is_variable)
+    return without_adapters(jax.tree.map_with_path(leaf, base, is_leaf=is_variable))
+
+
+def without_adapters[M](base: M) -> M:
+    """Return a copy of `base`, the second part of `split_adapters`, without the places of the adapters' arrays."""
+    found: Any = jax.tree.map(lambda variable: variable, base, is_leaf=is_variable)
     for module in found.blocks.parts.values():
-        if has_adapters(module):  # places without arrays, of `split_adapters`
+        if has_adapters(module):
             del module.lora
     return found
 

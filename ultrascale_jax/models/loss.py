@@ -69,6 +69,33 @@ def row_losses(
     return jnp.sum(nll, axis=over), jnp.all(best, axis=over)
 
 
+@jax.custom_vjp
+def token_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Return the negative log-likelihood of each target, float32 `[B, T]`, 0 where the target is -1.
+
+    Differentiable as `cross_entropy` is, whose arguments these are, by any function of the losses; the backward pass
+    makes the logits again.
+    """
+    weight = jnp.float32(1.0)
+    _, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
+    if nll.ndim == 2:
+        return nll
+    return jax.lax.reshape(jnp.moveaxis(nll, 0, 2), targets_BT.shape, out_sharding=act("BT"))
+
+
+def _token_losses_forward(x_BTD, head_DV, targets_BT):
+    return token_losses(x_BTD, head_DV, targets_BT), (x_BTD, head_DV, targets_BT)
+
+
+def _token_losses_backward(kept, g_BT):
+    x_BTD, head_DV, targets_BT = kept
+    (dx, dhead), _ = _scan(x_BTD, head_DV, targets_BT, g_BT, 0.0, with_gradients=True)
+    return dx, dhead, None
+
+
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+
+
 def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
     x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
     gradients, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True)
@@ -101,7 +128,8 @@ cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
     """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term).
 
-    Without gradients dhead is none, and each token's `best` of `_visit` is in the place of dx.
+    `weight` is a scalar, or `[B, T]`. Without gradients dhead is none, and each token's `best` of `_visit` is in the
+    place of dx.
     """
     B, T, D = x_BTD.shape
     targets_BT = jax.reshard(targets_BT, act("BT"))
@@ -111,12 +139,18 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
         return (dx, dhead if dhead is None else dhead.astype(head_DV.dtype)), (nll, z)
     vocabulary = axes_of("V")
     x = jax.lax.reshape(x_BTD, (B, T // n, n, D), out_sharding=act("BTCD", reduced=vocabulary))
-    targets = jax.lax.reshape(targets_BT, (B, T // n, n), out_sharding=act("BTC"))
-    x, targets = jnp.moveaxis(x, 2, 0), jnp.moveaxis(targets, 2, 0)
+
+    def chunks(values_BT):
+        parts = jax.lax.reshape(values_BT, (B, T // n, n), out_sharding=act("BTC"))
+        return jnp.moveaxis(parts, 2, 0)
+
+    x, targets = jnp.moveaxis(x, 2, 0), chunks(targets_BT)
+    weights = chunks(weight) if weight.ndim else None
 
     def step(dhead, chunk):
-        x_BTD, targets_BT = chunk
-        more, out = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)
+        x_BTD, targets_BT, own = chunk
+        own = weight if own is None else own
+        more, out = _visit(x_BTD, head_DV, targets_BT, own, z_loss, with_gradients)
         return dhead if more is None else dhead + more, out
 
     start = None
@@ -124,7 +158,7 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
         unreduced = act("DV", unreduced=gradient_axes("DV", "BTD"))
         start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
         start = vary(start, varying(head_DV))
-    dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets))
+    dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets, weights))
     if dhead is not None:
         dx = jax.lax.reshape(
             jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=vocabulary)

@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     gathers_ahead,
     require,
 )
+from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.kernels.document_classes import divides
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
@@ -59,6 +60,8 @@ class Run:
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
     adapter_params: int = 0
     """Parameters of the adapters of `train.lora`, of all layers; if there are any, the others are frozen."""
+    reference: bool = False
+    """Whether the reference of `train.dpo` runs forward in each step: the base of adapters, or else a frozen copy."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -103,6 +106,7 @@ class Run:
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
             "adapter_params": adapter_params(cfg.model, train.lora),
+            "reference": has_reference(train.dpo),
             "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
@@ -173,7 +177,8 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        return self.step_tokens * flops_per_token(self.shape, self.seq_len, self.adapter_params)
+        own = self.shape, self.seq_len, self.adapter_params
+        return self.step_tokens * flops_per_token(*own, reference=self.reference)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""

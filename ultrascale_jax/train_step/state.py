@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapters
@@ -53,11 +54,12 @@ class TrainState:
     spikes: Spikes | None = None
     """With `watch.spike_guard` the last steps' losses and gradient norms."""
     frozen: Transformer | None = None
-    """With `train.lora` the model without adapters, in the type of compute; no part of a checkpoint."""
+    """No part of a checkpoint, in the type of compute: with `train.lora` the model without adapters, with `train.dpo`
+    alone the reference, which is the model that the run begins with."""
 
     @property
     def model(self) -> Transformer:
-        """The whole model."""
+        """The whole model that is trained: what is not among `params` is frozen."""
         return self.params if self.frozen is None else join_adapters(self.params, self.frozen)
 
 
@@ -94,6 +96,9 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     params, frozen, zero = model, None, jnp.int32(0)
     if cfg.train.lora:
         params, frozen = split_adapters(model)
+    elif has_reference(cfg.train.dpo):
+        frozen = model
+    if frozen is not None:
         dtype = COMPUTE[cfg.train.precision]
         frozen = map_params(lambda value, dims, act_dims: cast(value, dims, dtype), frozen)
     init: Callable = optimizer(cfg).init

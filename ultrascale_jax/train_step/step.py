@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.config.dpo import Dpo, has_reference
 from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence, map_params
-from ultrascale_jax.models.lora import join_adapters, split_adapters
+from ultrascale_jax.models.lora import join_adapters, split_adapters, without_adapters
 from ultrascale_jax.models.loss import row_losses
-from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.models.transformer import ModelOutputs, Transformer
 from ultrascale_jax.parallel.prefetch import Delay
 from ultrascale_jax.sharding.rules import act, mesh_size
-from ultrascale_jax.train_step import balance, pipelined
+from ultrascale_jax.train_step import balance, pipelined, preference
 from ultrascale_jax.train_step.loss_scale import LEAST
 from ultrascale_jax.train_step.multi_token import predict_ahead
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
@@ -44,6 +46,8 @@ class Auxiliary(NamedTuple):
     """The routers' statistics `[L, num + 2]` (`models/moe.py`), none without experts."""
     ahead: tuple[jax.Array, jax.Array] | None = None
     """Bare cross-entropies times `weight` and targets, `[mtp_layers]`, of `model.mtp_layers` (`multi_token.py`)."""
+    preferred: jax.Array | None = None
+    """With `train.dpo` the sums over pairs of `preference.SUMS`."""
 
 
 NO_AUXILIARY = Auxiliary()
@@ -140,6 +144,26 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
     return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
 
 
+def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
+    """Return the jitted `(state, batch) -> sums over the pairs`: `loss`, `sums` as of `pair_losses`, and `pairs`."""
+
+    def pair_step(state, batch):
+        parts = split(batch, cfg.train.microbatches)
+        model = state.model
+        used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
+        reference = reference_of(cfg, used, state.frozen)
+
+        def step(total, micro_batch):
+            more = pair_objective(cfg, used, micro_batch, fp8, reference)
+            return jax.tree.map(jnp.add, total, more), None
+
+        start = jnp.float32(0.0), jnp.zeros(len(preference.SUMS))
+        (loss, sums), _ = jax.lax.scan(step, start, parts)
+        return {"loss": loss, "sums": sums, "pairs": preference.count_pairs(batch)}
+
+    return jax.jit(pair_step, compiler_options=xla_options(cfg) or None)
+
+
 def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
     """Return the jitted `(params, batch) -> row_losses, [B] on every device`, for a mesh without pp."""
     dtype = COMPUTE[cfg.train.precision]
@@ -187,7 +211,9 @@ def apply_gradients(
     that it would make is not finite, or if it is a spike.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
-    share, scaling = positions / jnp.maximum(tokens, 1).astype(jnp.float32), state.loss_scale
+    preferred = auxiliary.preferred
+    terms = tokens if preferred is None else preference.count_pairs(batch)
+    share, scaling = positions / jnp.maximum(terms, 1).astype(jnp.float32), state.loss_scale
     if scaling is not None:
         share /= scaling.scale
     routed, told = auxiliary.routed, _of_modules(auxiliary, share * tokens)
@@ -223,6 +249,8 @@ def apply_gradients(
     new = TrainState(params, opt_state, *counters, scaling, spikes, state.frozen)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~ok}
+    if preferred is not None:
+        told |= preference.metrics(preferred, terms)
     return new, metrics | told | balance.metrics(cfg, routed)
 
 
@@ -246,23 +274,28 @@ def loss_and_gradients(
     weight: jax.Array,
     frozen: Transformer | None = None,
 ) -> tuple[jax.Array, Transformer, Auxiliary]:
-    """Return bare cross-entropy times `weight`; float32 gradients of the objective, sharded as the parameters rest; and
-    what routers and modules of multi-token prediction did.
+    """Return bare cross-entropy, or with `train.dpo` the loss of pairs, times `weight`; float32 gradients of the
+    objective, sharded as the parameters rest; and what else is told of the micro-batches.
 
-    `frozen` is the rest of the model, which has no gradients (`train.lora`).
+    `frozen` is what has no gradients, as in `TrainState`.
     """
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         loss, grads, routed = pipelined.loss_and_gradients(cfg, params, parts, weight)
         return loss, grads, Auxiliary(routed)
-    model = params if frozen is None else join_adapters(params, frozen)
+    adapters = frozen is not None and bool(cfg.train.lora)
+    model = join_adapters(params, frozen) if adapters else params
     used, rest, fp8 = prepare_params(cfg, model), None, fp8_of(cfg, model)
-    if frozen is not None:
+    reference = reference_of(cfg, used, frozen)
+    if adapters:
         used, rest = split_adapters(used)
 
     def loss(used, micro_batch):
         model = used if rest is None else join_adapters(used, rest)
-        return objective(cfg, model, micro_batch, weight, fp8)
+        if not cfg.train.dpo:
+            return objective(cfg, model, micro_batch, weight, fp8)
+        total, sums = pair_objective(cfg, model, micro_batch, fp8, reference)
+        return weight * total, (weight * total, Auxiliary(preferred=sums))
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if cfg.train.microbatches == 1:
@@ -282,7 +315,8 @@ def loss_and_gradients(
 
     modules = cfg.model.mtp_layers
     ahead = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
-    auxiliary = Auxiliary(balance.statistics_start(cfg), ahead)
+    preferred = jnp.zeros(len(preference.SUMS)) if cfg.train.dpo else None
+    auxiliary = Auxiliary(balance.statistics_start(cfg), ahead, preferred)
     start = (jnp.float32(0.0), auxiliary), map_params(zeros, params)
     sums, _ = jax.lax.scan(step, start, split(batch, cfg.train.microbatches))
     (total, auxiliary), grads = sums
@@ -314,15 +348,8 @@ def objective(
     The loss has the z-loss, the experts' balance and the losses of the modules of multi-token prediction that `used`
     has.
     """
-    dtype = COMPUTE[cfg.train.precision]
-    inputs = layer_inputs(cfg, batch, fp8)
-    out = used(
-        batch["tokens"],
-        inputs,
-        remat=remat(cfg),
-        prefetch=prefetches(cfg),
-        delay=delay_of(cfg),
-    )
+    dtype, inputs = COMPUTE[cfg.train.precision], layer_inputs(cfg, batch, fp8)
+    out = run_layers(cfg, used, batch, inputs)
     used = used.with_whole_head(dtype) if used.cfg.mtp_layers else used
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
@@ -333,3 +360,45 @@ def objective(
     if routed is not None:
         routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in more.statistics)])
     return total + more.objective, (nats, Auxiliary(routed, (more.nats, more.counts)))
+
+
+def run_layers(cfg: Config, used: Transformer, batch: Batch, inputs: LayerInputs) -> ModelOutputs:
+    """Run embedding, layers and final norm as `cfg` recomputes and gathers them."""
+    return used(
+        batch["tokens"],
+        inputs,
+        remat=remat(cfg),
+        prefetch=prefetches(cfg),
+        delay=delay_of(cfg),
+    )
+
+
+Reference = tuple[Transformer, Fp8 | None]
+"""A model that `prepare_params` returned, and `fp8_of` it."""
+
+
+def reference_of(cfg: Config, used: Transformer, frozen: Transformer | None) -> Reference | None:
+    """Return the reference of `train.dpo`: the base of adapters, or the frozen copy of the first parameters.
+
+    `used` is the model that is trained, with its adapters, as `prepare_params` returned it.
+    """
+    if not has_reference(cfg.train.dpo):
+        return None
+    assert frozen is not None, "train.dpo has a frozen reference"
+    if cfg.train.lora:
+        return without_adapters(split_adapters(used)[1]), fp8_of(cfg, frozen)
+    return prepare_params(cfg, frozen), fp8_of(cfg, frozen)
+
+
+def pair_objective(
+    cfg: Config, used: Transformer, batch: Batch, fp8: Fp8 | None, reference: Reference | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the losses of a micro-batch's pairs, and the sums of `preference.SUMS`."""
+    dtype = COMPUTE[cfg.train.precision]
+
+    def logps(model: Transformer, fp8: Fp8 | None) -> jax.Array:
+        x_BRD = run_layers(cfg, model, batch, layer_inputs(cfg, batch, fp8)).x_BRD
+        return preference.answer_logps(model, x_BRD, batch, dtype)
+
+    before = None if reference is None else logps(*reference)
+    return preference.pair_losses(Dpo.parse(cfg.train.dpo), logps(used, fp8), before, batch)

@@ -1,14 +1,16 @@
 """Evaluate on `data.eval_source` or the held-out split, every `train.eval_every` steps and at the end."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.train_step.step import make_eval_step
+from ultrascale_jax.hooks import Batch, Hook, Row, Run
+from ultrascale_jax.train_step import preference
+from ultrascale_jax.train_step.step import Metrics, make_eval_step, make_pair_step
 
 
 class Evaluation(Hook):
@@ -54,12 +56,40 @@ class Evaluation(Hook):
 
     def _sums(self, run: Run, loader: Loader) -> tuple[float, int]:
         """Return the sum of nats and the number of tokens that it counts."""
+        nats, tokens = 0.0, 0
+        for batch in self._batches(run, loader):
+            batch_nats, batch_tokens = jax.device_get(self._eval_step(run.state.model, batch))
+            nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
+        return nats, tokens
+
+    def _batches(self, run: Run, loader: Loader) -> Iterator[Batch]:
+        """Yield the batches of an evaluation."""
         # Rows beyond one epoch would count documents twice; a split smaller than one batch fills it by repeating.
         epoch = max(loader.num_sequences // run.cfg.train.global_batch, 1)
-        nats, tokens = 0.0, 0
         with contextlib.closing(loader.device_batches(run.mesh, 0)) as batches:
             for _ in range(min(run.cfg.train.eval_batches, epoch)):
-                _, batch, _ = next(batches)
-                batch_nats, batch_tokens = jax.device_get(self._eval_step(run.state.model, batch))
-                nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
-        return nats, tokens
+                yield next(batches)[1]
+
+
+class PreferenceEvaluation(Evaluation):
+    """Takes the mean loss of `train.dpo` over pairs, and their rewards, in place of the loss of tokens."""
+
+    def __init__(self, cfg: Config, loaders: Mapping[str, Loader]):
+        super().__init__(cfg, loaders)
+        self._pair_step = make_pair_step(cfg)
+
+    def _losses(self, run: Run) -> Row:
+        """Return the mean loss of a pair, `preference.metrics` after `eval_`, and the mean loss by name."""
+        of = {name: self._pair_sums(run, loader) for name, loader in self._loaders.items()}
+        whole = jax.tree.map(lambda *parts: sum(parts), *of.values())
+        told = preference.metrics(whole["sums"], whole["pairs"])
+        losses = {"loss": whole} | {f"loss_{name}": sums for name, sums in of.items() if name}
+        told |= {
+            name: sums["loss"] / jnp.maximum(sums["pairs"], 1) for name, sums in losses.items()
+        }
+        return {f"eval_{name}": value.tolist() for name, value in jax.device_get(told).items()}
+
+    def _pair_sums(self, run: Run, loader: Loader) -> Metrics:
+        """Return the sums of `make_pair_step` over an evaluation."""
+        sums = [self._pair_step(run.state, batch) for batch in self._batches(run, loader)]
+        return jax.tree.map(lambda *parts: sum(parts), *sums)

@@ -60,13 +60,18 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
 
 
-def flops_per_token(model: ModelConfig, seq_len: int, adapters: int = 0) -> float:
+def flops_per_token(
+    model: ModelConfig, seq_len: int, adapters: int = 0, *, reference: bool = False
+) -> float:
     """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's.
 
-    With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients.
+    With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients. With a
+    `reference` (`train.dpo`) the forward pass of the model runs once more.
     """
+    attention = attention_flops_per_token(model, seq_len)
     matrices = 4 * matmul_params(model) + 6 * adapters if adapters else 6 * matmul_params(model)
-    return matrices + attention_flops_per_token(model, seq_len)
+    again = 2 * matmul_params(model) + attention / 3 if reference else 0.0
+    return matrices + attention + again
 
 
 def peak_tflops(device_kind: str, precision: str) -> float | None:

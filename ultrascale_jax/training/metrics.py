@@ -36,6 +36,8 @@ COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
     *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gb"),
     "mtp_loss",
+    *("pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+    *("logp_chosen", "logp_rejected"),
     *("moe_dropped", "moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
     *("data_wait_s", "batch_hash", "save_failures"),
 )
@@ -175,18 +177,28 @@ class RunLog(Hook):
         self._release()
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
-        """Record `eval_loss`, in nats over `eval_tokens` held-out tokens, after `step` optimizer steps.
+        """Record `eval_loss`, in nats over `eval_tokens` held-out tokens or of `eval_pairs` pairs, after `step` steps.
 
         A source with a name has its own loss as `eval_loss_NAME`.
         """
         if not self._active:
             return
         self._record(row)
-        held_out = f"eval loss {row['eval_loss']:.4f} over {row['eval_tokens']:,} held-out tokens"
+        pairs = "eval_pairs" in row
+        count = (
+            f"{row['eval_pairs']:,} held-out pairs"
+            if pairs
+            else f"{row['eval_tokens']:,} held-out tokens"
+        )
+        held_out = f"eval loss {row['eval_loss']:.4f} over {count}"
         start = "eval_loss_"
         named = {name: loss for name, loss in row.items() if name.startswith(start)}
         each = ", ".join(f"{name.removeprefix(start)} {loss:.4f}" for name, loss in named.items())
-        self.note(f"step {row['step']}/{self._num_steps}  {held_out}{each and f': {each}'}")
+        each = each and f": {each}"
+        if pairs:
+            margin, accuracy = row["eval_reward_margin"], row["eval_reward_accuracy"]
+            each += f"; reward margin {margin:.3f}, accuracy {accuracy:.1%}"
+        self.note(f"step {row['step']}/{self._num_steps}  {held_out}{each}")
 
     def note(self, text: str) -> None:
         """Print one line, after that of the newest step."""
@@ -232,6 +244,9 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
     ]
     if row.get("mfu") is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
+    if "reward_margin" in row:
+        parts.append(f"reward margin {row['reward_margin']:.3f}")
+        parts.append(f"accuracy {row['reward_accuracy']:.1%}")
     if row.get("moe_max_load"):
         parts.append(f"busiest expert {row['moe_max_load']:.2f}x")
     if row.get("moe_dropped"):

@@ -129,6 +129,8 @@ def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
     for corpus in opened.corpora:
         require(isinstance(corpus, Corpus), "source", source, "has no end; name text")
         assert isinstance(corpus, Corpus)
+        fix = "holds preference pairs, which a run of train.dpo evaluates itself; name text"
+        require(not corpus.pairs, "source", source, fix)
         chosen = np.arange(corpus.ends.size)
         parts.append(PackedSamples(corpus, chosen, data, ("evaluate",), remainder=True))
     return (part[i] for part in parts for i in range(len(part)))

@@ -17,6 +17,7 @@ from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.health.array_faults import FaultInjection
 from ultrascale_jax.health.heartbeat import Heartbeat
 from ultrascale_jax.health.replicas import ReplicaCheck
@@ -42,7 +43,7 @@ from ultrascale_jax.train_step.state import (
     init_state,
 )
 from ultrascale_jax.training.describe import parallelism
-from ultrascale_jax.training.evaluation import Evaluation
+from ultrascale_jax.training.evaluation import Evaluation, PreferenceEvaluation
 from ultrascale_jax.training.metrics import RunLog
 from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.profiler import Profiler
@@ -86,7 +87,9 @@ def _enter(
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
     evaluation = loader.evaluation()
-    notes += trained_on(loader, evaluation)
+    for held_out in evaluation.values():
+        check_pairs(cfg, held_out)
+    notes += loader.notes + trained_on(loader, evaluation)
     if mesh.devices.flat[0].platform == "gpu" and cfg.data.document_mask:
         most = max(x.max_documents for x in (loader, *evaluation.values()))
         cfg, fallback = fit_documents(cfg, most)
@@ -149,7 +152,7 @@ def _all_hooks(
         Throughput(cfg, mesh),
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),
-        Evaluation(cfg, evaluation),
+        (PreferenceEvaluation if cfg.train.dpo else Evaluation)(cfg, evaluation),
         *own,
         PeriodicSave(checkpoints, loader.fingerprint_at),
         # These see rows that are complete; the last one may end the run.
@@ -160,8 +163,11 @@ def _all_hooks(
 
 
 def make_loader(cfg: Config) -> Loader:
-    """Return the training batches of `cfg`, in the order of tokens that its context parallelism wants."""
-    return Loader(
+    """Return the training batches of `cfg`, in the order of tokens that its context parallelism wants.
+
+    Raises `UserError` as `Loader` does, and for preference pairs without `train.dpo`, or anything else with it.
+    """
+    loader = Loader(
         cfg.data,
         vocab_size=cfg.model.vocab_size,
         global_batch=cfg.train.batches,
@@ -171,6 +177,19 @@ def make_loader(cfg: Config) -> Loader:
         together=True,
         order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
     )
+    check_pairs(cfg, loader)
+    return loader
+
+
+def check_pairs(cfg: Config, loader: Loader) -> None:
+    """Refuse preference pairs without `train.dpo`, and anything else with it."""
+    for name, corpus in zip(loader.sources.mixture.names, loader.sources.corpora, strict=True):
+        pairs = isinstance(corpus, Corpus) and corpus.pairs
+        fix = "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --init-from"
+        require(bool(cfg.train.dpo) or not pairs, "data.source", name, fix)
+        make = f"ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer {cfg.data.tokenizer}"
+        fix = f"holds no preference pairs, which train.dpo learns from; make shards of them: {make}"
+        require(pairs or not cfg.train.dpo, "data.source", name, fix)
 
 
 def trained_on(loader: Loader, evaluation: Mapping[str, Loader]) -> list[str]:
@@ -224,20 +243,32 @@ def _state(
             fits=fits(abstract, meta),
         )
 
-    begins = [f"parameters of {cfg.train.init_from}"]
     resumed = checkpoints.resume(abstract, accept)
+    for field in ("lora", "dpo"):
+        fix = "needs a model that has learned: give --init-from hf:DIR or RUN_DIR"
+        value = getattr(cfg.train, field)
+        require(not value or bool(cfg.train.init_from), f"train.{field}", value, fix)
+    state, step, notes = resumed or _first_state(cfg, mesh, model, abstract)
     if cfg.train.lora:
-        fix = "adapters need a model that has learned: give --init-from hf:DIR or RUN_DIR"
-        require(bool(cfg.train.init_from), "train.lora", cfg.train.lora, fix)
-        state, step, notes = resumed or (init_adapters(cfg, mesh, model), 0, begins)
-        assert abstract.frozen is not None
         notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
+    if abstract.frozen is not None:
         frozen = initial_params(cfg, abstract.frozen, mesh)
-        return dataclasses.replace(state, frozen=frozen), step, notes
-    if resumed is not None:
-        return resumed
+        state = dataclasses.replace(state, frozen=frozen)
+    return state, step, notes
+
+
+def _first_state(
+    cfg: Config, mesh: Mesh, model: type[Transformer], abstract: TrainState
+) -> tuple[TrainState, int, list[str]]:
+    """Make a new state without what is frozen; return it, step 0, and lines to print about it."""
     if not cfg.train.init_from:
         return init_state(cfg, mesh, model), 0, []
+    notes = [f"parameters of {cfg.train.init_from}"]
+    if cfg.train.lora:
+        return init_adapters(cfg, mesh, model), 0, notes
     params = initial_params(cfg, abstract.params, mesh)
-    begin = jax.jit(fresh_state, static_argnums=0, donate_argnums=1)
-    return begin(cfg, params), 0, begins
+
+    def begin(params):
+        return dataclasses.replace(fresh_state(cfg, params), frozen=None)
+
+    return jax.jit(begin, donate_argnums=0)(params), 0, notes

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.training.flops import flops_per_token, mfu
 from ultrascale_jax.training.model_shape import adapter_params
@@ -21,7 +22,9 @@ class Throughput(Hook):
     def __init__(self, cfg: Config, mesh: Mesh):
         self._batches, self._seq_len = cfg.train.batches, cfg.data.seq_len
         adapters = adapter_params(cfg.model, cfg.train.lora)
-        self._flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters) / mesh.size
+        reference = has_reference(cfg.train.dpo)
+        flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference)
+        self._flops = flops / mesh.size
         kind = mesh.devices.flat[0].device_kind
         # Of a token a second.
         self._mfu = mfu(self._flops, kind, cfg.train.precision)

@@ -71,15 +71,16 @@ def breakdown(run: Run) -> Breakdown:
 def state(run: Run, weights: Weights) -> dict[str, float]:
     """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32.
 
-    The base of adapters rests in the type of compute, and has no moments.
+    The base of adapters rests in the type of compute, and has no moments; so does the reference of `train.dpo`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
     parameters = {"master parameters": 4 * (trained + weights.vectors)}
-    if run.adapter_params:
+    if run.adapter_params or run.reference:
         width = 4 if run.precision == "fp32" else 2
-        parameters["frozen parameters"] = width * sharded_params(run, weights)
-    else:
+        frozen = width * sharded_params(run, weights)
+        parameters["frozen parameters"] = frozen + 4 * weights.vectors * (not run.adapter_params)
+    if not run.adapter_params:
         trained += weights.vectors
     return parameters | {
         "optimizer state": run.moment_bytes * trained,
@@ -104,6 +105,8 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
             (cast and not run.adapter_params) or run.zero > 0
         )
     whole = weights.blocks + weights.tables
+    if run.reference and not run.adapter_params and run.zero in (1, 2):
+        used += whole  # the reference, gathered once a step
     if run.adapter_params:
         whole = trained_params(run, weights)
     return {

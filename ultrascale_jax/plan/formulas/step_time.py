@@ -63,12 +63,26 @@ class Step:
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + m * share * seconds
         parts["loss"] = m * share * loss
+        parts["reference"] = m * self.reference()
         if self.mesh.pp > 1:
             head_s = share * sum(head.values()) + share * loss
             parts |= self.pipeline(sum(layer.values()), head_s)
         for name, seconds in self.once_a_step(layers).items():
             parts[name] = parts.get(name, 0.0) + seconds
         return parts | {"step overhead": self.profile.step_s}
+
+    def reference(self) -> float:
+        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and making logits again.
+
+        Those are the policy's: its loss is known before the gradients of its tokens.
+        """
+        if not self.run.reference:
+            return 0.0
+        forward_s = self.passes.forward
+        gather_s, _ = self.moved(self.layer_params())
+        waited = max(0.0, gather_s - self.profile.hide * forward_s)
+        waited += self.tensor_group() / 2 + self.exchanged()[0]
+        return self.run.rank_layers * (forward_s + waited) + 2 * self.head_products() + self.loss()
 
     def copies(self) -> float:
         """Time the copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
@@ -141,12 +155,8 @@ class Step:
 
         Each module of `model.mtp_layers` has one too, and a projection of its own.
         """
-        shape, n, D = self.shape, self.tensor.ranks, self.shape.d_model
-        shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, D, 1 + shape.mtp_layers)]
-        if shape.mtp_layers:
-            shapes.append((self.run.tokens / self.mesh.sp, D, 2 * D, shape.mtp_layers))
-        forward = self.layer_time.gemms(shapes, backward=False, fp8=False)
-        backward = self.layer_time.gemms(shapes, backward=True, fp8=False)
+        shape, n = self.shape, self.tensor.ranks
+        forward, backward = self.head_products(), self.head_products(backward=True)
         tables = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.d_model
         params = [(tables / n, self.shards)]
         return {
@@ -154,6 +164,14 @@ class Step:
             "memory traffic": self.accumulation(params),
             "exposed fsdp": self.parameters(params, forward, backward),
         }
+
+    def head_products(self, *, backward: bool = False) -> float:
+        """Time the matrix products of the output projection of one micro-batch, or those of its backward pass."""
+        shape, n, D = self.shape, self.tensor.ranks, self.shape.d_model
+        shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, D, 1 + shape.mtp_layers)]
+        if shape.mtp_layers:
+            shapes.append((self.run.tokens / self.mesh.sp, D, 2 * D, shape.mtp_layers))
+        return self.layer_time.gemms(shapes, backward=backward, fp8=False)
 
     def loss(self) -> float:
         """Time the cross-entropy of one micro-batch beside its matrix products."""

@@ -1,0 +1,69 @@
+"""Preference pairs, in the forms of TRL, as marked text: a prompt with a chosen and with a rejected answer.
+
+{"prompt": "...", "chosen": "...", "rejected": "..."}          text; the separator that follows ends the answer
+{"prompt": [MESSAGES], "chosen": [...], "rejected": [...]}     messages, by the chat template
+{"chosen": [MESSAGES], "rejected": [MESSAGES]}                 the prompt is what both begin with; of text too
+"""
+
+import json
+from typing import Any
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate
+
+NEXT = "\ufdd2"
+"""Parts the chosen text of a pair from the rejected one; a noncharacter as `BEGIN` and `END`."""
+
+FORMS = "text, or lists of messages; give `prompt` the same form, or leave it out where both begin with it"
+
+
+def is_messages(value: Any) -> bool:
+    """Return whether a value of JSON is a list of messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def is_pair(row: Any) -> bool:
+    """Return whether a row of JSON lines holds a preference pair."""
+    return isinstance(row, dict) and {"chosen", "rejected"} <= row.keys()
+
+
+def render_pair(row: Any, template: ChatTemplate | None) -> str:
+    """Return both texts of a pair with marks around their answers, joined by `NEXT`.
+
+    The `prompt` itself has no answer to learn, though it may be a conversation. Messages need the `template`. Raises
+    `UserError` with words that follow the row's place.
+    """
+    if not is_pair(row):
+        raise UserError("has no `chosen` and `rejected`")
+    if {BEGIN, END, NEXT} & set(json.dumps(row, ensure_ascii=False)):
+        raise UserError("has U+FDD0, U+FDD1 or U+FDD2, which are no characters; remove them")
+    answers, given = (row["chosen"], row["rejected"]), row.get("prompt")
+    if all(isinstance(answer, str) for answer in answers):
+        if not isinstance(given, str | None):
+            raise UserError(f"has a `prompt` unlike `chosen` and `rejected`, which are {FORMS}")
+        count = 0 if given is not None else _shared(*answers)
+        prompt = given if given is not None else answers[0][:count]
+        return NEXT.join(prompt + BEGIN + answer[count:] for answer in answers)
+    if not all(map(is_messages, answers)):
+        raise UserError(f"has `chosen` and `rejected` that are not both {FORMS}")
+    if template is None:
+        fix = "give --tokenizer the folder of a chat model's"
+        raise UserError(f"has messages, which need a chat template; {fix}")
+    # A prompt of text beside messages is their first one once more, as in ultrafeedback_binarized.
+    prompt = given if isinstance(given, list) else []
+    if not (isinstance(given, str | None) or is_messages(given)):
+        raise UserError(f"has a `prompt` unlike `chosen` and `rejected`, which are {FORMS}")
+    first = len(prompt) or _shared(*answers)
+    talks = [{"messages": prompt + answer, "tools": row.get("tools")} for answer in answers]
+    return NEXT.join(template.render(talk, first) for talk in talks)
+
+
+def _shared(chosen: Any, rejected: Any) -> int:
+    """Return how many messages, or characters, of both are their prompt; at least one of either is left."""
+    most = max(min(len(chosen), len(rejected)) - 1, 0)
+    count = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if count and chosen[count - 1] == " ":
+        count -= 1  # a tokenizer takes the space for the beginning of the next word
+    if count < 1:
+        raise UserError("has no `prompt`, and `chosen` and `rejected` do not begin alike; give one")
+    return count

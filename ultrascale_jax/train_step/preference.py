@@ -1,0 +1,88 @@
+"""Direct preference optimisation (arXiv 2305.18290): the loss of pairs of answers from the log-likelihoods of tokens.
+
+A row holds pairs, each as two documents: of pair p the chosen one has segment 2p + 1, the rejected one 2p + 2. An
+answer's log-likelihood is the sum over its tokens, so only cp adds up over devices, two numbers a pair.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config.dpo import Dpo, most_pairs
+from ultrascale_jax.models.layers import gather_sequence
+from ultrascale_jax.models.loss import token_losses
+from ultrascale_jax.models.transformer import Transformer
+
+SUMS = ("reward_chosen", "reward_rejected", "reward_accuracy", "logp_chosen", "logp_rejected")
+"""Metrics that are means over pairs, by the order of their sums."""
+
+
+def count_pairs(batch: dict[str, jax.Array]) -> jax.Array:
+    """Return the number of pairs; int32 scalar. A row's padding is its last segment, of odd number."""
+    return jnp.sum(_pairs_of_rows(batch))
+
+
+def _pairs_of_rows(batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.max(batch["segment_ids"], axis=1) // 2
+
+
+def answer_logps(
+    model: Transformer, x_BRD: jax.Array, batch: dict[str, jax.Array], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Return the log-likelihoods `[B, P, 2]` of chosen and rejected answers, float32; 0 where a row has no more pairs.
+
+    `x_BRD` are the model's hidden states after the final norm.
+    """
+    with jax.named_scope("loss"):
+        x_BTD, head = gather_sequence(x_BRD, "V"), model.head_weight(dtype)
+        return -_by_answer(token_losses(x_BTD, head, batch["targets"]), batch)
+
+
+def _by_answer(values_BT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """Sum over the tokens of each answer: `[B, P, 2]`."""
+    rows, seq_len = values_BT.shape
+    pairs = most_pairs(seq_len)
+    segments = jnp.arange(1, 2 * pairs + 1, dtype=jnp.int32)[None, None, :]
+    own = batch["segment_ids"][:, :, None] == segments
+    sums = jnp.sum(jnp.where(own, values_BT[:, :, None], 0.0), axis=1)
+    return sums.reshape(rows, pairs, 2)
+
+
+def pair_losses(
+    dpo: Dpo,
+    policy_BP2: jax.Array,
+    reference_BP2: jax.Array | None,
+    batch: dict[str, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the pairs' losses, and the sums of `SUMS`, float32 [5].
+
+    Args:
+      dpo: the loss.
+      policy_BP2: `answer_logps` of the model that is trained.
+      reference_BP2: the same of the reference; None is 0.
+      batch: rows of pairs.
+    """
+    there = jnp.arange(policy_BP2.shape[1])[None, :] < _pairs_of_rows(batch)[:, None]
+    ratios = policy_BP2 if reference_BP2 is None else policy_BP2 - reference_BP2
+    rewards = jax.lax.stop_gradient(dpo.beta * ratios)
+    if dpo.loss == "ipo":
+        tokens = _by_answer((batch["targets"] >= 0).astype(jnp.float32), batch)
+        means = ratios / jnp.maximum(tokens, 1.0)
+        losses = jnp.square(means[..., 0] - means[..., 1] - 1 / (2 * dpo.beta))
+    else:
+        margin = dpo.beta * (ratios[..., 0] - ratios[..., 1])
+        smoothing = dpo.label_smoothing
+        losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin)
+        losses -= smoothing * jax.nn.log_sigmoid(-margin)
+    logps = jax.lax.stop_gradient(policy_BP2)
+    accurate = (rewards[..., 0] > rewards[..., 1]).astype(jnp.float32)
+    told = (rewards[..., 0], rewards[..., 1], accurate, logps[..., 0], logps[..., 1])
+    total, *sums = (jnp.sum(jnp.where(there, value, 0.0)) for value in (losses, *told))
+    return total, jnp.stack(sums)
+
+
+def metrics(sums: jax.Array, pairs: jax.Array) -> dict[str, jax.Array]:
+    """Return the metrics of a step or an evaluation from the sums over its pairs."""
+    means = sums / jnp.maximum(pairs, 1).astype(jnp.float32)
+    found = dict(zip(SUMS, means, strict=True))
+    margin = found["reward_chosen"] - found["reward_rejected"]
+    return found | {"reward_margin": margin, "pairs": pairs}
