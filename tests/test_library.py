@@ -1,5 +1,6 @@
 """The examples of `docs/` (library, layers, models, pipelines, context, experts, precision) run as they stand."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,8 +56,12 @@ def test_the_third_example_chooses_what_a_recipe_leaves_open_without_jax():
     assert done.stdout.startswith("--train.remat ") and "that fits 8 x h100" in done.stdout
 
 
-def test_every_public_name_leads_to_something():
+def test_every_public_name_leads_to_something_that_type_checkers_know():
     assert all(getattr(ultrascale_jax, name) is not None for name in ultrascale_jax.__all__)
+    body = ast.parse(Path(ultrascale_jax.__file__).read_text()).body
+    (block,) = (node for node in body if isinstance(node, ast.If))
+    imports = [alias for node in block.body for alias in node.names]
+    assert sorted(alias.asname or alias.name for alias in imports) == ultrascale_jax.__all__
 
 
 @pytest.mark.slow
