@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 
 from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import UserError as UserError
+from ultrascale_jax.config.base import check_choices, require_at_least
 from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import require as require
-from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.base import require_type as require_type
 from ultrascale_jax.config.batches import Batches as Batches
 from ultrascale_jax.config.kernels import KernelsConfig as KernelsConfig
 from ultrascale_jax.config.model import Experts as Experts
@@ -83,6 +84,7 @@ class MeshConfig:
     def __post_init__(self):
         fix = "must be at least 1, or -1 for the rest"
         for axis, size in self.sizes.items():
+            require_type(f"mesh.{axis}", size, int)
             require(size >= 1 or size == -1, f"mesh.{axis}", size, fix)
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
@@ -398,7 +400,11 @@ class Config:
 
     def __post_init__(self):
         for section in dataclasses.fields(self):
-            check_numbers(section.name, getattr(self, section.name))
+            value: Any = getattr(self, section.name)
+            kind: Any = section.default_factory
+            require_type(section.name, value, kind)
+            check_choices(section.name, value)
+            check_numbers(section.name, value)
         rows, seq_len = self.train.global_batch, self.data.seq_len
         fix = f"the tokens of a step are counted in int32; with data.seq_len={seq_len} at most {LARGEST // seq_len}"
         require(rows * seq_len <= LARGEST, "train.global_batch", rows, fix)
@@ -406,11 +412,7 @@ class Config:
     def check(self, num_devices: int) -> "Config":
         """Resolve the mesh for `num_devices` devices, and refuse what cannot work."""
         self._check_names()
-        for name in self.train.auto:
-            fix = (
-                "is not chosen yet; pass the configuration through ultrascale_jax.choose_auto first"
-            )
-            require(False, f"train.{name}", "auto", fix)
+        self.check_chosen()
         mesh = self.mesh.resolve(num_devices)
         model, data, train = self.model, self.data, self.train
         if mesh.pp > 1:
@@ -508,6 +510,12 @@ class Config:
         require(not apart, "train.precision", train.precision, fix)
         fix = "sums the loss of all tokens, and train.dpo that of each answer; use auto or xla"
         require(self.kernels.loss != "mosaic", "kernels.loss", self.kernels.loss, fix)
+
+    def check_chosen(self) -> None:
+        """Refuse a run in which something is still open."""
+        fix = "is not chosen yet; pass the configuration through ultrascale_jax.choose_auto first"
+        for name in self.train.auto:
+            require(False, f"train.{name}", "auto", fix)
 
     def _check_names(self) -> None:
         sections = {

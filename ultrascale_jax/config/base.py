@@ -1,6 +1,8 @@
 """Refuse a setting by one error, which names the field, its value and the fix."""
 
-from typing import Any
+import functools
+import typing
+from typing import Any, Literal
 
 LARGEST = 2**31 - 1
 """The largest integer of a configuration: sizes, steps and indices are int32."""
@@ -33,6 +35,13 @@ def named_parts(name: str, text: str, names: tuple[str, ...], form: str) -> dict
         require(key in names and key not in given and value != "", name, text, form)
         given[key] = value
     return given
+
+
+def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
+    """Refuse an argument that is not a `kind`; `fix` says how to get one."""
+    if not isinstance(value, kind):
+        wanted = f"{name}: must be of type {kind.__name__}, not {type(value).__name__}"
+        raise UserError(f"{wanted}; {fix}" if fix else wanted)
 
 
 def _shown(value: object) -> str:
@@ -74,6 +83,29 @@ def check_numbers(section: str, values: Any) -> None:
                 require(False, name, value, fix)
 
 
+@functools.cache
+def _choices(kind: type) -> dict[str, tuple]:
+    """Return the values of each field of a dataclass that is one of a few."""
+    hints = typing.get_type_hints(kind)
+    return {
+        name: typing.get_args(h) for name, h in hints.items() if typing.get_origin(h) is Literal
+    }
+
+
+def check_choices(section: str, values: Any) -> None:
+    """Refuse a field of the dataclass `values` that is none of its type's literals."""
+    given = vars(values)
+    for field, known in _choices(type(values)).items():
+        if given[field] not in known:
+            fix = f"must be one of {', '.join(map(str, known))}"
+            require(False, f"{section}.{field}", given[field], fix)
+
+
+def _require_number(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(number, name, value, "must be a number")
+
+
 def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(values, name)
@@ -84,4 +116,5 @@ def require_at_least(minimum: int, section: str, values: object, names: tuple[st
     fix = f"must be at least {minimum}" if minimum else "must not be negative"
     for name in names:
         value = getattr(values, name)
+        _require_number(f"{section}.{name}", value)
         require(value >= minimum, f"{section}.{name}", value, fix)

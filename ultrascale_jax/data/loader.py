@@ -86,6 +86,8 @@ class Loader:
         together: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
+        if isinstance(global_batch, int):
+            require(global_batch >= 1, "global_batch", global_batch, "must be at least 1")
         self.data, self.vocab_size, self.seed, self.split = data, vocab_size, seed, split
         self.batches = Batches((global_batch,)) if isinstance(global_batch, int) else global_batch
         """Rows of each step."""

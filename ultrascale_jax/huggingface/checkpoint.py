@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config import ModelConfig, require, require_type
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_none
@@ -39,6 +39,8 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
     reads what its own devices hold, one parameter at a time. A model without `mtp_layers` leaves those of the folder
     out. Raises `ValueError` naming what is missing, left over or of another shape or type.
     """
+    fix = "give abstract_state(cfg, mesh).params"
+    require_type("abstract", abstract, Transformer, fix)
     folder = Path(path)
     cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
     table = tensors(cfg)
@@ -182,6 +184,8 @@ def save(
     whole or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
+    require_type("model", model, Transformer, "of a TrainState give state.model")
+    require_type("cfg", cfg, ModelConfig, "of a Config give cfg.model")
     path = Path(path)
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "must be bfloat16 or float32")
     require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")

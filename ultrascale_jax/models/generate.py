@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import require, require_type
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.block import cut
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import check_mesh_is_set
 from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size, specs, vary
 
 PROMPT_STEP = 64
@@ -54,23 +55,7 @@ def generate(
     Returns:
       `[B, num_tokens]` int32.
     """
-    for axis in ("cp", "sp"):
-        require(
-            mesh_size(axis) == 1,
-            f"mesh.{axis}",
-            mesh_size(axis),
-            "generation splits no sequence; use mesh.tp",
-        )
-    parts, size = mesh_size(*VOCABULARY), model.cfg.vocab_size
-    fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}"
-    require(size % parts == 0, "model.vocab_size", size, fix)
-    batch = mesh_size("dp", "fsdp", "ep")
-    require(
-        prompt_BP.shape[0] % batch == 0,
-        "prompts",
-        prompt_BP.shape[0],
-        f"must be divisible by {batch}",
-    )
+    _check_arguments(model, np.asarray(prompt_BP), num_tokens, temperature, top_k)
     require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
     rows, longest = prompt_BP.shape
     lengths = np.full(rows, longest) if lengths_B is None else np.asarray(lengths_B)
@@ -107,6 +92,37 @@ def _given(prompt_BP: np.ndarray, lengths_B: np.ndarray, num_tokens: int) -> np.
     known = np.arange(shortest, longest)[:, None] < lengths_B
     given[: len(rest)] = np.where(known, rest, -1)
     return given
+
+
+def _check_arguments(
+    model: Transformer, prompt: np.ndarray, num_tokens: int, temperature: float, top_k: int
+) -> None:
+    """Refuse arguments of `generate` that cannot be, and meshes that split the sequence."""
+    require_type("model", model, Transformer, "of a TrainState give state.model")
+    check_mesh_is_set("generate")
+    fix = "must be token ids [B, P], integers"
+    is_ids = prompt.ndim == 2 and np.issubdtype(prompt.dtype, np.integer)
+    require(is_ids, "prompt_BP", f"{prompt.dtype}{list(prompt.shape)}", fix)
+    require(num_tokens >= 1, "num_tokens", num_tokens, "must be at least 1")
+    require(top_k >= 0, "top_k", top_k, "must not be negative; 0 samples among all tokens")
+    require(temperature >= 0, "temperature", temperature, "must not be negative")
+    for axis in ("cp", "sp"):
+        require(
+            mesh_size(axis) == 1,
+            f"mesh.{axis}",
+            mesh_size(axis),
+            "generation splits no sequence; use mesh.tp",
+        )
+    parts, size = mesh_size(*VOCABULARY), model.cfg.vocab_size
+    fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}"
+    require(size % parts == 0, "model.vocab_size", size, fix)
+    batch = mesh_size("dp", "fsdp", "ep")
+    require(
+        prompt.shape[0] % batch == 0,
+        "prompt_BP",
+        prompt.shape,
+        f"its rows must be divisible by mesh.dp*mesh.fsdp*mesh.ep={batch}",
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))

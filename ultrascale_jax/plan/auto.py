@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError, with_changes
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError, require_type, with_changes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
@@ -78,6 +78,7 @@ def choose_auto(
     Raises:
       UserError: nothing is legal on so many GPUs, or nothing fits.
     """
+    require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     if not cfg.train.auto and not choose_mesh:
         return cfg, ""
     search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)

@@ -80,6 +80,8 @@ class Run:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
+        fix = "has an open axis; give its size"
+        require(-1 not in self.mesh.sizes.values(), "mesh", self.mesh.text, fix)
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
         for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):

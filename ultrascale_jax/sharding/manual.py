@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import AXES
 
-
-def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] = AXES) -> Callable:
-    """Run `fn` on this device's pieces, manual over `axes` of the current mesh.
+def smap(
+    fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
+) -> Callable:
+    """Run `fn` on this device's pieces, manual over `axes` of the current mesh (default: all).
 
     Axes that are manual already, because the call stands inside another region, are left as they are; when all are,
     `fn` is returned unchanged. Varying-axes checks are always on: without them a differentiated `psum` gives wrong
@@ -20,7 +20,9 @@ def smap(fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] =
     cotangent leaves the region as a partial sum.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = set(axes) & set(mesh.axis_names) - set(mesh.manual_axes)
+    axes = set(mesh.axis_names if axes is None else axes) & set(mesh.axis_names) - set(
+        mesh.manual_axes
+    )
     if not axes:
         return fn
     alone = _is_one_device(mesh, axes)

@@ -15,7 +15,6 @@ collectives do the same. Only this package asks which of the two holds, so a mod
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from ultrascale_jax.sharding.rules import (
     act,
     act_axes,
     axes_of,
-    check_letters,
+    check_subscripts,
     gathered_spec,
     gradient_axes,
     is_matrix,
@@ -106,8 +105,8 @@ def reshard(
       summed: axes over which `x` is a partial sum.
       reduced: axes over which the cotangent of the result stays a partial sum.
     """
+    check_subscripts(subscripts)
     dims, to = subscripts.split("->")
-    check_letters("subscripts", dims + to)
     if not manual():
         y = jax.reshard(x, act(to, reduced=reduced))
         return checkpoint_name(y, PRODUCT) if summed else y
@@ -144,7 +143,7 @@ def einsum(
     Raises:
       ValueError: a contracted dim is split over other axes (`contracted_axes`), or a letter is not of the alphabet.
     """
-    check_letters("subscripts", "".join(re.split(",|->", subscripts)))
+    check_subscripts(subscripts)
     out, summed = subscripts.split("->")[1], contracted_axes(subscripts)
     y = product(
         subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype

@@ -63,11 +63,18 @@ PARAMETER: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_letters(argument: str, dims: str) -> None:
+def check_letters(argument: str, dims: str, *, also: str = "") -> None:
     """Refuse letters that are not of the alphabet: an unknown one would be split over no axis in silence."""
-    unknown = "".join(sorted(set(dims) - LETTERS))
+    unknown = "".join(sorted(set(dims) - LETTERS - set(also)))
     fix = f"{unknown} is none of the letters {''.join(sorted(LETTERS))} (sharding/rules.py, docs/layers.md)"
     require(not unknown, argument, dims, fix)
+
+
+def check_subscripts(subscripts: str) -> None:
+    """Refuse subscripts without an arrow, or with letters that are not of the alphabet."""
+    fix = "has no arrow; write the dims of arguments and result, as BTD,DF->BTF or BRD->BTD"
+    require(subscripts.count("->") == 1, "subscripts", subscripts, fix)
+    check_letters("subscripts", subscripts, also=",->")
 
 
 def manual() -> bool:

@@ -26,6 +26,7 @@ from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapte
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
+from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.sharding.primitives import cast
 from ultrascale_jax.sharding.rules import act, stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
@@ -148,6 +149,7 @@ def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) 
     """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own pieces."""
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
+    check_mesh(cfg.mesh, mesh)
     with jax.set_mesh(mesh):
         make = jax.jit(initial_state, static_argnums=(0, 1), compiler_options=options)
         return make(cfg, model)
@@ -157,6 +159,7 @@ def abstract_state(
     cfg: Config, mesh: Mesh | AbstractMesh, model: type[Transformer] = Transformer
 ) -> TrainState:
     """Return shapes, types and shardings of the state of a `model`, without allocating anything."""
+    check_mesh(cfg.mesh, mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(lambda: initial_state(cfg, model))
 

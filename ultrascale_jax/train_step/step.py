@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.config import FP8, Config, require, require_type
 from ultrascale_jax.config.dpo import Dpo, has_reference
 from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.fp8 import Fp8
@@ -19,6 +19,7 @@ from ultrascale_jax.models.lora import join_adapters, split_adapters, without_ad
 from ultrascale_jax.models.loss import row_losses
 from ultrascale_jax.models.transformer import ModelOutputs, Transformer
 from ultrascale_jax.parallel.prefetch import Delay
+from ultrascale_jax.sharding.mesh import check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined, preference
 from ultrascale_jax.train_step.loss_scale import LEAST
@@ -119,6 +120,7 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
 
     The state is donated, unless `watch.rerun` may want to start from it again.
     """
+    cfg.check_chosen()
     return jax.jit(
         lambda state, batch: train_step(cfg, state, batch),
         donate_argnums=() if cfg.watch.rerun else 0,
@@ -183,10 +185,25 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
 
     Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
     """
+    check_mesh_is_set("the step")
+    _check_batch(batch)
     weight = position_weight(state, batch)
     return apply_gradients(
         cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
     )
+
+
+def _check_batch(batch: Batch) -> None:
+    """Refuse what is no batch of `hooks.Batch`."""
+    require_type("batch", batch, dict, "of tokens, targets and positions, [B, T] int32")
+    for name in ("tokens", "targets", "positions", *(["segment_ids"] * ("segment_ids" in batch))):
+        require(name in batch, "batch", list(batch), f"{name!r} is missing")
+        found, fix = (
+            jax.typeof(batch[name]),
+            f"must be int32 {batch['tokens'].shape}, as tokens are",
+        )
+        same = found.dtype == jnp.int32 and found.shape == batch["tokens"].shape and found.ndim == 2
+        require(same, f"batch[{name!r}]", str(found), fix)
 
 
 def position_weight(state: TrainState, batch: Batch) -> jax.Array:

@@ -15,7 +15,7 @@ from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.health.array_faults import FaultInjection
@@ -34,6 +34,7 @@ from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.train_step.precision import check_kernels
 from ultrascale_jax.train_step.state import (
     TrainState,
@@ -66,6 +67,8 @@ def open_run(
 
     Inside the block `mesh` is set. See `train` for the arguments and for what it raises.
     """
+    check_mesh(cfg.mesh, mesh)
+    cfg = cfg.check(mesh.size)
     with contextlib.ExitStack() as stack:
         yield _enter(stack, cfg, mesh, model, hooks, profile, faults or FaultPlan.none())
 
@@ -81,6 +84,9 @@ def _enter(
 ) -> Run:
     """Enter what a run needs, in this order; `stack` leaves it in the opposite one."""
     started, run_dir = time.monotonic(), Path(cfg.log.run_dir)
+    require_type("hooks", hooks, Sequence, "[MyHook()] say")
+    for hook in hooks:
+        require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
     check_kernels(cfg, mesh.devices.flat[0])
     chosen(cfg.log.to)
     notes = parallelism(cfg)

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, cast, overload
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import ContextConfig, Strategy
+from ultrascale_jax.config import ContextConfig, Strategy, require_type
 from ultrascale_jax.kernels.attention import packs
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import match_vma
@@ -172,6 +172,7 @@ ulysses_attention = _named("ulysses")
 
 def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
     """Return positions of the ring, and ranks that share one. Raises an error for shapes that do not fit."""
+    require_type("context", context, ContextConfig)
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
@@ -183,6 +184,12 @@ def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int,
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
     ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: want four dims, [B, T, N, H] and twice [B, T, K, H]"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: want one type of floats")
     (B, T, N, H), K = q.shape, k.shape[2]
     wanted = (B, T, K, H)
     if k.shape != wanted or v.shape != wanted or N % K:

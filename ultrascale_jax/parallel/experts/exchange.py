@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.config import Experts, MoEConfig, require_type
 from ultrascale_jax.config.model import Activation
 from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, num_chunks
 from ultrascale_jax.parallel.experts.dispatch import (
@@ -107,7 +107,11 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
         )
     ranks = jax.lax.axis_size(axis)
+    require_type("moe", moe, MoEConfig)
+    require_type("experts", experts, Experts)
     moe.check(experts, ranks)
+    if x.ndim != 2:
+        raise ValueError(f"x {x.shape}: want this rank's tokens [n, D]; reshape [B, T, D]")
     n, D = x.shape
     k, E = experts.top_k, experts.num // ranks
     F = w_gate.shape[-1]

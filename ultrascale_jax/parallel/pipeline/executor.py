@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultrascale_jax.config import require_type
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, Segment, assemble
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
@@ -106,6 +107,11 @@ def pipeline(
 def _check(call: PipelineCall) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
     schedule, stash, axis = call.schedule, call.stash, call.axis
+    require_type("schedule", schedule, Schedule, "build_schedule makes one")
+    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis of the stages"
+        )
     lengths, rows = call.lengths, call.rows
     held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
     layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})

@@ -4,7 +4,9 @@ A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs
 library only, so that the planner and the command line can use it anywhere.
 """
 
-from ultrascale_jax.config import GROUPED, Config, PipelineConfig, require
+from typing import get_args
+
+from ultrascale_jax.config import GROUPED, Config, PipelineConfig, require, require_type
 from ultrascale_jax.parallel.pipeline import orders
 from ultrascale_jax.parallel.pipeline.table import Placement, Schedule, stage_of
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
@@ -26,6 +28,8 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int
 
     Raises `UserError` where the schedule does not exist for these numbers.
     """
+    for field, value in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
+        require_type(field, value, int)
     cfg = PipelineConfig(schedule=name, virtual=virtual)
     p, m, v = ranks, microbatches, cfg.stages_per_rank
     require(p >= 1, "mesh.pp", p, "must be at least 1")
@@ -74,6 +78,8 @@ def layer_order(
 
     Stage s holds consecutive layers, as many as `stage_layers` says, and `layers` is what the longest holds.
     """
+    known = get_args(Placement.__value__)
+    require(placement in known, "placement", placement, f"must be one of {', '.join(known)}")
     sizes = stage_layers(ranks * virtual, num_layers, dense)
     order: list[int | None] = []
     for rank in range(ranks):
@@ -90,6 +96,7 @@ def stage_layers(stages: int, num_layers: int, dense: int = 0) -> tuple[int, ...
     If the first `dense` layers are of another kind, the first stages are shorter where that puts fewer of these on one
     stage and makes no stage longer: each rank holds as many of them as the fullest one.
     """
+    require(stages >= 1, "stages", stages, "must be at least 1")
     longest = -(-num_layers // stages)
     short, each = 0, 0
     if 0 < dense < num_layers:

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ultrascale_jax import hlo
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import Config, UserError, require, require_type
 from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
@@ -178,6 +178,10 @@ def compile_program(
         them. Without them XLA takes three quarters of the time.
       options: XLA flags without dashes.
     """
+    fix = "is no result of jax.jit"
+    require(isinstance(function, jax.stages.Wrapped), "function", function, fix)
+    platform = mesh.devices.flat[0].platform
+    require(platform == "gpu", "mesh", platform, "must be of target_devices(num_devices)")
     target, flags = find_gpu(gpu), dict(options or {})
     if estimates and target.kind.startswith(ESTIMATED):
         flags |= ESTIMATES
@@ -209,6 +213,8 @@ def simulate_step(
     takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it. Of the loops of
     unknown length only further rounds of unbalanced experts may count nothing: others raise a warning.
     """
+    require_type("step", step, CompiledProgram, "compile_step and compile_program make one")
+    require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     is_step = isinstance(step, CompiledStep)
     share = pipeline.shares(step.run, step.module) if is_step else None
     names = [c.name for c in step.collectives if c.asynchronous]

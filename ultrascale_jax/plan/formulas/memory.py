@@ -9,6 +9,7 @@ compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 
 from dataclasses import dataclass
 
+from ultrascale_jax.config import require_type
 from ultrascale_jax.plan.formulas import pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
@@ -50,6 +51,7 @@ def breakdown(run: Run) -> Breakdown:
     That is in the backward pass of a layer, in the loss, where zero 2 scatters a micro-batch's gradients, or, with few
     tokens, in the optimizer, where only the reduced gradients are left.
     """
+    require_type("run", run, Run, "Run.of(cfg, num_gpus) makes one")
     weights, layer = weights_of(run), layer_of(run)
     resting, moments = state(run, weights), [{"gradients": 4 * trained_params(run, weights)}]
     if run.mesh.pp > 1:

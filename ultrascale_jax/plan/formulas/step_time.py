@@ -4,7 +4,7 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
-from ultrascale_jax.config import REMAT_NAMES, remat_names
+from ultrascale_jax.config import REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
@@ -26,6 +26,7 @@ def estimate(
     peak_bytes: int | None = None,
 ) -> StepPrediction:
     """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer."""
+    require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
     return Step(run, cluster, profile).predict(peak)
 
