@@ -13,7 +13,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench lint clean
+.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench docs lint clean
 
 setup: .venv/.installed
 
@@ -54,13 +54,17 @@ soak: .venv/.installed
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)
 
+# The site, in docs/site; a link that leads nowhere is an error.
+docs: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/site
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv build dist docs/site docs/options.md
 
 .venv/pyvenv.cfg:
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv .venv
