@@ -46,6 +46,9 @@ TABLE = {
     "ep2_fsdp2": (
         {"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full"}, EXPERTS, {},
     ),
+    # The matrices of modules of multi-token prediction have no scale from before the step.
+    "mtp_fsdp2_sp2": ({"fsdp": 2, "sp": 2}, {"precision": "fp8"}, {"mtp_layers": 1}, {}),
+    "mtp_block_cp2_tp2": ({"cp": 2, "tp": 2}, {"precision": "fp8_block"}, {"mtp_layers": 1}, {}),
     "rowwise_sp2_tp2": (
         {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
     ),
