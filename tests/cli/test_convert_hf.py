@@ -192,10 +192,41 @@ def test_a_run_with_a_tokenizer_of_its_own_describes_it_for_transformers(tmp_pat
     loaded = transformers.AutoTokenizer.from_pretrained(out)
     assert (loaded.eos_token_id, loaded("a").input_ids, loaded.chat_template) == (2, [1], None)
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 2
-    assert tokenizer_files(Config(), tmp_path, 32) == ({**ids, "eos_token_id": 0}, {})
+    of_bytes = {"generation_config.json": b'{\n  "eos_token_id": 0\n}\n'}
+    assert tokenizer_files(Config(), tmp_path, 32) == ({**ids, "eos_token_id": 0}, of_bytes)
     own.unlink()
     with pytest.raises(UserError, match=r"data.tokenizer=.* there is no such file"):
         tokenizer_files(Config(data=data), tmp_path, 32)
+
+
+def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
+    """Of a checkpoint's own generation_config.json, or of none; the template comes with shards of conversations too."""
+    made = json.loads(word_tokenizer("a", "</s>"))
+    made["added_tokens"] = [{"id": 2, "content": "<|im_end|>", "special": True}]
+    made["added_tokens"][0] |= dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    shards, run_dir = tmp_path / "shards", tmp_path / "run"
+    shards.mkdir(), run_dir.mkdir()
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    (shards / "tokenizer.json").write_text(json.dumps(made))
+    (shards / "chat_template.jinja").write_text(template)
+    cfg = Config(data=DataConfig(tokenizer=str(shards / "tokenizer.json")))
+
+    def generation():
+        files = tokenizer_files(cfg, run_dir, 32)[1]
+        assert files["chat_template.jinja"].decode() == template
+        return json.loads(files["generation_config.json"])
+
+    assert generation() == {"eos_token_id": [1, 2]}
+    for path in list(shards.iterdir()):
+        shutil.copy(path, run_dir)
+    (run_dir / "hf_config.json").write_text(json.dumps({**TOKEN_IDS, "eos_token_id": 1}))
+    assert generation() == {**TOKEN_IDS, "eos_token_id": [1, 2]}
+    for given, expected in ((1, [1, 2]), ([2, 1], [2, 1]), (2, 2)):
+        own = {"temperature": 0.6, "eos_token_id": given}
+        (run_dir / "generation_config.json").write_text(json.dumps(own))
+        assert generation() == own | {"eos_token_id": expected}
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,12 +26,12 @@ import tyro
 
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.config.foreign import read_foreign, read_json
+from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.families import MTP, family_of
-from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, travelling
+from ultrascale_jax.huggingface.files import GENERATION, ORIGINAL, TOKENIZER, inside, travelling
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def tokenizer_files(
 ) -> tuple[dict[str, object], dict[str, bytes]]:
     """Return the token ids for `config.json`, and the files to put beside it, by name.
 
-    Both are those of the checkpoint that was imported, unless the run trained with another tokenizer.
+    Both are those of the checkpoint that was imported, unless the run trained with another tokenizer: then they are its
+    own. `generation_config.json` is always among them, with the tokens that end an answer.
     """
     from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer, on_disk
 
@@ -171,7 +173,7 @@ def tokenizer_files(
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)
         ids = {key: original[key] for key in NO_TOKEN_IDS if key in original}
-    name, content = on_disk(cfg.data.tokenizer), None
+    name, content, path = on_disk(cfg.data.tokenizer), None, run_dir / TOKENIZER
     if name != "bytes":
         kept = run_dir / TOKENIZER  # where a run directory that was moved has it
         path = Path(name) if Path(name).is_file() or TOKENIZER not in files else kept
@@ -182,23 +184,65 @@ def tokenizer_files(
         ids, files = None, {}
     own = load_tokenizer(name)
     if content is not None and TOKENIZER not in files:
-        files = {TOKENIZER: content, **_described(own.decode([own.eos]), own.eos, context)} | files
-    return {**NO_TOKEN_IDS, "eos_token_id": own.eos} if ids is None else ids, files
+        # Beside a `tokenizer.json`, as prepare-data --chat writes one, lie its own settings and template.
+        beside = travelling(path.parent) if path.name == TOKENIZER else []
+        files |= {name: read_foreign(path.with_name(name), name="tokenizer") for name in beside}
+        files = {**_described(own.decode([own.eos]), context), **files, TOKENIZER: content}
+    ids = {**NO_TOKEN_IDS, "eos_token_id": own.eos} if ids is None else ids
+    files[GENERATION] = _generation_config(files.get(GENERATION), ids, own.eos, path)
+    return ids, files
 
 
-def _described(eos: str, eos_id: int, context: int) -> dict[str, bytes]:
-    """Return the files without which `transformers` takes a `tokenizer.json` for that of the model's family."""
-    tokenizer = {
+def _described(eos: str, context: int) -> dict[str, bytes]:
+    """Return the file without which `transformers` takes a `tokenizer.json` for that of the model's family."""
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    contents = {
-        "tokenizer_config.json": tokenizer,
-        "generation_config.json": {"eos_token_id": eos_id},
-    }
-    return {name: f"{json.dumps(value, indent=2)}\n".encode() for name, value in contents.items()}
+    return {"tokenizer_config.json": _as_json(settings)}
+
+
+def _generation_config(
+    content: bytes | None, ids: Mapping[str, object], eos: int, tokenizer: Path
+) -> bytes:
+    """Return `generation_config.json`: the `content` that the model brought, or the token `ids` and at least `eos`.
+
+    Generation stops at its `eos_token_id` alone, so the token that ends a turn is there too, if a chat template lies
+    beside `tokenizer`.
+    """
+    settings = None if content is None else parse_json(content, GENERATION)
+    if not isinstance(settings, dict):
+        settings = {key: value for key, value in ids.items() if value is not None}
+    given = settings.get("eos_token_id", ids.get("eos_token_id"))
+    ends = list(given) if isinstance(given, list) else [eos if given is None else given]
+    more = [end for end in _end_of_turn(tokenizer) if end not in ends]
+    if content is not None and not more:
+        return content
+    ends += more
+    return _as_json({**settings, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+
+
+def _end_of_turn(path: Path) -> list[int]:
+    """Return the id of the token that ends an answer by the chat template beside the `tokenizer.json` at `path`."""
+    from ultrascale_jax.data.chat import ChatTemplate, has_template
+    from ultrascale_jax.data.tokenizer import JsonTokenizer
+
+    if not (path.is_file() and has_template(path)):
+        return []
+    tokenizer = JsonTokenizer(path)
+    try:
+        end = ChatTemplate(path, tokenizer).end_of_turn()
+    except UserError as error:
+        print(f"note: {GENERATION} may lack the token that ends a turn: {error}", file=sys.stderr)
+        return []
+    id_ = None if end is None else tokenizer.id_of(end)
+    return [] if id_ is None else [id_]
+
+
+def _as_json(value: Mapping[str, object]) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
 
 
 def known_context(cfg: Config, run_dir: Path) -> int:

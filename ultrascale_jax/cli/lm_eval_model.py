@@ -23,6 +23,7 @@ from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.chat import ChatTemplate
 from ultrascale_jax.data.tokenizer import JsonTokenizer, on_disk, special_tokens
+from ultrascale_jax.huggingface.files import GENERATION
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.train_step.precision import COMPUTE
 from ultrascale_jax.training.scoring import Scorer
@@ -257,7 +258,7 @@ class LMEvalModel(TemplateLM):
 
     def _ends(self) -> set[int]:
         """Return the tokens that end an answer: EOS, those of `generation_config.json`, and a turn's end in a chat."""
-        path = self._model.folder / "generation_config.json"
+        path = self._model.folder / GENERATION
         found = read_json(path).get("eos_token_id") if path.is_file() else None
         named = found if isinstance(found, list) else [found]
         ends = {self._eos, *(id_ for id_ in named if isinstance(id_, int))}

@@ -25,12 +25,22 @@ TEMPLATE = "chat_template.jinja"
 """File beside `tokenizer.json` that may hold the template; it wins over `CONFIG`, as in `transformers`."""
 
 
+def read_template(path: Path) -> tuple[str | None, Path]:
+    """Return the chat template beside the `tokenizer.json` at `path`, if there is one, and the file that has it."""
+    config, own = path.with_name(CONFIG), path.with_name(TEMPLATE)
+    if own.exists():
+        return read_foreign(own, name="tokenizer").decode(errors="replace"), own
+    settings = read_json(config, name="tokenizer") if config.exists() else {}
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = {part.get("name"): part for part in source if isinstance(part, dict)}
+        source = named.get("default", {}).get("template")
+    return source if isinstance(source, str) else None, config
+
+
 def has_template(path: Path) -> bool:
     """Return whether a chat template lies beside the `tokenizer.json` at `path`."""
-    config = path.with_name(CONFIG)
-    return path.with_name(TEMPLATE).exists() or (
-        config.exists() and bool(read_json(config, name="tokenizer").get("chat_template"))
-    )
+    return read_template(path)[0] is not None
 
 
 class ChatTemplate:
@@ -41,18 +51,9 @@ class ChatTemplate:
 
     def __init__(self, path: Path, tokenizer: JsonTokenizer):
         """`path`: the `tokenizer.json`, which `tokenizer` has read."""
-        config = path.with_name(CONFIG)
-        settings = read_json(config, name="tokenizer") if config.exists() else {}
-        source, self.file = settings.get("chat_template"), path.with_name(TEMPLATE)
-        if self.file.exists():
-            source = read_foreign(self.file, name="tokenizer").decode(errors="replace")
-        else:
-            self.file = config
-        if isinstance(source, list):  # several by name
-            named = {part.get("name"): part for part in source if isinstance(part, dict)}
-            source = named.get("default", {}).get("template")
+        source, self.file = read_template(path)
         fix = f"has no chat template; put {TEMPLATE} beside it, or `chat_template` into {CONFIG}"
-        require(isinstance(source, str), "tokenizer", str(path), fix)
+        require(source is not None, "tokenizer", str(path), fix)
         self.source = str(source)
         """The template itself."""
         environment = _environment()

@@ -17,11 +17,11 @@ from ultrascale_jax.config.foreign import read_json
 MOST_INDEX_BYTES = 1 << 28
 """Largest index of tensors; that of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 TRAVELLING = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json", GENERATION),
 )
 """Files that are copied as they are."""
 

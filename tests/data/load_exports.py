@@ -1,0 +1,70 @@
+"""Load folders that `ultrascale convert-hf export` wrote in transformers, or in vLLM's loader on a CPU.
+
+    python tests/data/load_exports.py transformers FOLDER ...
+    python tests/data/load_exports.py vllm FOLDER ...
+
+The first generates five tokens. The second runs vLLM's checks of the configuration, makes its model and loads the
+weights into it, without a forward pass: the published wheel has no CPU kernels. It needs only the Python files of the
+wheel, unpacked on the path, and what these import. Neither is a test: both need torch.
+"""
+
+import os
+import sys
+
+
+def by_transformers(folder: str) -> str:
+    import torch
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the sky is", return_tensors="pt")["input_ids"] % model.config.vocab_size
+    tokens = model.generate(ids, max_new_tokens=5, do_sample=False)[0].tolist()
+    left_over = {name: found for name, found in info.items() if found}
+    ends = model.generation_config.eos_token_id
+    return f"{type(model).__name__}, not loaded: {left_over}, ends {ends}, tokens {tokens}"
+
+
+def by_vllm(folder: str) -> str:
+    from vllm.config import (
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = ModelConfig(model=folder, dtype="float32")
+    whole = VllmConfig(model_config=config, device_config=DeviceConfig("cpu"))
+    with set_current_vllm_config(whole):
+        if not model_parallel_is_initialized():
+            init_distributed_environment(1, 0, "tcp://127.0.0.1:29871", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        model = initialize_model(vllm_config=whole)
+        get_model_loader(LoadConfig()).load_weights(model, config)
+    return f"{type(model).__name__}, {config.max_model_len} positions, {config.try_get_generation_config()}"
+
+
+def main(kind: str, folders: list[str]) -> None:
+    if kind == "vllm":
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        import vllm.platforms
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms._current_platform = CpuPlatform()
+    for folder in folders:
+        try:
+            said = by_vllm(folder) if kind == "vllm" else by_transformers(folder)
+        except Exception as error:
+            said = f"refused: {type(error).__name__}: {error}"
+        print(f"{folder}: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
