@@ -178,12 +178,28 @@ def test_an_upload_that_was_ended_is_no_copy_and_goes_on_at_the_next_start(
 
 
 @pytest.mark.wide
-def test_what_an_ended_upload_of_a_step_left_is_removed_by_a_later_copy(tmp_path, url, states):
+def test_what_an_ended_upload_left_is_removed_and_what_is_somebody_elses_stays(
+    tmp_path, url, states
+):
     cfg, remote = config(tmp_path / "a", url), Remote(url)
-    remote.write("1/params/x", b"left")
-    remote.write("own.txt", b"not ours")
+    ended = ("1/params/x", "1/uploading.json", "2/params/x", "2/uploading.json")
+    others = ("own.txt", "2024/a.txt", "5/a.txt")
+    for name in (*ended, *others):
+        remote.write(name, b"left")
     save(cfg, states, 2, 3)
-    assert {name.split("/")[0] for name in remote.files()} == {"2", "3", "own.txt", "config.json"}
+    assert set(others) <= set(remote.files())
+    assert {name.split("/")[0] for name in remote.files()} == {
+        *("2", "3", "config.json"),
+        *(name.split("/")[0] for name in others),
+    }
+    with pytest.raises(SaveFailed, match=f"{url}/5: holds something else"):
+        save(cfg, states, 5)
+    assert remote.read("5/a.txt") == b"left"
+    remote.write("3/uploading.json", b"")  # of a copy that was to be removed, or just made
+    save(cfg, states, 6)
+    assert copied(cfg) == ([3, 6], [])
+    remote.remove(remote.files("6"))
+    assert resume(config(tmp_path / "b", url)) == (3, bits(states[3]))
 
 
 @pytest.mark.wide

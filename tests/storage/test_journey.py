@@ -15,6 +15,7 @@ from tests.faults.conftest import job as job  # a fixture
 from tests.faults.tiny import config as TINY
 from tests.runs import change, run, step_rows
 from ultrascale_jax.checkpoint.copies import Copies
+from ultrascale_jax.cli.doctor_checks import disk
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.storage.remote import Remote
 
@@ -41,6 +42,22 @@ def test_a_run_copies_its_checkpoints_and_gives_its_place_back(url, tmp_path):
     assert "lock" not in copies.remote.files() and copies.saved_config().train.steps == 4
     copied = [event["step"] for event in read_events(tmp_path / "a") if event["kind"] == "copied"]
     assert copied == [2, 4]
+
+
+def test_the_doctor_tries_the_place_of_the_copies(url, tmp_path, monkeypatch):
+    def findings(url):
+        cfg = change(TINY, checkpoint={"store": url}, log={"run_dir": str(tmp_path)})
+        return disk.checks(cfg, 1)[-1].line()
+
+    assert findings(url).startswith(f"OK    object storage: {url} can be written, read and removed")
+    assert Remote(url).files() == {}
+    assert findings("s3://nowhere/run").startswith(
+        "FAIL  object storage: s3://nowhere/run: there is no such bucket"
+    )
+    with monkeypatch.context() as patch:
+        # A server that does not know the condition.
+        patch.setattr(Remote, "create", lambda self, *args: self.write(*args) or True)
+        assert findings(url).startswith("WARN  object storage: ")
 
 
 def command(name, *arguments):

@@ -39,7 +39,10 @@ MOST_BESIDE_BYTES = 1 << 32
 """Largest of these that is fetched; a row of metrics has about 500 bytes."""
 
 UPLOADING = "uploading.json"
-"""Object in the folder of a step while it is uploaded: the manifest of what is there already."""
+"""Object in the folder of a step that is not whole: the manifest of what is uploaded, or nothing while it is removed.
+
+Without it, or a manifest, a folder is somebody else's, and stays as it is.
+"""
 
 FETCHING = "fetching"
 """Folder beside the checkpoints for one that is being fetched."""
@@ -122,17 +125,24 @@ class Copies:
             place.parent.rmdir()
 
     def put_aside(self, step: int) -> str:
-        """Move a damaged copy to a folder of another name, which it returns; its manifest leaves first."""
+        """Move a damaged copy to a folder of another name, which it returns."""
         taken = {name.split("/")[0] for name in self.remote.files()}
         number, aside = 1, f"{step}{CORRUPT}"
         while aside in taken:
             number += 1
             aside = f"{step}{CORRUPT}.{number}"
-        names = sorted(self.files(step), key=lambda name: name != manifest.NAME)
-        for name in names:
-            self.remote.copy(f"{step}/{name}", f"{aside}/{name}")
-            self.remote.remove([f"{step}/{name}"])
+        names = self.files(step)
+        on_threads(lambda name: self.remote.copy(f"{step}/{name}", f"{aside}/{name}"), names)
+        self.remove(step)
         return aside
+
+    def remove(self, step: int) -> None:
+        """Remove a copy, whole or not, so that it is none from the first moment on."""
+        self.remote.write(f"{step}/{UPLOADING}", b"")
+        self.remote.remove([f"{step}/{manifest.NAME}"])
+        others = (name for name in self.files(step) if name != UPLOADING)
+        on_threads(lambda name: self.remote.remove([f"{step}/{name}"]), others)
+        self.remote.remove([f"{step}/{UPLOADING}"])
 
     def saved_config(self) -> Config:
         """Return the configuration of the run whose copies these are. Raises `UserError` if it is missing."""

@@ -124,18 +124,21 @@ class Uploads:
         """Upload the checkpoint at `place`, the manifest last; return its size in bytes."""
         step = place.name
         if not (place / manifest.NAME).exists():
-            manifest.write(
-                place
-            )  # its writer was ended; its arrays were verified when it was loaded
+            # Its writer was ended; its arrays were verified when it was loaded.
+            manifest.write(place)
         sizes, content = manifest.files(place), read_regular(place / manifest.NAME)
         there = self._copies.files(step)
         if manifest.NAME in there:
             if self._copies.remote.read(f"{step}/{manifest.NAME}", manifest.MOST_BYTES) == content:
                 return sum(sizes.values())
-            self._copies.remote.remove([f"{step}/{manifest.NAME}"])
-        if self._copies.remote.read(f"{step}/{UPLOADING}", manifest.MOST_BYTES) != content:
-            self._copies.remote.remove(f"{step}/{name}" for name in there)
-            there = {}
+        elif there and UPLOADING not in there:
+            where = f"{self._copies.url}/{step}"
+            raise RemoteRefused(f"{where}: holds something else; choose another checkpoint.store")
+        begun = self._copies.remote.read(f"{step}/{UPLOADING}", manifest.MOST_BYTES) == content
+        if manifest.NAME in there or not begun:
+            if there:
+                self._copies.remove(int(step))
+                there = {}
             self._copies.remote.write(f"{step}/{UPLOADING}", content)
 
         def upload(name: str) -> None:
@@ -161,12 +164,9 @@ class Uploads:
         folders = {name.split("/")[0] for name in files if "/" in name}
         whole = steps_in(files)
         old = set(whole[: -self._cfg.checkpoint.keep]) if rotate else set()
-        left = {int(name) for name in folders if is_step(name)} - set(whole)
-        for one in (old | left) - {step}:
-            names = sorted(name for name in files if name.startswith(f"{one}/"))
-            # First the manifest: without it nobody takes what is left for a copy.
-            names.sort(key=lambda name: not name.endswith(f"/{manifest.NAME}"))
-            self._copies.remote.remove(names)
+        left = {int(name) for name in folders if is_step(name) and f"{name}/{UPLOADING}" in files}
+        for one in old | left - {step, *whole}:
+            self._copies.remove(one)
 
 
 def files_beside(cfg: Config) -> dict[str, bytes]:

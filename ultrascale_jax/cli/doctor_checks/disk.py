@@ -1,4 +1,4 @@
-"""Check that checkpoints can be written to the run directory, and that all hosts see the same folder."""
+"""Check that checkpoints can be written to the run directory and to object storage, and that hosts see one folder."""
 
 import contextlib
 import os
@@ -11,8 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.storage.remote import Remote
 from ultrascale_jax.train_step.state import abstract_state
 
 PROBE_BYTES = 16 * 2**20
@@ -49,7 +50,40 @@ def checks(cfg: Config, size: int) -> list[Finding]:
         fix = "Make room, or choose another --run-dir, or a smaller --checkpoint.keep"
         verdict = "FAIL" if free < size else "WARN"
         found.append(judged(free < keep * size, "disk space", text, fix, verdict))
-    return found
+    return found + (_store(cfg.checkpoint.store) if cfg.checkpoint.store else [])
+
+
+def _store(url: str) -> list[Finding]:
+    """Write, read and remove an object where copies of checkpoints go, and see if a lock can be exclusive there."""
+    own = _try_object(url)
+    problems = [words for words in gather(own if isinstance(own, str) else None) if words]
+    if problems:
+        fix = "Mend it, or choose another --checkpoint.store"
+        return [Finding("FAIL", "object storage", problems[0], fix)]
+    exclusive, speed = (min(values) for values in zip(*gather(own), strict=True))
+    text = f"{url} can be written, read and removed; {speed:.0f} MB/s for one file of {PROBE_BYTES / 1e6:.0f} MB"
+    if not exclusive:
+        text += "; it writes over an object that was to be new (If-None-Match)"
+    fix = "See to it that no two jobs start at once with this checkpoint.store"
+    return [judged(not exclusive, "object storage", text, fix)]
+
+
+def _try_object(url: str) -> tuple[bool, float] | str:
+    """Return whether an object is created only once, and the MB/s of a write; or the error in words."""
+    name = f".doctor-{uuid.uuid4().hex}"
+    try:
+        remote, content = Remote(url), os.urandom(PROBE_BYTES)
+        begun = time.monotonic()
+        remote.create(name, content)
+        took = time.monotonic() - begun
+        try:
+            exclusive = not remote.create(name, content)
+            same = remote.read(name, PROBE_BYTES) == content and name in remote.files()
+        finally:
+            remote.remove([name])
+    except UserError as error:
+        return str(error)
+    return (exclusive, PROBE_BYTES / 1e6 / took) if same else f"{url}: an object came back changed"
 
 
 def _write(folder: Path) -> list[Finding]:
