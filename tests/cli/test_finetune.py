@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 
 from tests.pairs import write_pairs
 from tests.runs import eval_rows, step_rows
+from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, convert_hf, main, train
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.preference import SUMS
 from ultrascale_jax.training.setup import make_loader, open_run
@@ -118,6 +119,9 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
         assert run.step == 3
         np.testing.assert_array_equal(run.state.model.embed[...], expected)
         np.testing.assert_array_equal(run.state.frozen.embed[...], frozen)
+    cfg, params = load_params(tmp_path / "run", make_mesh(MeshConfig.of(pp=2), jax.devices()[:2]))
+    assert not cfg.train.dpo  # any mesh reads it
+    np.testing.assert_array_equal(params.embed[...], expected)
     with pytest.raises(UserError, match=r"train.dpo: saved 'beta=0.1', now 'beta=0.2'"):
         with opened(words.replace("beta=0.1", "beta=0.2")):
             pass

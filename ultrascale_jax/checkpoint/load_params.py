@@ -89,6 +89,7 @@ def _params(
         kernels=KernelsConfig(),
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
+        train=dataclasses.replace(cfg.train, dpo=""),  # which refuses meshes that can score text
     )
     wanted = abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora else like
     shapes = flatten(checkpoint_layout_shapes(wanted, wanted.layer_order_of))
