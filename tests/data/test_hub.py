@@ -6,6 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.cli.test_prepare_data import TEXTS, contents, read_documents
+from tests.data.test_chat import CHAT, bpe, make_folder, write_talks  # noqa: F401
 from ultrascale_jax.cli.prepare_data import Args, prepare
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data import hub
@@ -103,6 +104,20 @@ def test_a_stream_that_is_not_the_one_before_is_refused_and_without_a_place_read
         (tmp_path / "out" / "stream.json").write_text(json.dumps({**content, "more": 1}))
     with pytest.raises(UserError, match=said):
         prepare(args)
+
+
+def test_rows_of_conversations_become_what_json_lines_of_them_do(bpe, tmp_path):  # noqa: F811
+    path = make_folder(bpe, tmp_path / "hf", CHAT)
+    (tmp_path / "talks").mkdir()
+    write_talks(tmp_path / "talks")
+    options = {"tokenizer": str(path.parent), "workers": 1, "shard_tokens": 30}
+    found = []
+    for name, text in {"a": f"hf:{tmp_path}/talks", "b": f"{tmp_path}/talks/a.jsonl"}.items():
+        index = prepare(Args(input=text, out=tmp_path / name, **options))
+        assert index.settings["chat"] and index.shards[0].answers_sha256
+        found.append(contents(tmp_path / name))
+    del found[0]["stream.json"]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

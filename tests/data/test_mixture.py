@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale_jax.config import Batches, DataConfig, UserError
+from ultrascale_jax.config import Batches, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.mixture import Mixture, StagedSamples
+from ultrascale_jax.sharding.mesh import make_mesh
 
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=4)
 
@@ -188,3 +189,13 @@ def test_a_ramp_of_the_batch_reads_the_same_sequences_in_their_order(folders):
     one_by_one = staged_loader(source.replace("4:", "18:"), 1)
     np.testing.assert_array_equal(rows, rows_of(one_by_one, range(40)))
     assert len(loader.places(3)) == 6
+    # On devices, with rows dealt by their work, from a step in the middle of the ramp.
+    loader = staged_loader(source, Batches.parse("8; 4: 16", 16, 8), steps=8, document_mask=True)
+    batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 3)
+    for step, size in ((3, 8), (4, 16)):
+        found, batch, digest = next(batches)
+        assert (found, digest) == (step, loader.batch_hash(step))
+        rows = (np.asarray(batch["tokens"]), loader.batch(step)["tokens"])
+        assert rows[0].shape == (size, 32)
+        np.testing.assert_array_equal(*(np.sort(part, axis=0) for part in rows))
+    batches.close()

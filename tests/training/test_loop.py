@@ -248,6 +248,7 @@ def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(s
             run(change(branch, **change_before), tmp_path / "before")
     for resume, said in (
         (f"from:{folder}@5", r"there is no such checkpoint; the steps in .* are \[4, 8\]"),
+        ("from:s3://bucket/run", "name a run directory on a disk"),
         (f"from:{tmp_path}", r"there is no such checkpoint; the steps in .* are \[\]"),
     ):
         with pytest.raises(UserError, match=rf"^checkpoint\.resume='from:.*': {said}"):

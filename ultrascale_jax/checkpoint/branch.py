@@ -18,6 +18,7 @@ from ultrascale_jax.launch.run_files import (
     read_regular,
     write_atomic,
 )
+from ultrascale_jax.storage.remote import is_url
 
 PREFIX = "from:"
 
@@ -31,6 +32,8 @@ def branch_point(resume: str) -> Path | None:
         return None
     found = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", resume.removeprefix(PREFIX), re.DOTALL)
     assert found is not None
+    fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
+    require(not is_url(found[1]), "checkpoint.resume", resume, fix)
     folder = folder_of(Path(found[1]).resolve(), CHECKPOINTS, make=False)
     known = found_by_process0(lambda: steps(folder))
     step = max(known, default=0) if found[2] is None else int(found[2])
