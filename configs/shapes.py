@@ -123,6 +123,32 @@ GEMMA3_12B = ModelConfig(
     full_attention_every=6,
 )
 
+GPT_OSS_20B = ModelConfig(
+    vocab_size=201088,
+    d_model=2880,
+    d_ff=2880,
+    activation="clamped_swiglu",
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    norm_eps=1e-5,
+    qkv_bias=True,
+    o_bias=True,
+    attention_sinks=True,
+    rope_theta=150_000.0,
+    rope_scaling=RopeScaling(
+        kind="yarn",
+        factor=32.0,
+        freq_factors=(1.0, 32.0),
+        original_seq_len=4096,
+        truncate=False,
+    ),
+    sliding_window=128,
+    full_attention_every=2,
+    experts=Experts(num=32, top_k=4, biases=True),
+)
+
 MIXTRAL_8X7B = ModelConfig(
     vocab_size=32000,
     d_model=4096,

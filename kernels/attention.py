@@ -95,6 +95,7 @@ def attention(
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
     full: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     recompute: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -109,6 +110,7 @@ def attention(
       window: a query sees the last `window` keys, itself included.
       full: bool scalar: there is no window after all. So one compiled loop runs layers with a window and without one;
         for cuDNN, whose window is a constant, it branches.
+      sinks: `[N]` float32, a logit more in the softmax of each head, whose value is zero.
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
       implementation: `cudnn` (bf16 or fp16 on a GPU), `cudnn_packed` (the same; documents without a mask, on Hopper
         and later), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease along a row) or `xla`; a forced one
@@ -118,26 +120,28 @@ def attention(
     Returns:
       `[B, T, N, H]` in q's type.
     """
-    if segment_ids is not None and packs(implementation, q, k, window):
+    if sinks is None and segment_ids is not None and packs(implementation, q, k, window):
         return packed_attention(*match_vma(q, k, v, segment_ids[0]))
     chosen = _choose(implementation, q, k, segment_ids is not None)
+    if sinks is not None:
+        q, sinks = match_vma(q, sinks)
     reach = window if window is None or full is None else jnp.where(full, NO_WINDOW, window)
     if chosen == "mosaic":
         k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
         ranges = visible_ranges(q_index, k_index, segment_ids, reach)
         *arrays, ranges = _match_vma(ranges, q, k, v)
-        return _fused(*arrays, BlockMask(ranges=ranges), None, chosen)
+        return fused_attention(*arrays, sinks, BlockMask(ranges=ranges), None, chosen)
     if chosen == "cudnn":
         visible = []
         if segment_ids is not None:
             visible = [segment_ids[0][:, :, None] == segment_ids[1][:, None, :]]
         q, k, v, *visible = match_vma(q, k, v, *visible)
         mask = BlockMask(visible=visible[0] if visible else None, causal=True, window=window)
-        return _fused(q, k, v, mask, full, chosen)
+        return fused_attention(q, k, v, sinks, mask, full, chosen)
     reference = attention_reference
     if recompute:
         reference = jax.checkpoint(reference)
-    return checkpoint_name(reference(q, k, v, q_index, segment_ids, reach), "attn_core")
+    return checkpoint_name(reference(q, k, v, q_index, segment_ids, reach, sinks), "attn_core")
 
 
 def attention_forward(
@@ -319,11 +323,40 @@ def cudnn_applies(q: jax.Array, k: jax.Array, masked: bool = False, causal: bool
     return fits and on_gpu()
 
 
-def attention_reference(q, k, v, q_index, segment_ids=None, window=None) -> jax.Array:
-    """Compute `attention` by its definition, with scores and softmax in float32."""
+def attention_reference(q, k, v, q_index, segment_ids=None, window=None, sinks=None) -> jax.Array:
+    """The definition: arguments and result as `attention`; scores and softmax in float32."""
     k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
     scores_BKGTS = _scores(q, k, visible_keys(q_index, k_index, segment_ids, window))
-    return _ungroup(_weighted(jax.nn.softmax(scores_BKGTS, axis=-1), v)).astype(q.dtype)
+    if sinks is None:
+        probabilities = jax.nn.softmax(scores_BKGTS, axis=-1)
+    else:
+        B, K, G, T, S = scores_BKGTS.shape
+        column = jnp.broadcast_to(sinks.reshape(1, K, G, 1, 1), (B, K, G, T, 1))
+        scores_BKGTS = jnp.concatenate(match_vma(scores_BKGTS, column), axis=-1)
+        probabilities = jax.nn.softmax(scores_BKGTS, axis=-1)[..., :S]
+    return _ungroup(_weighted(probabilities, v)).astype(q.dtype)
+
+
+def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None):
+    """Join a result `[B, T, N, H]` and its log-sum-exp `[B, N, T]` with the sinks `[N]`: one block more, of value zero.
+
+    `attention_backward` takes what this returns, whatever computed the blocks. Without sinks both stay.
+    """
+    if sinks is None:
+        return out, lse
+    total = jnp.logaddexp(lse, sinks[None, :, None])
+    share = jnp.moveaxis(jnp.exp(lse - total), 1, 2)[..., None]
+    return (out * share).astype(out.dtype), total
+
+
+def sinks_gradient(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, sinks: jax.Array | None
+) -> jax.Array | None:
+    """Return the gradient of the sinks `[N]`, from what `add_sinks` returned."""
+    if sinks is None:
+        return None
+    delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
+    return -jnp.sum(jnp.exp(sinks[None, :, None] - lse) * delta_BNT, axis=(0, 2))
 
 
 def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
@@ -397,23 +430,28 @@ def branch_by_window[Masked: Any, Result](
     return jax.lax.cond(full, lambda: run(whole), lambda: run(masked))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _fused(q, k, v, mask: BlockMask, full: jax.Array | None, implementation: str) -> jax.Array:
-    """Attend as `attention_forward`; the backward pass starts from the result and the log-sum-exp, by their names."""
-    return _fused_forward(q, k, v, mask, full, implementation)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def fused_attention(q, k, v, sinks, mask: BlockMask, full, implementation: str) -> jax.Array:
+    """Attend as `attention_forward`, and join the sinks `[N]` if there are any; `full`: without the mask's window.
+
+    The backward pass starts from the result and the log-sum-exp, by their names.
+    """
+    return _fused_forward(q, k, v, sinks, mask, full, implementation)[0]
 
 
-def _fused_forward(q, k, v, mask: BlockMask, full, implementation: str):
+def _fused_forward(q, k, v, sinks, mask: BlockMask, full, implementation: str):
     attend = functools.partial(attention_forward, q, k, v, implementation=implementation)
-    out, lse = name_attention(*branch_by_window(attend, mask, full))
-    return out, (q, k, v, out, lse, mask, full)
+    out, lse = add_sinks(*branch_by_window(attend, mask, full), sinks)
+    out, lse = name_attention(out, lse)
+    return out, (q, k, v, sinks, out, lse, mask, full)
 
 
 def _fused_backward(implementation: str, residuals, dout):
-    q, k, v, out, lse, mask, full = residuals
+    q, k, v, sinks, out, lse, mask, full = residuals
     given = q, k, v, out, lse, dout
     attend_back = functools.partial(attention_backward, *given, implementation=implementation)
-    return *branch_by_window(attend_back, mask, full), None, None
+    gradients = branch_by_window(attend_back, mask, full)
+    return *gradients, sinks_gradient(out, lse, dout, sinks), None, None
 
 
-_fused.defvjp(_fused_forward, _fused_backward)
+fused_attention.defvjp(_fused_forward, _fused_backward)

@@ -15,6 +15,7 @@ MEANT_FOR = {
     "qwen3_8b": (None, (8, 64, 512)),
     "qwen3_32b": (None, (32, 256, 1024)),
     "gemma3_12b": (None, (8, 64, 256)),
+    "gpt_oss_20b": (None, (16, 64)),
     "demo": (None, (1, 2, 8)),
     "debug": (None, (1, 8)),
     "moe_debug": (None, (1, 8)),

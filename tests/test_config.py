@@ -120,6 +120,7 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
             "model.first_window_layer=1",
         ),
         (lambda: ModelConfig(rope_theta_local=1e4), "model.rope_theta_local=10000.0"),
+        (lambda: RopeScaling(truncate=False), "model.rope_scaling.truncate=False"),
         (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta=0.0"),
         (lambda: ModelConfig(norm_eps=-1e-5), "model.norm_eps=-1e-05"),
         (
@@ -226,6 +227,7 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
 
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
+BIASED = {"model__experts": Experts(num=4, biases=True)}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
 
 
@@ -311,6 +313,13 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
     ("changes", "num_devices", "named", "fix"),
     [
         ({"mesh__fsdp": 3}, 8, "mesh='fsdp=3'", "multiply to 3, but there are 8 devices"),
+        ({**BIASED, "moe__dispatch": "capacity"}, 8, "moe.dispatch='capacity'", "dropless"),
+        (
+            {**BIASED, "kernels__grouped_matmul": "mosaic"},
+            8,
+            "kernels.grouped_matmul='mosaic'",
+            "xla",
+        ),
         ({"mesh__tp": 3}, 8, "mesh='fsdp=-1,tp=3'", "3 does not divide 8 devices"),
         ({"mesh__sp": 16}, 16, "model.num_heads=8", "mesh.sp*mesh.tp=16"),
         ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),

@@ -1,6 +1,6 @@
 """Write the newer checkpoints of `tests/data/hf` and what `transformers` computes of them: make_hf.py FOLDER FAMILY...
 
-    python tests/data/make_hf.py tests/data/hf gemma3
+    python tests/data/make_hf.py tests/data/hf gemma3 gpt_oss
 
 It wants torch and transformers, which no test does. The seeds are fixed, and so are the files for one version of both.
 """
@@ -41,16 +41,40 @@ def gemma3() -> transformers.PretrainedConfig:
     )
 
 
-FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {"gemma3": gemma3}
+def gpt_oss() -> transformers.PretrainedConfig:
+    """Three layers, the second without a window."""
+    return transformers.GptOssConfig(
+        **SMALL,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    )
 
 
-def fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw weights that matter; those of Gemma's norms so that 1 + w is exact in float32."""
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "gemma3": gemma3,
+    "gpt_oss": gpt_oss,
+}
+
+
+def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, norm: float) -> None:
+    """Draw weights that matter: of norms about `norm`, and exact as 1 + w in float32; gates that reach the clamp."""
     values = torch.randn(parameter.shape, generator=generator)
     if "norm" in name:
-        values = torch.round(0.2 * values * 4096) / 4096
+        values = norm + torch.round(0.2 * values * 4096) / 4096
+    elif name.endswith(("bias", "sinks")):
+        values = 0.5 * values
     else:
-        values = 0.05 * values
+        values = (1.0 if "gate_up_proj" in name else 0.05) * values
     with torch.no_grad():
         parameter.copy_(values)
 
@@ -66,8 +90,9 @@ def main(folder: Path, family: str) -> None:
     generator, config = torch.Generator().manual_seed(1), FAMILIES[family]()
     eager = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
+    norm = 0.0 if config.model_type == "gemma3_text" else 1.0
     for name, parameter in model.named_parameters():
-        fill(name, parameter, generator)
+        fill(name, parameter, generator, norm)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)

@@ -24,7 +24,7 @@ from ultrascale_jax.train_step.state import abstract_state
 FIXTURES = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir())
 MESHES = ["dp=1", "fsdp=2,sp=2,tp=2", "fsdp=8", "dp=4,tp=2"]
-WITH_EXPERTS = ["deepseek_v3", "mixtral", "qwen3_moe"]
+WITH_EXPERTS = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"]
 SPLIT_AS_OTHERS = ["llama2", "mistral", "mixtral", "qwen3", "smollm2"]
 """Llama3, qwen2, qwen3_moe, olmo2 and deepseek_v3 have every kind of tensor between them."""
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
@@ -112,6 +112,8 @@ def mtp_module(model, cfg, depth):
 
 def grouped_attention(row, cfg):
     tensors = {"self_attn.o_proj.weight": row("attn.w_o").reshape(-1, cfg.d_model).T}
+    if cfg.attention_sinks:  # gpt-oss
+        tensors |= {"self_attn.sinks": row("attn.sinks"), "self_attn.o_proj.bias": row("attn.b_o")}
     for name in ("q", "k", "v"):
         weight = row(f"attn.w_{name}").reshape(cfg.d_model, -1).T
         tensors[f"self_attn.{name}_proj.weight"] = weight
@@ -142,7 +144,22 @@ def gated(ours, row, theirs, names=("gate_proj", "up_proj", "down_proj"), expert
     return {f"{theirs}{name}.weight": row(f"{ours}w_{part}")[expert].T for part, name in parts}
 
 
+def experts_together(row):
+    """gpt-oss: all experts in one tensor, gate and up in turn."""
+    pairs = {"gate_up_proj": ("w_gate", "w_up"), "gate_up_proj_bias": ("b_gate", "b_up")}
+    found = {"mlp.router.weight": row("moe.w_router").T, "mlp.router.bias": row("moe.b_router")}
+    for name, (even, odd) in pairs.items():
+        even, odd = row(f"moe.{even}"), row(f"moe.{odd}")
+        whole = np.zeros((*even.shape[:-1], 2 * even.shape[-1]), even.dtype)
+        whole[..., ::2], whole[..., 1::2] = even, odd
+        found[f"mlp.experts.{name}"] = whole
+    down = {"down_proj": row("moe.w_down"), "down_proj_bias": row("moe.b_down")}
+    return found | {f"mlp.experts.{name}": value for name, value in down.items()}
+
+
 def experts(row, cfg):
+    if cfg.experts.biases:
+        return experts_together(row)
     qwen_or_deepseek = cfg.qk_norm == "head" or cfg.latent is not None
     at = "mlp" if qwen_or_deepseek else "block_sparse_moe"
     tensors = {f"{at}.gate.weight": row("moe.w_router").T}
@@ -369,6 +386,52 @@ def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axe
         assert len(padding) == len(leaf) and not np.asarray(leaf)[padding].any()
     checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
     assert_same_tensors(stored(tmp_path / "out"), stored(folder))
+
+
+MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def packed(rng, experts, columns, rows):
+    """A matrix in MXFP4, and the numbers that it is, one by one."""
+    blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+    scales = rng.integers(118, 124, blocks.shape[:3], dtype=np.uint8)
+    whole = np.zeros((experts, columns, rows), np.float32)
+    for (e, row, block, place), byte in np.ndenumerate(blocks):
+        for half, bits in enumerate((byte % 16, byte // 16)):
+            value = MXFP4[bits] * 2.0 ** (int(scales[e, row, block]) - 127)
+            whole[e, 32 * block + 2 * place + half, row] = value
+    return {"_blocks": blocks, "_scales": scales}, whole
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "ep=2,fsdp=2,tp=2"])
+def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tmp_path, mesh):
+    folder, tensors = copy("gpt_oss", tmp_path)
+    rng, pairs = np.random.default_rng(0), dict(tensors)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        parts, tensors[name] = packed(rng, *tensors[name].shape)
+        pairs |= {name + part: value for part, value in parts.items()}
+        del pairs[name]
+    save_file(pairs, folder / "model.safetensors")
+    assert_same_tensors(in_hugging_face_layout(load(folder, mesh), read_config(folder)), tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gate_up_proj_scales": (4, 64, 2)}, r"gate_up_proj_blocks=.*must be bytes"),
+        ({"gate_up_proj": (4, 32, 64)}, r"gate_up_proj.*one of the two"),
+    ],
+)
+def test_blocks_that_are_no_mxfp4_are_refused_by_name(tmp_path, change, said):
+    folder, tensors = copy("gpt_oss", tmp_path)
+    first = "model.layers.0.mlp.experts."
+    del tensors[f"{first}gate_up_proj"]
+    tensors[f"{first}gate_up_proj_blocks"] = np.zeros((4, 64, 1, 16), np.uint8)
+    tensors[f"{first}gate_up_proj_scales"] = np.zeros((4, 64, 1), np.uint8)
+    tensors |= {first + name: np.zeros(shape, np.uint8) for name, shape in change.items()}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load(folder)
 
 
 def test_a_bias_of_experts_stays_float32_and_comes_back_bit_for_bit(tmp_path):

@@ -130,6 +130,59 @@ def test_each_family_reads_as_transformers_does(model_type, keys, expected):
     assert parse_config(raw(model_type, **keys)) == expected
 
 
+GPT_OSS = dataclasses.replace(
+    OURS,
+    activation="clamped_swiglu",
+    attention_sinks=True,
+    o_bias=True,
+    qkv_bias=True,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=32.0, freq_factors=(1.0, 32.0), original_seq_len=4096, truncate=False
+    ),
+    sliding_window=128,
+    full_attention_every=2,
+    experts=Experts(num=128, top_k=4, biases=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, GPT_OSS),
+        ({"head_dim": "absent"}, dataclasses.replace(GPT_OSS, head_dim=64)),
+        (
+            {"rope_scaling": YARN_ROPE, "rope_theta": 1e4},
+            dataclasses.replace(GPT_OSS, rope_scaling=YARN, rope_theta=1e4),
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}, "router_aux_loss_coef": 0.9}, GPT_OSS),
+        (
+            {"num_local_experts": 32, "sliding_window": 7, "layer_types": [WINDOWED, FULL] * 2},
+            dataclasses.replace(
+                GPT_OSS, sliding_window=7, experts=dataclasses.replace(GPT_OSS.experts, num=32)
+            ),
+        ),
+    ],
+)
+def test_gpt_oss_reads_as_transformers_does(keys, expected):
+    assert parse_config(raw("gpt_oss", **{"head_dim": 16} | keys)) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"attention_bias": False}, "attention_bias=False: supported is True"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0: supported is 7.0"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: supported is 1.702"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*: supported is null"),
+        ({"layer_types": [FULL, FULL, WINDOWED, FULL]}, "layer_types=.*: supported are 4 layers"),
+    ],
+)  # fmt: skip
+def test_what_is_not_exactly_gpt_oss_is_refused_by_key_and_value(keys, said):
+    with pytest.raises(ValueError, match=said):
+        parse_config(raw("gpt_oss", **{"head_dim": 16} | keys))
+
+
 def gemma3(**changes):
     return dataclasses.replace(GEMMA3, **changes)
 
@@ -405,6 +458,7 @@ def test_rope_reads_alike_from_the_keys_of_transformers_4_and_5(keys):
         ),
         (YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
         (YARN_ROPE | {"mscale": 2.0}, YARN),
+        (YARN_ROPE | {"truncate": False}, {"truncate": False}),
         # The scaling that transformers 5.23 computes from these.
         (YARN_ROPE | {"mscale": 0.5, "mscale_all_dim": 2.0}, 0.8371949816203595),
         (YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
@@ -433,7 +487,7 @@ def test_rope_without_scaling_has_the_given_base(keys, theta):
 
 REFUSED = [
     ("model_type", "absent", "None"),
-    ("model_type", "gpt_oss", "gpt_oss"),
+    ("model_type", "gpt_neo", "gpt_neo"),
     ("model_type", ["llama"], "llama"),
     ("architectures", ["LlamaForSequenceClassification"], "LlamaForCausalLM"),
     ("architectures", ["MyForCausalLM"], "MyForCausalLM"),
@@ -491,8 +545,7 @@ def test_llama3_rope_with_a_key_missing_is_refused(missing):
 @pytest.mark.parametrize(
     ("rope", "said"),
     [
-        (YARN_ROPE | {"truncate": False}, "truncate=False: supported is true"),
-        (YARN_ROPE | {"truncate": None}, "truncate=None: supported is true"),
+        (YARN_ROPE | {"truncate": None}, "truncate=None: must be true or false"),
         (YARN_ROPE | {"attention_factor": 0.0}, "attention_factor=0.0: must be a positive"),
         (YARN_ROPE | {"factor": None}, "factor=None: must be a positive"),
         (YARN_ROPE | {"beta_slow": 64}, r"freq_factors=\(64\.0, 32\.0\): the first must lie"),
@@ -550,6 +603,8 @@ EXPRESSIBLE = [
     ("gemma3_text", gemma3(query_scale=0.0)),
     ("gemma3_text", gemma3(query_scale=168.0, sliding_window=9, full_attention_every=2)),
     ("gemma3_text", gemma3(rope_scaling=LINEAR, tied_embeddings=False)),
+    ("gpt_oss", GPT_OSS),
+    ("gpt_oss", dataclasses.replace(GPT_OSS, rope_scaling=YARN, sliding_window=9)),
     ("mixtral", MIXTRAL),
     ("mixtral", dataclasses.replace(experts(MIXTRAL, num=4, top_k=1), sliding_window=7)),
     ("qwen3_moe", QWEN3_MOE),
@@ -605,6 +660,9 @@ def test_an_ntk_stretch_is_written_as_the_base_that_it_is():
         experts(DEEPSEEK, shared=0),
         dataclasses.replace(DEEPSEEK, sliding_window=8),
         ours(qk_norm="full", experts=Experts()),
+        experts(GPT_OSS, biases=False),
+        dataclasses.replace(GPT_OSS, attention_sinks=False),
+        dataclasses.replace(GPT_OSS, rope_theta_local=1e4),
         ours(norm_placement="both"),
         ours(query_scale=8.0),
         ours(sliding_window=8, full_attention_every=2),

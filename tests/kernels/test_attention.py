@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
-from ultrascale_jax.kernels.attention import attention
+from ultrascale_jax.kernels.attention import BlockMask, attention, fused_attention
 
 SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
 INDEX = np.arange(13, dtype=np.int32)
@@ -79,6 +79,34 @@ def test_the_oracles_gradients_are_its_differences(key_heads, which):
     difference = (total(1e-5) - total(-1e-5)) / 2e-5
     gradient = dense_attention(*qkv, d_out, **options)[2 + which]
     np.testing.assert_allclose(np.sum(gradient * step), difference, rtol=1e-6)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_sinks_and_a_window_that_is_chosen_at_run_time(full):
+    """The path of cuDNN and Mosaic joins sinks to any blocks; the reference has a logit more in its softmax."""
+    q, k, v, d_out = arrays(2)
+    sinks, segments = np.array([-1.0, 0.0, 0.5, 3.0], np.float32), (SEGMENTS, SEGMENTS)
+    seen = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
+
+    @jax.jit
+    def run(full, *arrays):
+        def reference(q, k, v, sinks):
+            options = {"segment_ids": segments, "window": 4, "full": full}
+            return attention(q, k, v, q_index=INDEX, sinks=sinks, implementation="xla", **options)
+
+        def by_blocks(q, k, v, sinks):
+            mask = BlockMask(visible=seen, causal=True, window=4)
+            return fused_attention(q, k, v, sinks, mask, full, "xla")
+
+        pairs = [jax.vjp(fn, *arrays) for fn in (reference, by_blocks)]
+        return [(out, pull_back(d_out)) for out, pull_back in pairs]
+
+    found, joined = run(full, q, k, v, sinks)
+    dense = dense_attention(q, k, v, d_out, segment_ids=SEGMENTS, window=None if full else 4)
+    share = 1 / (1 + np.exp(sinks[None, :, None] - dense.lse))
+    np.testing.assert_allclose(found[0], dense.out * np.moveaxis(share, 1, 2)[..., None], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(joined), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max(), rtol=0)
 
 
 def test_recomputing_changes_no_gradient(key_heads):

@@ -48,6 +48,16 @@ MODELS = {
         sliding_window=3,
         full_attention_every=3,
     ),
+    "gpt_oss": dataclasses.replace(
+        LLAMA,
+        activation="clamped_swiglu",
+        attention_sinks=True,
+        qkv_bias=True,
+        o_bias=True,
+        sliding_window=3,
+        full_attention_every=2,
+        experts=Experts(num=4, top_k=2, d_ff=8, biases=True),
+    ),
     "deepseek": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,
@@ -87,6 +97,7 @@ def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.
     [
         pytest.param("llama", {"pp": 4, "fsdp": 2}, "1f1b", marks=pytest.mark.wide),
         pytest.param("gemma3", {"pp": 2, "fsdp": 2}, "1f1b", marks=pytest.mark.wide),
+        pytest.param("gpt_oss", {"pp": 2, "tp": 2}, "1f1b", marks=pytest.mark.wide),
         pytest.param(
             "windows_in_upper_layers",
             {"pp": 2, "dp": 2, "tp": 2},

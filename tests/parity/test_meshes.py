@@ -47,6 +47,16 @@ MIXTRAL = {
     "num_kv_heads": 2,
     "experts": Experts(num=8, top_k=2, d_ff=24),
 }
+GPT_OSS = MIXTRAL | {
+    "num_layers": 3,
+    "activation": "clamped_swiglu",
+    "qkv_bias": True,
+    "o_bias": True,
+    "attention_sinks": True,
+    "sliding_window": 7,
+    "full_attention_every": 2,
+    "experts": Experts(num=8, top_k=2, d_ff=24, biases=True),
+}
 DEEPSEEK = MIXTRAL | {
     "num_kv_heads": 4,
     "head_dim": 12,
@@ -105,6 +115,7 @@ FAMILIES = {
         "model": {"tied_embeddings": True},
         "train": DPO | {"dpo": "beta=0.5,loss=ipo"},
     },
+    "gpt_oss": {"model": GPT_OSS, "moe": {"aux_loss": (0.1, "sequence")}},
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
@@ -153,6 +164,14 @@ TABLE = {
     "dp2_cp4_gemma3_ring": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gemma3", RING),
     "ep2_cp4_gemma3_allgather": ({"ep": 2, "cp": 4}, {}, "gemma3", ALLGATHER),
     "cp2_tp4_gemma3_ulysses": ({"cp": 2, "tp": 4}, {"zero": 0}, "gemma3", ULYSSES),
+    # Sinks, and biases of experts.
+    "ep2_cp2_sp2_gpt_oss": ({"ep": 2, "cp": 2, "sp": 2}, {"remat": "full"}, "gpt_oss"),
+    "ep2_fsdp2_tp2_gpt_oss_zero2": (
+        {"ep": 2, "fsdp": 2, "tp": 2}, {"zero": 2, "remat": "selective"}, "gpt_oss", {}, {"capacity_factor": 1.0},
+    ),
+    "dp2_cp4_gpt_oss_allgather_dots": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gpt_oss", ALLGATHER),
+    "ep2_cp4_gpt_oss_ring": ({"ep": 2, "cp": 4}, {"zero": 1}, "gpt_oss", RING),
+    "cp4_tp2_gpt_oss_ulysses": ({"cp": 2, "fsdp": 2, "tp": 2}, {}, "gpt_oss", ULYSSES),
     # Adapters on a frozen base.
     "fsdp2_sp2_tp2_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "lora"),
     "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),

@@ -41,6 +41,10 @@ MIXED = {  # one layer without experts, and padding
     ),
 }
 UNEVEN = {"num_layers": 7}
+GPT_OSS = {
+    "num_layers": 4, "activation": "clamped_swiglu", "qkv_bias": True, "o_bias": True, "attention_sinks": True,
+    "sliding_window": 5, "full_attention_every": 2, "experts": Experts(num=4, top_k=2, d_ff=8, biases=True),
+}  # fmt: skip
 
 FSDP_SP = {"pp": 2, "fsdp": 2, "sp": 2}
 FSDP_CP = {"pp": 2, "fsdp": 2, "cp": 2}
@@ -78,6 +82,10 @@ TABLE = {
         {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"remat": "selective"}, MIXTRAL | QWEN3,
     ),
     "1f1b_fsdp_sp_gemma3": (FSDP_SP, {}, {"zero": 3, "remat": "selective"}, GEMMA3),
+    "1f1b_ep_tp_gpt_oss": ({"pp": 2, "ep": 2, "tp": 2}, {}, {"remat": "selective"}, GPT_OSS),
+    "zb_h1_ep_cp_gpt_oss": (
+        {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"remat": "full"}, GPT_OSS, {"strategy": "ulysses"},
+    ),
     "zb_uniform_cp_gemma3": (
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, GEMMA3, {"strategy": "allgather"},
     ),

@@ -105,6 +105,13 @@ def test_shapes_have_the_published_number_of_parameters(model, total, active):
         assert with_lookup / 1e9 == pytest.approx(active, abs=0.05)
 
 
+def test_published_models_have_their_published_sizes():
+    """A checkpoint's tensors, counted; gpt-oss calls itself 20.9 B, of which 3.6 B work on a token."""
+    gpt_oss = ModelShape.of(shapes.GPT_OSS_20B)
+    assert (gpt_oss.num_params, gpt_oss.active_params) == (20_914_757_184, 3_607_142_400)
+    assert ModelShape.of(shapes.GEMMA3_12B).num_params == 11_766_034_176
+
+
 def test_deepseek_v3_activates_what_it_says():
     # "36.6B (including 0.9B for the output Head)" in the README of its weights.
     assert matmul_params(shapes.DEEPSEEK_V3) / 1e9 == pytest.approx(36.6, abs=0.05)

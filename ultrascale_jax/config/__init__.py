@@ -322,7 +322,12 @@ class MoEConfig:
         require(flat, "moe.a2a_groups", self.a2a_groups, fix)
 
     def check(self, experts: Experts, ep: int) -> None:
-        """Refuse ranks that cannot share the experts."""
+        """Refuse ranks that cannot share the experts, and a dispatch that is not for them."""
+        fix = (
+            "a dropped choice would keep its bias (model.experts.biases); use dropless or allgather"
+        )
+        sound = self.dispatch != "capacity" or not experts.biases
+        require(sound, "moe.dispatch", self.dispatch, fix)
         fix = f"must divide model.experts.num={experts.num}"
         require(experts.num % ep == 0, "mesh.ep", ep, fix)
         fix = f"must divide mesh.ep={ep}"
@@ -425,6 +430,12 @@ class Config:
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         if model.experts is not None:
             self.moe.check(model.experts, mesh.ep)
+            kernel, fix = (
+                self.kernels.grouped_matmul,
+                "adds no model.experts.biases; use auto or xla",
+            )
+            fits = kernel != "mosaic" or not model.experts.biases
+            require(fits, "kernels.grouped_matmul", kernel, fix)
             fix = f"must be divisible by {group}; use a smaller group"
             width = model.expert_d_ff
             require(width % mesh.tensor == 0, "model.experts.d_ff", width, fix)

@@ -14,8 +14,11 @@ from ultrascale_jax.config.base import (
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Function of the gate in a gated layer."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What a gated layer does with gate and up (`parallel/gate.py`)."""
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
 
 MOST_PARTS = 10_000
 """More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
@@ -43,6 +46,8 @@ class RopeScaling:
     """Factor of cosines and sines in yarn; 0 is its own, 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
     """Of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)."""
+    truncate: bool = True
+    """Of yarn: round the dims between which it blends outwards to whole ones; gpt-oss does not."""
 
     def __post_init__(self):
         require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
@@ -57,6 +62,8 @@ class RopeScaling:
         require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
         name, value = "model.rope_scaling.mscale_all_dim", self.mscale_all_dim
         require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
+        name, fix = "model.rope_scaling.truncate", f"{self.kind} rounds no dims; use True"
+        require(self.truncate or self.kind == "yarn", name, self.truncate, fix)
 
     @property
     def thresholds(self) -> tuple[float, float]:
@@ -112,6 +119,8 @@ class Experts:
     """Groups that a token may visit: those with the highest sum of their two best scores."""
     bias: bool = False
     """Experts are chosen by score plus a bias that is no part of their weight; `moe.bias_rate` says how it moves."""
+    biases: bool = False
+    """The router and each product of an expert add a bias, which is trained like a weight (gpt-oss)."""
 
     def __post_init__(self):
         names = ("num", "top_k", "groups", "groups_per_token")
@@ -163,7 +172,8 @@ class ModelConfig:
     d_ff: int = 1024
     """Width of the gated feed-forward layer (F)."""
     activation: Activation = "silu"
-    """Function of the gate in feed-forward layers: SiLU (Llama), or GELU in its tanh form (Gemma)."""
+    """What feed-forward layers and experts do with gate and up: silu(gate) * up (Llama), the same with GELU in its tanh
+    form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
     num_layers: int = 4
     """Number of blocks (L)."""
     num_heads: int = 4
@@ -180,6 +190,10 @@ class ModelConfig:
     """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
     qkv_bias: bool = False
     """Add a bias to the query, key and value projections (Qwen2)."""
+    o_bias: bool = False
+    """Add a bias to the output projection of attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """Each head has a logit more in its softmax, which is trained and has no value (gpt-oss)."""
     query_scale: float = 0.0
     """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
@@ -263,6 +277,9 @@ class ModelConfig:
         fix = "latent attention normalises its latents; use none"
         require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, fix)
         require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
+        for name in ("o_bias", "attention_sinks"):
+            value = getattr(self, name)
+            require(not value, f"model.{name}", value, "latent attention has none; use False")
         fix = "latent attention scales by head_dim; use 0"
         require(not self.query_scale, "model.query_scale", self.query_scale, fix)
 

@@ -28,6 +28,7 @@ from ultrascale_jax.config import ModelConfig, require, require_type
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_none
+from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import Tensor, copies, tensors
 from ultrascale_jax.models.transformer import Transformer
 
@@ -46,7 +47,7 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
     table = tensors(cfg)
     _check_parameters(abstract, cfg)
     with ExitStack() as stack:
-        files = open_tensors(folder, stack)
+        files = dequantized(open_tensors(folder, stack))
         _check_tensors(files, table, cfg)
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -100,7 +101,10 @@ def _read_one(
         outer, width = wanted[group[0]], math.prod(sizes[letter] for letter in group[1:])
         where.append(slice(outer.start * width, outer.stop * width))
         inner |= {letter: sizes[letter] for letter in group[1:]}
+    if tensor.column is not None:
+        where[-1] = slice(2 * where[-1].start, 2 * where[-1].stop)
     piece = files[name].get_slice(name)[tuple(where)]
+    piece = piece if tensor.column is None else piece[..., tensor.column :: 2]
     # Read heads whole: no axis ever splits one, but a caller's sharding may.
     lengths = {letter: len(bound) for letter, bound in wanted.items()} | inner
     piece = piece.reshape([lengths[letter] for letter in tensor.stored])
@@ -208,10 +212,15 @@ def save(
         several = f"model-{number:05}-of-{len(shards):05}.safetensors"
         file_name = several if len(shards) > 1 else "model.safetensors"
         contents = {}
-        for name, ours, where in shard:
-            if table[ours].stacked:
-                where = (model.layer_order_of(ours).index(where[0]), *where[1:])
-            values = gather(arrays[ours], where, table[ours], dtype)
+        for name, places in shard.items():
+            columns = []
+            for ours, where in places:
+                if table[ours].stacked:
+                    where = (model.layer_order_of(ours).index(where[0]), *where[1:])
+                columns.append(gather(arrays[ours], where, table[ours], dtype))
+            values = columns[0]
+            if len(columns) > 1:
+                values = np.stack(columns, axis=-1).reshape(table[places[0][0]].shape)
             weight_map[name], total = file_name, total + values.nbytes
             if writer:
                 contents[name] = values
@@ -233,45 +242,51 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+type Places = list[tuple[str, tuple[int, ...]]]
+"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its index in its stack: nothing,
+or the layer, counted from the first that has the parameter, and the expert."""
+
+
 def _type(tensor: Tensor, dtype: str) -> str:
     return "float32" if tensor.float32 else dtype
 
 
 def _plan(
     cfg: ModelConfig, table: Mapping[str, Tensor], max_bytes: int, dtype: str
-) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """Return the tensors of each file as (name, our path, index in its stack); a tensor is never split.
-
-    Where is empty, or the layer, counted from the first that has the parameter, and the expert.
-    """
+) -> Iterator[dict[str, Places]]:
+    """Return the tensors of each file, by name; a tensor is never split."""
     single, layers = [], []
     for ours, tensor in table.items():
         if not tensor.stacked:
-            places = [(expert,) for expert in tensor.experts] or [()]
-            single += [(n, ours, p) for n, p in zip(tensor.names(None), places, strict=True)]
+            rows = [(expert,) for expert in tensor.experts] or [()]
+            single += [(n, ours, place) for n, place in zip(tensor.names(None), rows, strict=True)]
     of = {tensor.name: ours for ours, tensor in table.items()}
     single += [(name, of[one], ()) for name, one in copies(cfg).items()]
     for layer in range(cfg.num_layers):
         for ours, tensor in table.items():
             if layer in tensor.layers:
                 row = (layer - tensor.layers.start,)
-                places = [(*row, expert) for expert in tensor.experts] or [row]
+                rows = [(*row, expert) for expert in tensor.experts] or [row]
                 names = tensor.names(layer)
-                layers += [(n, ours, place) for n, place in zip(names, places, strict=True)]
-    shard, used = [], 0
-    for entry in single[:1] + layers + single[1:]:
-        tensor = table[entry[1]]
+                layers += [(n, ours, place) for n, place in zip(names, rows, strict=True)]
+    places: dict[str, Places] = {}
+    for name, ours, where in single[:1] + layers + single[1:]:
+        places.setdefault(name, []).append((ours, where))
+    shard, used = {}, 0
+    for name, own in places.items():
+        own.sort(key=lambda place: table[place[0]].column or 0)
+        tensor = table[own[0][0]]
         size = math.prod(tensor.shape) * (2 if _type(tensor, dtype) == "bfloat16" else 4)
         if shard and used + size > max_bytes:
             yield shard
-            shard, used = [], 0
-        shard.append(entry)
+            shard, used = {}, 0
+        shard[name] = own
         used += size
     yield shard
 
 
 def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
-    """Return one tensor in its stored form, gathered from all devices."""
+    """Return one tensor, or its columns that are ours, in its stored form, gathered from all devices."""
     order = tuple(tensor.order.index(dim) for dim in range(len(tensor.order)))
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
@@ -280,7 +295,7 @@ def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str)
             array,
             where,
             order=order,
-            shape=tensor.shape,
+            shape=tensor.own_shape,
             dtype=_type(tensor, dtype),
             offset=tensor.offset,
         )

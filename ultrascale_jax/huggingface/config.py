@@ -128,8 +128,6 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
     """Return YaRN with the defaults of `transformers` for keys that are absent, null or 0."""
     keys = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
     given = {key: number(rope, key) for key in keys if rope.get(key)}
-    truncate, fix = rope.get("truncate", True), "supported is true, or no such key"
-    require(truncate is True, "truncate", truncate, fix)
     attention_factor = 0.0
     if rope.get("attention_factor") is not None:
         attention_factor = number(rope, "attention_factor")
@@ -144,6 +142,7 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
         original_seq_len=original,
         attention_factor=attention_factor,
         mscale_all_dim=given.get("mscale_all_dim", 0.0) if family.latent else 0.0,
+        truncate=flag(rope, "truncate", True),
     )
 
 
@@ -254,8 +253,10 @@ def _window_keys(cfg: ModelConfig, family: Family) -> dict[str, Any]:
         every, fix = cfg.full_attention_every, "says which layers of this family have no window"
         require(every > 0, "model.full_attention_every", every, fix)
         kinds = _layer_types(every, cfg.num_layers)
-        return {"sliding_window": cfg.sliding_window, "sliding_window_pattern": every} | {
-            "layer_types": kinds
+        return {
+            "sliding_window": cfg.sliding_window,
+            "sliding_window_pattern": every,
+            "layer_types": kinds,
         }
     if family.window != "none":
         raw["sliding_window"] = window
@@ -280,6 +281,8 @@ def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
     rope |= {names[0]: low, names[1]: high}
     if scaling.attention_factor:
         rope["attention_factor"] = scaling.attention_factor
+    if not scaling.truncate:
+        rope["truncate"] = False
     if scaling.mscale_all_dim:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
     return {"rope_scaling": rope | {"original_max_position_embeddings": scaling.original_seq_len}}

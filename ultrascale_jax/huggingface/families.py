@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
+from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types` and `rope_parameters`."""
 
-FIXED = ("activation", "embed_scale", "norm_placement", "qk_norm", "qkv_bias")
+FIXED = (
+    *("activation", "attention_sinks", "embed_scale"),
+    *("norm_placement", "o_bias", "qk_norm", "qkv_bias"),
+)
 """Fields of `ModelConfig` that a family's code fixes, and no key says."""
 
 OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "mtp_layers")
@@ -24,7 +28,11 @@ OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "mtp_laye
 MTP = "num_nextn_predict_layers"
 """DeepSeek's key of `mtp_layers`."""
 
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped_swiglu": ("silu", "swish"),
+}
 """Names of each activation in `config.json`; the first one is written."""
 
 ALLOWED: Mapping[str, tuple[Any, ...]] = {
@@ -59,6 +67,8 @@ NAMES: Mapping[str, str] = {
     "attn.w_k": "self_attn.k_proj",
     "attn.w_v": "self_attn.v_proj",
     "attn.w_o": "self_attn.o_proj",
+    "attn.sinks": "self_attn.sinks",
+    "attn.b_o": "self_attn.o_proj.bias",
     "attn.b_q": "self_attn.q_proj.bias",
     "attn.b_k": "self_attn.k_proj.bias",
     "attn.b_v": "self_attn.v_proj.bias",
@@ -87,7 +97,11 @@ NAMES: Mapping[str, str] = {
     "norm": "shared_head.norm",
 }
 """Tensor of each parameter of a layer, and of a module of `mtp_layers`, behind `model.layers.{}.` and without
-`.weight`; `{}` stands for the expert."""
+`.weight`; `{}` stands for the expert.
+
+Without it the tensor holds all experts of a layer, as they are multiplied from the right; `[0]` and `[1]` behind its
+name are its even and odd columns, which two parameters share.
+"""
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -242,6 +256,21 @@ def _write_gemma(cfg: ModelConfig) -> dict[str, Any]:
     return {"query_pre_attn_scalar": int(scale), "rope_local_base_freq": local}
 
 
+def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return gpt-oss's keys with the stretch that absent ones mean; experts in MXFP4 are read (`mxfp4.py`)."""
+    raw, quantization = dict(raw), raw.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        del raw["quantization_config"]
+    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+        raw["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+    return raw
+
+
 DEEPSEEKS_OWN = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModel": "modeling_deepseek.DeepseekV3Model",
@@ -306,6 +335,42 @@ FAMILIES = {
             "mlp_out_norm": "post_feedforward_layernorm",
         },
         norm_offset=1.0,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        model={
+            "activation": "clamped_swiglu",
+            "attention_sinks": True,
+            "o_bias": True,
+            "qkv_bias": True,
+        },
+        optional=("full_attention_every",),
+        window="pattern",
+        pattern=2,
+        sliding_window=128,
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=64,
+        rope_theta=150000.0,
+        experts=Experts(num=128, top_k=4, biases=True),
+        expert_keys={"num": "num_local_experts", "top_k": "num_experts_per_tok"},
+        allowed={
+            "attention_bias": (True,),
+            "swiglu_alpha": (SWIGLU_ALPHA,),
+            "swiglu_limit": (SWIGLU_LIMIT,),
+        },
+        constants={"attention_bias": True, "swiglu_limit": SWIGLU_LIMIT},
+        common=_gpt_oss,
+        names={
+            "moe.w_router": "mlp.router",
+            "moe.b_router": "mlp.router.bias",
+            "moe.w_gate": "mlp.experts.gate_up_proj[0]",
+            "moe.w_up": "mlp.experts.gate_up_proj[1]",
+            "moe.b_gate": "mlp.experts.gate_up_proj_bias[0]",
+            "moe.b_up": "mlp.experts.gate_up_proj_bias[1]",
+            "moe.w_down": "mlp.experts.down_proj",
+            "moe.b_down": "mlp.experts.down_proj_bias",
+        },
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",

@@ -23,13 +23,15 @@ class Tensor:
     dims: str
     """Our dims, without the leading L of a stacked parameter."""
     stored: str
-    """Dims in the tensor's order, without E; NH, KH, NI and NW are one dim there."""
+    """Dims in the tensor's order, without E where each expert has one; NH, KH, NI and NW are one dim there."""
     sizes: Mapping[str, int]
     """Size of each dim."""
     layers: range = range(0)
     """The layers that have the parameter in their stack; none: it stands alone."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
+    column: int | None = None
+    """Ours are the even columns (0) of the tensor, or the odd ones (1), which belong to another parameter."""
     offset: float = 0.0
     """Ours is the tensor plus this, added in float32 as the family's code does."""
 
@@ -41,12 +43,13 @@ class Tensor:
     @property
     def experts(self) -> range:
         """The experts of a layer, each with a tensor of its own; none: one tensor."""
-        return range(self.sizes["E"] if "E" in self.dims else 0)
+        each = "E" in self.dims and "E" not in self.stored
+        return range(self.sizes["E"] if each else 0)
 
     @property
     def unstacked(self) -> str:
         """Our dims of one tensor."""
-        return self.dims.removeprefix("E")
+        return self.dims.removeprefix("E") if self.experts else self.dims
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -61,6 +64,12 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
+        *rows, columns = self.own_shape
+        return (*rows, columns if self.column is None else 2 * columns)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter's part of it."""
         return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.groups)
 
     def names(self, layer: int | None) -> list[str]:
@@ -92,12 +101,15 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
         if cfg.num_layers - 1 in layers:
             places += [(f"{ours}block.", name, range(0)) for ours, name in alone.items()]
         for (ours, dims, stored), (path, prefix, own) in itertools.product(rows, places):
-            name = family.name(ours)
-            weight = "" if name.endswith("bias") else ".weight"
+            name, _, column = family.name(ours).partition("[")
+            together = "E" in dims and "{}" not in name
+            own_name = ours.rpartition(".")[2]
+            is_weight = own_name.startswith("w_") or own_name.endswith("norm")
             table[path + ours] = Tensor(
-                name=f"{prefix}{name}{weight}",
+                name=f"{prefix}{name}{'.weight' if is_weight and not together else ''}",
                 dims=dims,
-                stored=stored,
+                stored=dims if together else stored,
+                column=int(column.removesuffix("]")) if column else None,
                 sizes=sizes | {"F": width},
                 layers=own,
                 float32=ours == "moe.bias",
@@ -113,8 +125,11 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
     if experts is not None:
         sizes |= {"X": experts.num, "E": experts.num}
         layers, width = every[cfg.dense_layers :], cfg.expert_d_ff
-        bias = [("moe.bias", "X", "X")] if experts.bias else []
-        add([("moe.w_router", "DX", "XD"), *_gated("moe", "E"), *bias], layers, width)
+        add([("moe.w_router", "DX", "XD"), *_gated("moe", "E")], layers, width)
+        add([("moe.bias", "X", "X")] if experts.bias else [], layers)
+        if experts.biases:
+            biases = [("b_router", "X"), ("b_gate", "EF"), ("b_up", "EF"), ("b_down", "XD")]
+            add([(f"moe.{name}", dims, dims) for name, dims in biases], layers, width)
         if experts.shared:
             add(_gated("moe.shared"), layers, experts.shared * width)
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
@@ -153,6 +168,8 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
 
 def _grouped_attention(cfg: ModelConfig) -> Rows:
     rows = [("attn.w_o", "NHD", "DNH")]
+    rows += [("attn.b_o", "D", "D")] if cfg.o_bias else []
+    rows += [("attn.sinks", "N", "N")] if cfg.attention_sinks else []
     for letter, heads in (("q", "NH"), ("k", "KH"), ("v", "KH")):
         rows.append((f"attn.w_{letter}", f"D{heads}", f"{heads}D"))
         if cfg.qkv_bias:

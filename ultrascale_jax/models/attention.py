@@ -17,7 +17,7 @@ from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, offset, repeat_kv_heads, reshard
-from ultrascale_jax.sharding.rules import act, mesh_size
+from ultrascale_jax.sharding.rules import act, mesh_size, specs
 
 type Partial = jax.Array | tuple[jax.Array, jax.Array]
 """Partial sums `[B, T, D]` of the tensor group, and `[B, R, D]` to add to their sum if there is an adapter."""
@@ -38,6 +38,10 @@ class Attention(nnx.Module):
             self.b_q = param(None, "NH", "BTNH", (N, H), std=0)
             self.b_k = param(None, "KH", "BTKH", (K, H), std=0)
             self.b_v = param(None, "KH", "BTKH", (K, H), std=0)
+        if cfg.o_bias:
+            self.b_o = param(None, "D", "BRD", (D,), std=0)
+        if cfg.attention_sinks:
+            self.sinks = param(None, "N", "BTN", (N,), std=0)
         if cfg.qk_norm == "head":
             self.q_norm = param(None, "H", "BTNH", (H,), std=1)
             self.k_norm = param(None, "H", "BTKH", (H,), std=1)
@@ -53,11 +57,16 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(self._project(x_BTD, x_BRD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
-        out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs)
+        sinks = self.sinks[...] if self.cfg.attention_sinks else None
+        out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
-        if (adapter := adapter_of(self, "w_o")) is None:
-            return partial_BTD, cache
-        return (partial_BTD, adapter.rows(out_BTNH, "BTNH")), cache
+        more_BRD = None
+        if self.cfg.o_bias:
+            more_BRD = broadcast_param(self.b_o[...], "D", "BRD", x_BRD.shape).astype(x_BRD.dtype)
+        if (adapter := adapter_of(self, "w_o")) is not None:
+            own_BRD = adapter.rows(out_BTNH, "BTNH")
+            more_BRD = own_BRD if more_BRD is None else more_BRD + own_BRD
+        return (partial_BTD if more_BRD is None else (partial_BTD, more_BRD)), cache
 
     def _project(self, x_BTD: jax.Array, x_BRD: jax.Array, name: str, heads: str) -> jax.Array:
         """Project to queries, keys or values, with bias and norm where the family has them."""
@@ -93,13 +102,14 @@ def attend(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     inputs: LayerInputs,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Attend over the sequence, wherever it is split; return `[B, T, N, H]`, and the cache with these keys and values.
 
-    Queries and keys have their positions already.
+    Queries and keys have their positions already; `sinks` `[N]` are logits of the heads, as `attention` takes them.
     """
     if inputs.cache is None and mesh_size("cp") > 1:
-        return _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs), None
+        return _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs, sinks), None
     k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))
     start, cache = jnp.int32(0), None
     if inputs.cache is not None:
@@ -107,28 +117,29 @@ def attend(
         k_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_k, k_BSKH, start, axis=1)
         v_BSKH = jax.lax.dynamic_update_slice_in_dim(cached_v, v_BSKH, start, axis=1)
         implementation, cache = "xla", (k_BSKH, v_BSKH, start + q_BTNH.shape[1])
-    return _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs), cache
+    return _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs, sinks), cache
 
 
-def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs):
+def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, sinks):
     """Attend on this device's heads and piece of the sequence, whose ranks talk over cp."""
 
-    def core(q, k, v, segments, full):
+    def core(q, k, v, segments, full, sinks):
         return context_attention(
-            inputs.context, q, k, v, None, segments, window=inputs.window, full=full, implementation=implementation
+            inputs.context, q, k, v, None, segments, window=inputs.window, full=full, sinks=sinks,
+            implementation=implementation,
         )[0]  # fmt: skip
 
     dims = ("BTNH", "BTKH", "BTKH", "BT", "")
-    run = smap(core, in_specs=tuple(map(act, dims)), out_specs=act("BTNH"))
-    return run(q_BTNH, k_BTKH, v_BTKH, inputs.segment_ids_BT, inputs.full)
+    run = smap(core, in_specs=(*map(act, dims), specs(sinks)), out_specs=act("BTNH"))
+    return run(q_BTNH, k_BTKH, v_BTKH, inputs.segment_ids_BT, inputs.full, sinks)
 
 
-def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs):
+def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs, sinks):
     """Attend on this device's heads; keys and values are whole over cp, in natural order."""
 
-    def core(q, k, v, index, segments, full):
+    def core(q, k, v, index, segments, full, sinks):
         return attention(
-            q, k, v, q_index=index, segment_ids=segments, window=inputs.window, full=full,
+            q, k, v, q_index=index, segment_ids=segments, window=inputs.window, full=full, sinks=sinks,
             recompute=inputs.recompute, implementation=implementation,
         )  # fmt: skip
 
@@ -137,6 +148,6 @@ def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs):
     if inputs.segment_ids_BT is not None:
         segments = (inputs.segment_ids_BT, reshard("BT->BS", inputs.segment_ids_BT))
     documents = None if segments is None else (act("BT"), act("BS"))
-    specs = (*map(act, ("BTNH", "BSKH", "BSKH", "T")), documents, act(""))
-    run = smap(core, in_specs=specs, out_specs=act("BTNH"))
-    return run(q_BTNH, k_BSKH, v_BSKH, index_T, segments, inputs.full)
+    given = (*map(act, ("BTNH", "BSKH", "BSKH", "T")), documents, act(""), specs(sinks))
+    run = smap(core, in_specs=given, out_specs=act("BTNH"))
+    return run(q_BTNH, k_BSKH, v_BSKH, index_T, segments, inputs.full, sinks)

@@ -87,6 +87,11 @@ class MoE(nnx.Module):
             self.bias = param(None, "X", "BRX", (E,), std=0)
         self.w_gate = param(k_gate, "EDF", "BTD", (E, D, F))
         self.w_up = param(k_up, "EDF", "BTD", (E, D, F))
+        if experts.biases:
+            self.b_router = param(None, "X", "BRX", (E,), std=0)
+            self.b_gate = param(None, "EF", "BTF", (E, F), std=0)
+            self.b_up = param(None, "EF", "BTF", (E, F), std=0)
+            self.b_down = param(None, "XD", "BRD", (E, D), std=0)
         std = INIT_STD / (2 * cfg.num_layers) ** 0.5
         self.w_down = param(k_down, "EFD", "BTF", (E, F, D), std=std)
         if experts.shared:
@@ -96,14 +101,20 @@ class MoE(nnx.Module):
         """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did."""
         experts = self.cfg.experts
         assert experts is not None
-        router = (self.w_router, self.bias if experts.bias else None)
+        biased = experts.biases
+        router = (
+            self.w_router,
+            self.bias if experts.bias else None,
+            (self.b_router, self.b_down) if biased else None,
+        )
         matrices = (self.w_gate, self.w_up, self.w_down)
+        matrices += (self.b_gate, self.b_up) if biased else ()
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
         product: Product | None = None if self.kernels.grouped_matmul == "mosaic" else jnp.matmul
         router, matrices = params
         if isinstance(matrices[0], Fp8Weight):
             product = functools.partial(batched, matrices[0].recipe)
-            params = router, [weight.value for weight in matrices]
+            params = router, [w.value if isinstance(w, Fp8Weight) else w for w in matrices]
 
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
@@ -125,15 +136,24 @@ def _experts(cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, r
     experts, (B, R, D) = cfg.experts, x_BRD.shape
     assert experts is not None
     x, axes = x_BRD.reshape(-1, D), varying(x_BRD)
-    w_router, bias = jax.tree.map(lambda a: vary(a, axes), router)
+    w_router, bias, biases = jax.tree.map(lambda a: vary(a, axes), router)
     logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
+    logits = logits if biases is None else logits + biases[0][None]
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
     ids = jnp.where(jnp.any(x != 0, axis=1, keepdims=True), ids, experts.num)
-    how = {"moe": moe, "experts": experts, "product": product, "activation": cfg.activation}
-    y, dropped = expert_layer(x, ids, weights, *matrices, **how)
+    w_gate, w_up, w_down, *hidden_biases = matrices
+    y, dropped = expert_layer(
+        x, ids, weights, w_gate, w_up, w_down, moe=moe, experts=experts, product=product,
+        activation=cfg.activation, biases=tuple(hidden_biases) or None,
+    )  # fmt: skip
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
+    if biases is not None:
+        # The last product's biases need no expert: a token adds them where it is, by its weights.
+        chosen = ids[:, :, None] == jnp.arange(experts.num)[None, None]
+        weights_X = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
+        y = (y + jnp.dot(weights_X, biases[1], precision="highest")).astype(y.dtype)
     if "tp" in varying(dropped) - axes:
         dropped = jax.lax.pmax(dropped, "tp")
     chosen_BRX = jnp.sum(

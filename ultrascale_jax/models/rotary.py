@@ -36,15 +36,17 @@ def frequencies(cfg: ModelConfig, *, local: bool = False) -> np.ndarray:
 
 
 def _kept_by_yarn(scaling: RopeScaling, base: float, head_dim: int) -> np.ndarray:
-    """Share of each frequency that stays `[H/2]`: 1 to 0 between two dims, rounded outwards as `transformers` does."""
+    """Share of each frequency that stays `[H/2]`: 1 to 0 between two dims, which `truncate` rounds outwards."""
 
     def dim_with(turns: float) -> float:
         return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / logarithm
 
     logarithm = 2 * math.log(base)
     slow, fast = scaling.thresholds
-    first = max(math.floor(dim_with(fast)), 0)
-    last = min(math.ceil(dim_with(slow)), head_dim - 1)
+    first, last = dim_with(fast), dim_with(slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first or 0.001
     return 1 - np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
 

@@ -126,8 +126,12 @@ def zero_dim(dims: str) -> int:
 
 
 def is_matrix(dims: str) -> bool:
-    """Return whether a parameter is a matrix: it maps the model dim, a latent's or an adapter's, to others."""
-    return bool(set("DQJU") & set(dims)) and len(dims.strip("L")) > 1
+    """Return whether a parameter is a matrix: it maps the model dim, a latent's or an adapter's, to others.
+
+    A dim X that comes first only numbers vectors: biases of experts.
+    """
+    own = dims.removeprefix("L")
+    return bool(set("DQJU") & set(own)) and len(own) > 1 and not own.startswith("X")
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:

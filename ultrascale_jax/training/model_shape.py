@@ -76,13 +76,24 @@ class ModelShape(ModelConfig):
         """Parameters of all layers that are no matrices: norms and biases."""
         heads, kv_heads, H = self.num_heads, self.num_kv_heads, self.head_dim
         qk_norms = {"none": 0, "head": 2 * H, "full": (heads + kv_heads) * H}[self.qk_norm]
-        biases = (heads + 2 * kv_heads) * H * self.qkv_bias
+        biases = (heads + 2 * kv_heads) * H * self.qkv_bias + self.d_model * self.o_bias
+        biases += heads * self.attention_sinks
         latents = 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
         norms = 4 if self.norm_placement == "both" else 2
         one = norms * self.d_model + qk_norms + biases + latents
-        balancing = 0 if self.experts is None else self.experts.num * self.experts.bias
+        of_experts = self.hidden_biases
+        if self.experts is not None:
+            of_experts += self.experts.num * self.experts.bias
+            of_experts += self.experts.num * (1 + self.d_model) * self.experts.biases
         modules = 3 * self.mtp_layers * self.d_model
-        return self.layers * one + self.moe_layers * balancing + modules
+        return self.layers * one + self.moe_layers * of_experts + modules
+
+    @property
+    def hidden_biases(self) -> int:
+        """Biases of gate and up of all experts of a layer, which alone of all vectors are split as experts are."""
+        if self.experts is None or not self.experts.biases:
+            return 0
+        return (self.matrices - 1) * self.experts.num * self.expert_d_ff
 
     @property
     def mlp_params(self) -> int:

@@ -40,6 +40,7 @@ def context_attention(
     *,
     window: int | None = None,
     full: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: str = "auto",
     with_lse: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -58,6 +59,7 @@ def context_attention(
       window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
         sent nor computed, unless `positions` are given.
       full: bool scalar, the same on all ranks: there is no window after all.
+      sinks: `[N]` float32, the same on all ranks: a logit more in the softmax of each head, whose value is zero.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
       with_lse: return the log-sum-exp too.
 
@@ -79,12 +81,17 @@ def context_attention(
         window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
         placed=positions is None,
     )  # fmt: skip
+    if sinks is not None:
+        sinks = vary(sinks, axes)
     if ulysses > 1:
+        if sinks is not None:
+            first = jax.lax.axis_index(axis) % ulysses * (q.shape[2] // ulysses)
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, q.shape[2] // ulysses)
         copies = max(1, ulysses // k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         q, k, v = (spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
         positions, segment_ids = jax.tree.map(spec.gather, (positions, segment_ids))
-    out, lse = _attend(spec, q, k, v, positions, segment_ids, full, with_lse)
+    out, lse = _attend(spec, q, k, v, positions, segment_ids, full, sinks, with_lse)
     if ulysses > 1:
         out = spec.exchange(out, split_axis=1, concat_axis=2)
         lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
@@ -92,20 +99,21 @@ def context_attention(
 
 
 def _attend(
-    spec: RingSpec, q, k, v, positions, segment_ids, full, with_lse: bool
+    spec: RingSpec, q, k, v, positions, segment_ids, full, sinks, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend on whole packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """
-    packable = segment_ids is not None and spec.ranks == 1 and positions is None and not with_lse
+    packable = segment_ids is not None and spec.ranks == 1 and positions is None
+    packable = packable and sinks is None and not with_lse
     if packable and packs(spec.implementation, q, k, spec.window):
         return packed_attention(*match_vma(q, k, v, segment_ids)), None
     T, apart = q.shape[1], segment_ids is not None or positions is not None
     masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and positions is None:
         positions = vary(spec.index(T), {spec.axis})
-    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full)
+    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full, sinks)
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from ultrascale_jax.kernels.attention import (
     UNSEEN,
     BlockMask,
+    add_sinks,
     attention_backward,
     attention_forward,
     branch_by_window,
+    sinks_gradient,
     visible_keys,
     visible_ranges,
 )
@@ -132,7 +134,9 @@ def _by_window(run, spec: RingSpec, positions, segment_ids, full, T: int):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(spec: RingSpec, q, k, v, positions, segment_ids, full=None) -> tuple[jax.Array, jax.Array]:
+def ring(
+    spec: RingSpec, q, k, v, positions, segment_ids, full=None, sinks=None
+) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
@@ -143,17 +147,18 @@ def ring(spec: RingSpec, q, k, v, positions, segment_ids, full=None) -> tuple[ja
       positions: `[B or 1, T]` int32, or none where no block needs a mask.
       segment_ids: `[B, T]` int32 documents, or none.
       full: bool scalar, there is no window after all; or none.
+      sinks: `[N]` float32, a logit more of each head, which counts as one block more of value zero; or none.
     """
-    return _ring_fwd(spec, q, k, v, positions, segment_ids, full)[0]
+    return _ring_fwd(spec, q, k, v, positions, segment_ids, full, sinks)[0]
 
 
-def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full):
+def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full, sinks):
     def run(spec, positions):
         return _forward(spec, q, k, v, positions, segment_ids)
 
     out, lse = _by_window(run, spec, positions, segment_ids, full, q.shape[1])
-    out, lse = name_attention(out, lse)
-    return (out, lse), (q, k, v, positions, segment_ids, full, out, lse)
+    out, lse = name_attention(*add_sinks(out, lse, sinks))
+    return (out, lse), (q, k, v, positions, segment_ids, full, sinks, out, lse)
 
 
 def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
@@ -185,13 +190,13 @@ def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
 
 
 def _ring_bwd(spec: RingSpec, residuals, cotangents):
-    q, k, v, positions, segment_ids, full, out, lse = residuals
+    q, k, v, positions, segment_ids, full, sinks, out, lse = residuals
 
     def run(spec, positions):
         return _backward(spec, q, k, v, positions, segment_ids, out, lse, cotangents[0])
 
     gradients = _by_window(run, spec, positions, segment_ids, full, q.shape[1])
-    return *gradients, None, None, None
+    return *gradients, None, None, None, sinks_gradient(out, lse, cotangents[0], sinks)
 
 
 def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):

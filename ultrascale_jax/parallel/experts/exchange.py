@@ -47,7 +47,7 @@ type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array
 """A function as above, for the parts of a batch."""
 
 type Matrices = Sequence[jax.Array]
-"""w_gate, w_up, w_down of the experts at hand."""
+"""w_gate, w_up, biases of both if there are any, and w_down of the experts at hand."""
 
 
 def expert_layer(
@@ -63,6 +63,7 @@ def expert_layer(
     axis: str = "ep",
     product: Product | None = jnp.matmul,
     activation: Activation = "silu",
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
@@ -77,7 +78,8 @@ def expert_layer(
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
       product: multiplies padded rows and matrices; None: the Mosaic kernel multiplies ragged groups.
-      activation: the function of the gate, in place of SiLU.
+      activation: what is done with gate and up, in place of SiLU.
+      biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
     splits F (`tp`) results are partial sums, which the caller adds.
@@ -91,7 +93,8 @@ def expert_layer(
     ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
     shared = "sp" in varying(w_gate)
-    x, weights, *matrices = (vary(a, axes) for a in (x, weights, w_gate, w_up, w_down))
+    given = x, weights, w_gate, w_up, *(biases or ()), w_down
+    x, weights, *matrices = (vary(a, axes) for a in given)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     tokens = x.shape[0] // parts

@@ -30,11 +30,14 @@ def padded_experts(
     floats,
 ) -> jax.Array:
     """Compute one round of at most `size` rows for each expert, by batched products."""
-    x, weights, w_gate, w_up, w_down = floats
+    x, weights, w_gate, w_up, *biases, w_down = floats
     slots = assignment.padded(number, size)
     x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
-    gate_ECF = checkpoint_name(product(x_ECD, w_gate), "gate")
-    up_ECF = checkpoint_name(product(x_ECD, w_up), "up")
+    gate_ECF, up_ECF = product(x_ECD, w_gate), product(x_ECD, w_up)
+    if biases:
+        b_gate, b_up = (bias.astype(x.dtype)[:, None] for bias in biases)
+        gate_ECF, up_ECF = gate_ECF + b_gate, up_ECF + b_up
+    gate_ECF, up_ECF = checkpoint_name(gate_ECF, "gate"), checkpoint_name(up_ECF, "up")
     weight_EC = take_weights(weights, slots).reshape(-1, size)
     h_ECF = _weighed(gated(activation, gate_ECF, up_ECF), weight_EC)
     y_ECD = product(h_ECF, w_down)

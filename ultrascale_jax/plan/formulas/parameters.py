@@ -19,7 +19,7 @@ class Weights:
     tables: float
     """Both; a tied one counts once."""
     vectors: float
-    """Norms, whole on every GPU."""
+    """Norms and biases, whole on every GPU but for those of experts."""
     attention: float
     """Matrices of the attention of one layer."""
     matrix: float
@@ -60,7 +60,9 @@ def weights_of(run: Run) -> Weights:
         experts=moe * routed,
         table=table,
         tables=table if shape.tied_embeddings else 2 * table,
-        vectors=layers * shape.vector_params / shape.layers + D,
+        vectors=layers * shape.vector_params / shape.layers
+        + D
+        - moe * shape.hidden_biases * (1 - 1 / (mesh.ep * t)),
         attention=attention,
         matrix=D * width / t,
         routed=routed / shape.matrices,
