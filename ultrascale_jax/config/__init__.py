@@ -429,16 +429,7 @@ class Config:
             fix = f"must be divisible by {group}; use a smaller group"
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         if model.experts is not None:
-            self.moe.check(model.experts, mesh.ep)
-            kernel, fix = (
-                self.kernels.grouped_matmul,
-                "adds no model.experts.biases; use auto or xla",
-            )
-            fits = kernel != "mosaic" or not model.experts.biases
-            require(fits, "kernels.grouped_matmul", kernel, fix)
-            fix = f"must be divisible by {group}; use a smaller group"
-            width = model.expert_d_ff
-            require(width % mesh.tensor == 0, "model.experts.d_ff", width, fix)
+            self._check_experts(model.experts, mesh)
         kv = model.num_kv_heads
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
@@ -459,10 +450,6 @@ class Config:
         require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
-            kernel = self.kernels.grouped_matmul
-            fix = f"multiplies bfloat16; use auto or xla with {train.precision}"
-            fits = model.experts is None or kernel != "mosaic"
-            require(fits, "kernels.grouped_matmul", kernel, fix)
         for size in train.batches.sizes[:-1]:
             try:
                 self.of_batch(size).check(num_devices)
@@ -482,6 +469,19 @@ class Config:
             self._check_mtp(mesh)
         if self.train.dpo:
             self._check_dpo(mesh)
+
+    def _check_experts(self, experts: Experts, mesh: MeshConfig) -> None:
+        self.moe.check(experts, mesh.ep)
+        width, group = self.model.expert_d_ff, f"mesh.sp*mesh.tp={mesh.tensor}"
+        fix = f"must be divisible by {group}; use a smaller group"
+        require(width % mesh.tensor == 0, "model.experts.d_ff", width, fix)
+        kernel, precision = self.kernels.grouped_matmul, self.train.precision
+        fix = f"multiplies bfloat16; use auto or xla with {precision}"
+        fits = precision not in FP8 or kernel != "mosaic"
+        require(fits, "kernels.grouped_matmul", kernel, fix)
+        fix = "adds no model.experts.biases; use auto or xla"
+        fits = not experts.biases or kernel != "mosaic"
+        require(fits, "kernels.grouped_matmul", kernel, fix)
 
     def _check_lora(self) -> None:
         known = self.model.experts is None and self.model.latent is None
