@@ -79,7 +79,7 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
         pytest.param("qwen2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
         pytest.param("smollm2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
         pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=pytest.mark.wide),
-        pytest.param("deepseek_v3", {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
+        pytest.param("deepseek_v3", {"fsdp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
     ],
 )
 def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):

@@ -15,6 +15,7 @@ from ultrascale_jax.models.loss import (
     cross_entropy,
     cross_entropy_of_pieces,
     num_chunks,
+    row_losses,
     token_losses,
 )
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -168,3 +169,28 @@ def test_no_value_of_the_program_holds_all_logits(monkeypatch):
         )
     assert f"tensor<{B}x{T}x{V}xf32>" not in program
     assert f"tensor<{B}x1x{V}xf32>" in program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "several"])
+def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
+    x, head, targets = inputs()
+    logits = np.float64(x) @ np.float64(head)
+    best = logits.argmax(axis=2)
+    targets[:2] = np.where(targets[:2] < 0, -1, best[:2])  # the likeliest where a token counts
+    targets[1, 3] = (best[1, 3] + 1) % V  # but for one
+    nll = np.log(np.exp(logits).sum(axis=2))
+    nll -= np.take_along_axis(logits, np.maximum(targets, 0)[..., None], axis=2)[..., 0]
+    with jax.set_mesh(make_mesh(MeshConfig.of(dp=2, cp=2, sp=2), jax.devices()[:8])):
+        place = {"x": act("BRD"), "head": act("DV"), "targets": act("BT")}
+        given = {"x": x, "head": head, "targets": targets}
+        given = {name: jax.device_put(value, place[name]) for name, value in given.items()}
+        weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
+        found, likeliest = jax.jit(
+            lambda x, head, targets: row_losses(
+                gather_sequence(x), jax.reshard(head, weight_type), targets
+            )
+        )(**given)
+    np.testing.assert_allclose(found, np.where(targets >= 0, nll, 0).sum(axis=1), rtol=1e-5)
+    assert np.asarray(likeliest).tolist() == [True, False, False, False]
