@@ -117,7 +117,7 @@ def test_a_name_of_an_extra_that_is_missing_does_not_break_a_star_import(monkeyp
     again = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     spec.loader.exec_module(again)
-    assert set(again.__all__) == set(again._HOME) - {"LMEvalModel"}
+    assert set(again.__all__) == set(again._MODULES) - {"LMEvalModel"}
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -143,7 +143,10 @@ _THERE = {
 
 _MODULES = {name: module for module, names in _HOME.items() for name in names.split()}
 
-__all__ = sorted(_MODULES)
+_MISSING = () if importlib.util.find_spec("lm_eval") else ("LMEvalModel",)
+"""Names whose extra is not installed: a star import goes without them."""
+
+__all__ = sorted(set(_MODULES).difference(_MISSING))
 
 
 def __getattr__(name: str) -> object:
