@@ -135,6 +135,8 @@ class StrategyAttention(Protocol):
         *,
         ulysses: int = 1,
         window: int | None = None,
+        full: jax.Array | None = None,
+        sinks: jax.Array | None = None,
         implementation: str = "auto",
         with_lse: Literal[False] = False,
     ) -> jax.Array: ...
@@ -151,6 +153,8 @@ class StrategyAttention(Protocol):
         *,
         ulysses: int = 1,
         window: int | None = None,
+        full: jax.Array | None = None,
+        sinks: jax.Array | None = None,
         implementation: str = "auto",
         with_lse: Literal[True],
     ) -> tuple[jax.Array, jax.Array]: ...
