@@ -46,7 +46,7 @@ REFERENCES = [
     "qwen3",  # and so its loss and gradients, for the rows above
     *(
         pytest.param(family, marks=pytest.mark.wide)
-        for family in ("deepseek_v3", "llama3", "mixtral")
+        for family in ("deepseek_v3", "gemma3", "gpt_oss", "llama3", "mixtral")
     ),
 ]
 # A tensor group of four is larger than the two kv heads (one in smollm2): they are replicated.

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import struct
+import time
 from itertools import takewhile
 from pathlib import Path
 
@@ -90,8 +91,10 @@ def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp
 
 @pytest.mark.slow
 def test_wandb_offline_has_configuration_and_every_step_and_a_resumed_run_its_id(tmp_path):
-    cfg = config(tmp_path / "run", "wandb")
+    cfg, begun = config(tmp_path / "run", "wandb"), time.time()
     log(cfg, 0, [1, 2])
+    # W&B names the file of a start by its second: a restart in the same one would write over it.
+    time.sleep(max(0.0, int(begun) + 2 - time.time()))
     log(cfg, 2, [3])
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records = [list(wandb_records(file)) for file in files]
