@@ -25,7 +25,7 @@ WEIGHT = 0.3
 
 
 class Module(torch.nn.Module):
-    """What predicts the token after the next; its weights are as large as those of the model's last layer."""
+    """Predict the token after the next; its weights are as large as those of the model's last layer."""
 
     def __init__(self, model: DeepseekV3ForCausalLM, config: DeepseekV3Config):
         super().__init__()

@@ -106,7 +106,7 @@ class Args:
 
     @property
     def kind(self) -> Literal["text", "chat", "preferences"]:
-        """What the input's rows hold."""
+        """Return the kind of the input's rows."""
         return "preferences" if self.preferences else "chat" if self.chat else "text"
 
     @property

@@ -15,7 +15,7 @@ FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""What a gated layer does with gate and up (`parallel/gate.py`)."""
+"""Functions that join gate and up in a gated layer (`parallel/gate.py`)."""
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 """Of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
@@ -172,8 +172,8 @@ class ModelConfig:
     d_ff: int = 1024
     """Width of the gated feed-forward layer (F)."""
     activation: Activation = "silu"
-    """What feed-forward layers and experts do with gate and up: silu(gate) * up (Llama), the same with GELU in its tanh
-    form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
+    """Function of gate and up in feed-forward layers and experts: silu(gate) * up (Llama), the same with GELU in
+    its tanh form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
     num_layers: int = 4
     """Number of blocks (L)."""
     num_heads: int = 4

@@ -5,6 +5,7 @@ samples  [  0  ][  1  ][  2  ][  3  ][  4  ] ...
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -22,7 +23,7 @@ ENDLESS = 1 << 31
 """Length given to sequences that have no end; Grain wants one."""
 
 
-class CorpusSamples:
+class CorpusSamples(ABC):
     """Rows of pieces of a corpus' documents, which a subclass chooses."""
 
     shuffled = True
@@ -35,9 +36,9 @@ class CorpusSamples:
         """The places in files from which the tokens of row i are read, as many as T + 1."""
         return [(*self._corpus.place(start), stop - start) for start, stop in self._spans(i)]
 
+    @abstractmethod
     def _spans(self, i: int) -> list[tuple[int, int]]:
         """Return the first token, and one past the last, of each document's piece in row i, counted in the corpus."""
-        raise NotImplementedError
 
     def _read(self, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of these spans end to end, and if the corpus says so which the loss counts."""

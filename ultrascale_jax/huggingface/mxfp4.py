@@ -16,7 +16,7 @@ BLOCK = 32
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([VALUES, -VALUES])
-"""What the four bits mean: sign, two bits of exponent, one of mantissa."""
+"""Value of each of the 16 codes: a bit of sign, two of exponent, one of mantissa."""
 
 
 def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
