@@ -54,9 +54,9 @@ soak: .venv/.installed
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)
 
-# The site, in docs/site; a link that leads nowhere is an error.
+# The site, in build/site; a link that leads nowhere is an error.
 docs: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/site
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -64,7 +64,7 @@ lint: .venv/.installed-dev
 	$(BIN)/pyrefly check
 
 clean:
-	rm -rf .venv build dist docs/site docs/options.md
+	rm -rf .venv build dist
 
 .venv/pyvenv.cfg:
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv .venv

@@ -7,7 +7,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import ultrascale_jax
@@ -21,7 +20,6 @@ html_theme = "furo"
 html_title = f"ultrascale_jax {version}"
 html_static_path: list[str] = []
 myst_heading_anchors = 4
-exclude_patterns = ["site"]
 autodoc_typehints = "description"
 autodoc_member_order = "alphabetical"
 
@@ -56,25 +54,17 @@ def option_rows(kind: type, path: str) -> Iterator[str]:
         yield f"| `{option}` | {value} | {texts.get(field.name, '').replace('|', '&#124;')} |"
 
 
-def write_options(*_: object) -> None:
-    """Write `options.md`: every option of a run, with its default and its text."""
-    lines = [
-        "# Options",
-        "",
-        "Every field of a run's configuration, as `ultrascale train --help` has it.",
-        "",
-    ]
+def add_options(app: Any, page: str, source: list[str]) -> None:
+    """Append every option of a run, with its default and its text, to the page of options."""
+    if page != "options":
+        return
+    lines = [source[0]]
     for section in dataclasses.fields(Config):
         kind = get_type_hints(Config)[section.name]
-        lines += [
-            f"## {section.name}",
-            "",
-            " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()),
-            "",
-        ]
-        lines += ["| option | default | |", "|---|---|---|", *option_rows(kind, section.name), ""]
-    path = Path(__file__).parent / "options.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+        words = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+        head = ["| option | default | |", "|---|---|---|"]
+        lines += [f"## {section.name}", "", words, "", *head, *option_rows(kind, section.name), ""]
+    source[0] = "\n".join(lines)
 
 
 def as_code(*event: Any) -> None:
@@ -87,6 +77,6 @@ def as_code(*event: Any) -> None:
 
 
 def setup(app: Any) -> None:
-    """Let Sphinx write the generated page before it reads, and read our docstrings before its own extensions do."""
-    app.connect("builder-inited", write_options)
+    """Let Sphinx complete the page of options, and read our docstrings before its own extensions do."""
+    app.connect("source-read", add_options)
     app.connect("autodoc-process-docstring", as_code, priority=400)
