@@ -276,14 +276,18 @@ def test_an_interrupt_keeps_what_was_found():
     assert sum(c.compiled is not None for c in search.ranking) == 2
     assert search.step_s(search.winner) == 5.0
 
+    reached = 0
+
     def stop(done, total):
-        if done == 100:
+        nonlocal reached
+        reached = done  # candidates that differ in recomputation are done together
+        if done >= 100:
             raise KeyboardInterrupt
 
     early = Search(llama3_8b, find_cluster(None, "h100", 8))
     with pytest.raises(KeyboardInterrupt):
         early.predict(stop)
-    assert 0 < early.counts["fits"] + early.counts["does not fit"] <= 100
+    assert 0 < early.counts["fits"] + early.counts["does not fit"] <= reached < 200
 
 
 # Implied by cli/test_plan_search.py, which prints it.

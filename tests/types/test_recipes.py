@@ -13,6 +13,7 @@ from ultrascale_jax.cli.command_line import load_recipe, recipes
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig
 from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.preference import SUMS
 from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.step import make_train_step
 
@@ -150,6 +151,9 @@ def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
         expected["moe_load"] = ((cfg.model.experts.num,), "float32")
     if cfg.model.mtp_layers:
         expected["mtp_loss"] = ((cfg.model.mtp_layers,), "float32")
+    if cfg.train.dpo:
+        expected |= {name: ((), "float32") for name in (*SUMS, "reward_margin")}
+        expected["pairs"] = ((), "int32")
     assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == expected
 
 
