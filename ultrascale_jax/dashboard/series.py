@@ -4,7 +4,6 @@ A chart has some hundred points, a run up to millions of rows. Each point stands
 their least and largest value, so that no spike is lost.
 """
 
-import json
 import math
 import os
 from array import array
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ultrascale_jax.launch.events import UNREADABLE, is_number
+from ultrascale_jax.launch.events import is_number, parse_object
 from ultrascale_jax.launch.run_files import METRICS, open_regular
 
 BLOCK = 1 << 24
@@ -102,11 +101,8 @@ class RunMetrics:
     def _add(self, lines: Iterable[bytes]) -> None:
         steps, evaluations = [], []
         for line in lines:
-            try:
-                row = json.loads(line)
-            except UNREADABLE:
-                row = None
-            if not isinstance(row, dict) or not is_number(row.get("step")):
+            row = parse_object(line)
+            if not is_number(row.get("step")):
                 self.damaged += 1
             elif EVALUATION in row:
                 evaluations.append(row)

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from ultrascale_jax.config.base import UserError
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.dashboard.series import RunMetrics
-from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
+from ultrascale_jax.launch.events import FILE_NAME, finite, is_number, read_events
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 
 SHOWN = {
@@ -136,7 +136,7 @@ def page(data: Mapping[str, Any] | None = None, token: str = "") -> tuple[str, s
     nonce = secrets.token_urlsafe(16)
     policy = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'"
     # Text from a run stands in a script: no `</script>` may end it.
-    inside = json.dumps(_finite({"data": data, "token": token})).replace("<", "\\u003c")
+    inside = json.dumps(finite({"data": data, "token": token})).replace("<", "\\u003c")
     text = text.replace("NONCE", nonce).replace("POLICY", policy).replace('"SETTINGS"', inside)
     return text, policy
 
@@ -189,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
             content = self.state() if parts.path == "/state" else self.series(query)
         except (KeyError, ValueError, IndexError) as error:
             return self.refuse(HTTPStatus.BAD_REQUEST, f"not understood: {error}")
-        self.answer(json.dumps(_finite(content)).encode(), "application/json")
+        self.answer(json.dumps(finite(content)).encode(), "application/json")
 
     def state(self) -> dict[str, Any]:
         """Answer /state: all runs."""
@@ -230,14 +230,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the address in each line has the token."""
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON's own values: what is not finite becomes null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value

@@ -121,17 +121,18 @@ def parse_object(line: str | bytes) -> dict:
 
 def to_json(row: Mapping[str, object]) -> str:
     """Return `row` as one line of strict JSON; numbers that are not finite become null, keys with None are left out."""
-    kept = {name: _finite(value) for name, value in row.items() if value is not None}
+    kept = {name: finite(value) for name, value in row.items() if value is not None}
     return json.dumps(kept, allow_nan=False, default=str)
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """Return `value` with null in place of numbers that are not finite, for which JSON has no word."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value
 
 

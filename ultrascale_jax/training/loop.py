@@ -70,10 +70,8 @@ def _run_steps(run: Run, batches: Iterable[Batch]) -> None:
     size = 0
     for batch in batches:
         if step_fn is None or batch["tokens"].shape[0] != size:
-            size, step_fn = (
-                batch["tokens"].shape[0],
-                None,
-            )  # frees what the old one holds of the devices
+            size = batch["tokens"].shape[0]
+            step_fn = None  # frees what the old one holds of the devices
             step_fn = _compile(run, batch)
             if run.check_stop():
                 break
