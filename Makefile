@@ -54,8 +54,9 @@ soak: .venv/.installed
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)
 
-# The site, in build/site; a link that leads nowhere is an error.
+# The site, in build/site, with the course's figures drawn anew; a link that leads nowhere is an error.
 docs: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.course figures
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 
 lint: .venv/.installed-dev

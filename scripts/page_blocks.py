@@ -1,0 +1,177 @@
+"""The blocks of a Markdown page that run: commands with the output they print, and Python with its own.
+
+A block ```console holds lines `$ COMMAND` (a trailing backslash continues one), each followed by what the command
+prints. A block ```python may be followed by a block ```text with what it prints. In an output, a line `...` stands for
+any lines.
+"""
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale_jax.config import require
+
+REST = "..."
+"""The line of an output that matches any lines."""
+
+PROGRAMS = ("ultrascale", "python")
+"""What a command may begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a page says that a command or a block of Python prints."""
+
+    lines: list[str]
+    start: int
+    """Index of the first line in the page; where there is none, of the line before which it belongs."""
+    fenced: bool = True
+    """Whether a block is there that holds it."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of a page."""
+
+    line: int
+    """Its number in the page, from 1."""
+    block: int
+    """The number of the line that opens its block."""
+    words: list[str]
+    output: Output
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonBlock:
+    """One block of Python of a page."""
+
+    line: int
+    """The number of its first line of code, from 1."""
+    source: list[str]
+    output: Output
+
+    @property
+    def text(self) -> str:
+        return f"python: {self.source[0] if self.source else ''}"
+
+
+type Block = Command | PythonBlock
+
+
+def read_page(path: Path) -> list[Block]:
+    """Return the commands and Python blocks of a page in order. `UserError` for a block that cannot run."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    blocks: list[Block] = []
+    at = 0
+    while at < len(lines):
+        fence = re.match(r"(`{3,}|~{3,})(.*)", lines[at])
+        at += 1
+        if fence is None:
+            continue
+        end = next((n for n in range(at, len(lines)) if lines[n].rstrip() == fence[1]), None)
+        require(end is not None, "block", f"{path.name}:{at}", f"must end with a line {fence[1]}")
+        assert end is not None
+        if fence[2].strip() == "console":
+            blocks += _commands(path, lines, at, end)
+        elif fence[2].strip() == "python":
+            blocks.append(
+                PythonBlock(line=at + 1, source=lines[at:end], output=_output(lines, end + 1))
+            )
+        at = end + 1
+    return blocks
+
+
+def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Command]:
+    """Return the commands of the block with the lines `start` to `end`."""
+    found: list[Command] = []
+    at = start
+    while at < end:
+        line, place = at + 1, f"{path.name}:{at + 1}"
+        require(lines[at].startswith("$ "), "console", place, "must begin with a line `$ COMMAND`")
+        while lines[at].endswith("\\") and at + 1 < end:
+            at += 1
+        words = shlex.split("\n".join(lines[line - 1 : at + 1])[2:]) or [""]
+        fix = f"must begin with one of {', '.join(PROGRAMS)}"
+        require(words[0] in PROGRAMS, "command", f"{place} {' '.join(words)}", fix)
+        at += 1
+        output = list(itertools.takewhile(lambda text: not text.startswith("$ "), lines[at:end]))
+        given = Output(lines=output, start=at)
+        found.append(Command(line=line, block=start, words=words, output=given))
+        at += len(output)
+    return found
+
+
+def _output(lines: Sequence[str], at: int) -> Output:
+    """Return the block ```text that begins at line `at` or after blank lines."""
+    start = at
+    while start < len(lines) and not lines[start].strip():
+        start += 1
+    if start == len(lines) or lines[start].rstrip() != "```text":
+        return Output(lines=[], start=at, fenced=False)
+    inside = itertools.takewhile(lambda text: text.rstrip() != "```", lines[start + 1 :])
+    return Output(lines=list(inside), start=start + 1)
+
+
+def tidy(text: str) -> list[str]:
+    """Return the lines of an output without blanks at their ends, or blank lines at its own."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n").splitlines()
+
+
+def matches(expected: Sequence[str], seen: Sequence[str]) -> bool:
+    """Return whether `seen` is `expected`, where a line `...` stands for any lines."""
+    return _selection(tidy("\n".join(expected)), seen, lambda line: line) is not None
+
+
+def updated(expected: Sequence[str], seen: Sequence[str]) -> list[str] | None:
+    """Return the lines of `seen` that `expected` selects; None if some of them are gone.
+
+    Without `...` these are all. With it, a line is found again by its words, whatever its numbers are.
+    """
+    expected = tidy("\n".join(expected))
+    if REST not in expected or matches(expected, seen):
+        return list(seen) if REST not in expected else expected
+    return _selection(expected, seen, _words)
+
+
+def _words(line: str) -> str:
+    """Return a line without what changes with its numbers: digits, and the width of columns and rules."""
+    return re.sub(r"[\s─━┃│-]+", " ", re.sub(r"[-+]?\d[\d,.]*", "#", line)).strip()
+
+
+def _selection(expected: Sequence[str], seen: Sequence[str], key) -> list[str] | None:
+    """Return `expected` with each line replaced by the one of `seen` with an equal key, in order; None without such."""
+    groups = [
+        [line for line in group]
+        for rest, group in itertools.groupby(expected, lambda line: line == REST)
+        if not rest
+    ]
+    keys = [key(line) for line in seen]
+    anchored, open_end = expected[:1] != [REST], expected[-1:] == [REST]
+    made: list[str] = [] if anchored else [REST]
+    at = 0
+    for n, group in enumerate(groups):
+        wanted = [key(line) for line in group]
+        places = range(at, len(keys) - len(wanted) + 1)
+        if n == 0 and anchored:
+            places = places[:1]
+        if n == len(groups) - 1 and not open_end:
+            places = [place for place in places if place == len(keys) - len(wanted)]
+        start = next((p for p in places if keys[p : p + len(wanted)] == wanted), None)
+        if start is None:
+            return None
+        at = start + len(wanted)
+        made += seen[start:at]
+        if n < len(groups) - 1 or open_end:
+            made.append(REST)
+    return made if groups or REST in expected or not seen else None
