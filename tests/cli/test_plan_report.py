@@ -136,9 +136,19 @@ def test_a_recipe_is_computed_by_formulas(tmp_path, capsys):
     assert "debug on 8 h100" in text and "--train.global-batch 64" in text
 
 
+def test_one_figure_of_a_recipe_is_one_file(tmp_path, capsys):
+    out = tmp_path / "figures/one.png"
+    plan.main(["report", "debug", "--figure", "communication", "--out", str(out)])
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and list(out.parent.iterdir()) == [out]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["debug", "--figure", "none"], "figure='none': choose one of memory, memory_sequence, "),
+        (["debug", "--out", "a.png"], "out='a.png': name a directory, or one --figure for "),
+        (["debug", "--figure", "bubble", "--out", "/dev/null/x"], "out='/dev/null/x': cannot be "),
         (["notes.txt"], "file='notes.txt': give a .json or .csv file, or a recipe"),
         (["none.json"], "file='none.json': there is no such file"),
         (["nonsense"], "recipe='nonsense': "),

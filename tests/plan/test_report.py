@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.recipes import pinned
-from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.config import MeshConfig, UserError, with_changes
 from ultrascale_jax.configs import llama3_8b
 from ultrascale_jax.figures.charts import Bars, Heat
 from ultrascale_jax.figures.figure import Figure
+from ultrascale_jax.plan.formulas import cheatsheet
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report import files, plans, runs
@@ -88,6 +89,31 @@ def test_scaling_marks_what_does_not_fit(scenario):
     assert [p.solid for p in lines["fsdp"]][:1] == [False]
     assert lines["fsdp"][-1].solid and lines["fsdp"][-1].x == 64
     assert all(p.y > 0 and f"fsdp{p.x:.0f}" in p.note for p in lines["fsdp"][1:])
+
+
+def test_communication_over_computation_is_the_cheat_sheets_of_each_size(scenario):
+    panels = plans.communication(scenario).panels
+    batch, split = panels["batch split"], panels["model or sequence split"]
+    assert {tuple(p.x for p in line) for line in batch.values()} == {(2, 4, 8, 16, 32, 64)}
+    assert {tuple(p.x for p in line) for line in split.values()} == {(2, 4, 8, 16, 32)}
+    shape, tokens = scenario.shape, scenario.run.step_tokens
+    ring = 1e9 * min(scenario.cluster.intra_gbs, 8 * scenario.cluster.inter_gbs)
+    speed = scenario.cluster.gpu.peak_flops("bf16") * shape.num_params / shape.active_params / ring
+    # An all-reduce of bfloat16 moves 4 N (n - 1) / n bytes once a step; a token's backward pass takes 4 N FLOPs.
+    assert batch["dp"][-1].y == pytest.approx(63 * speed / tokens)
+    assert batch["fsdp"][-1].y == pytest.approx(63 / 64 * speed / scenario.run.seq_len)
+    own = cheatsheet.cheat_sheet(scenario.varied({"tp": 8}), find_cluster(None, "h100", 8))
+    assert split["tp"][2].y == next(row.ratio for row in own if row.strategy == "TP")
+
+
+def test_a_tensor_group_splits_what_is_kept_and_sp_the_inputs_of_layers_too(scenario):
+    cfg = with_changes(scenario.cfg, mesh=scenario.cfg.mesh, remat="selective")
+    panels = plans.by_tensor(dataclasses.replace(scenario, cfg=cfg)).panels
+    assert list(panels) == ["fsdp 64", "fsdp 8, tp 8", "fsdp 8, sp 8"]
+    none, tp, sp = ({bar.label: bar.parts for bar in bars}["32k"] for bars in panels.values())
+    inputs, mlp = "activations: layer inputs", "activations: mlp"
+    assert none[inputs] == tp[inputs] == pytest.approx(8 * sp[inputs])
+    assert none[mlp] == pytest.approx(8 * tp[mlp]) == pytest.approx(8 * sp[mlp])
 
 
 def test_step_parts_add_up_to_the_estimate(scenario):

@@ -234,6 +234,11 @@ class Lines(Figure):
     """Meaning of a hollow point."""
     scale: Literal["all", "row", "none"] = "all"
     """Panels that share a y axis; a row has three."""
+    log: bool = False
+    """A logarithmic y axis."""
+    limit: float | None = None
+    """Height of a dashed line."""
+    limit_name: str = ""
 
     def table(self) -> Table:
         rows = [
@@ -258,11 +263,17 @@ class Lines(Figure):
             ax.set(title=panel, xlabel=self.x)
             if n % columns == 0:
                 ax.set_ylabel(self.y)
+            if self.log:
+                ax.set_yscale("log")
+            else:
+                group = {"all": 0, "row": n // columns, "none": n}[self.scale]
+                top = max((p.y for p in points), default=1.0)
+                tops[group] = max(tops.get(group, 0.0), 1.07 * top)
+                ax.set_ylim(0, tops[group])
             ax.yaxis.set_major_formatter("{x:,g}")
-            group = {"all": 0, "row": n // columns, "none": n}[self.scale]
-            top = max((p.y for p in points), default=1.0)
-            tops[group] = max(tops.get(group, 0.0), 1.07 * top)
-            ax.set_ylim(0, tops[group])
+            if self.limit is not None:
+                line = ax.axhline(self.limit, color=INK, linestyle="--", linewidth=1)
+                line.set_label(self.limit_name)
         every = [p for lines in self.panels.values() for line in lines.values() for p in line]
         hollow = "" if all(p.solid for p in every) else self.hollow
         _name_groups(axes[0], names, hollow, markersize=5)

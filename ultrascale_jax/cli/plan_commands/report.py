@@ -49,7 +49,10 @@ class RecipeOptions(common.Assumptions):
     """Options of `ultrascale plan report RECIPE`."""
 
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
-    """Directory for report.html and the PNG files."""
+    """Directory for report.html and the PNG files; for one --figure also a FILE.png."""
+    figure: Annotated[str | None, command_line.option("NAME", "all, and report.html")] = None
+    """Draw this figure alone: memory, memory_sequence, memory_zero, memory_axis, memory_tensor, step_parts, scaling,
+    communication, cheat_sheet, bubble or best."""
     models: Annotated[str | None, command_line.option("RECIPE,...", "the recipe alone")] = None
     """Rows of the heat map of the fastest configurations."""
     max_nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 64
@@ -58,6 +61,10 @@ class RecipeOptions(common.Assumptions):
     def __post_init__(self):
         super().__post_init__()
         command_line.require_at_least(1, self, "max_nodes")
+        fix = f"choose one of {', '.join(plans.NAMES)}"
+        require(self.figure in (None, *plans.NAMES), "figure", self.figure, fix)
+        one_file = self.figure is None and Path(self.out).suffix == ".png"
+        require(not one_file, "out", self.out, "name a directory, or one --figure for the file")
 
 
 def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -> None:
@@ -112,6 +119,9 @@ def _of_recipe(argv: list[str]) -> None:
         if options.models is not None:
             rest = argv[1:] if argv[:1] == [recipe] else argv
             models = [_model(scenario, name.strip(), rest) for name in options.models.split(",")]
+        if options.figure is not None:
+            made = plans.figures(scenario, models, options.max_nodes, names=[options.figure])
+            return _write_one(next(made), Path(options.out), options.json)
         step = estimate(run, cluster)
         held = f"{step.peak_bytes / GIB:.1f} of {cluster.gpu.usable_bytes / GIB:.1f} GiB"
         around = page.Page(
@@ -169,12 +179,27 @@ def _write(
     except OSError as error:
         raise UserError(f"out={out!r}: cannot be written: {error.strerror}") from None
     written = [str(folder / f"{f.name}.png") for f, _ in drawn] + [str(folder / "report.html")]
-    if as_json:
-        print(output.verb_json("report", {"files": written, "complete": not stopped}))
-    else:
-        print("\n".join(written))
+    _tell_files(written, as_json, complete=not stopped)
     if stopped:
         raise SystemExit(130)
+
+
+def _write_one(figure: Figure, out: Path, as_json: bool) -> None:
+    """Draw one figure, as the file `out` or in the directory `out`."""
+    path = out if out.suffix == ".png" else out / f"{figure.name}.png"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.draw(path)
+    except OSError as error:
+        raise UserError(f"out={str(out)!r}: cannot be written: {error.strerror}") from None
+    _tell_files([str(path)], as_json)
+
+
+def _tell_files(written: list[str], as_json: bool, *, complete: bool = True) -> None:
+    if as_json:
+        print(output.verb_json("report", {"files": written, "complete": complete}))
+    else:
+        print("\n".join(written))
 
 
 def _command(argv: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Figures of a run that nobody has made: memory, speed and the best meshes by the planner's formulas."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,17 +88,14 @@ def figures(
     models: Sequence[Scenario],
     max_nodes: int,
     tell: Callable[[str], None] = lambda text: None,
+    names: Sequence[str] | None = None,
 ) -> Iterator[Figure]:
-    """Draw the figures of `scenario` one after the other; the heat map of `models` comes last and reports to `tell`."""
-    yield memory(scenario)
-    yield by_sequence(scenario)
-    yield by_zero(scenario)
-    yield by_split(scenario)
-    yield step_parts(scenario)
-    yield scaling(scenario)
-    yield cheat_sheet(scenario)
-    yield schedules.bubbles()
-    yield best(models, max_nodes, tell)
+    """Draw the figures of `names` (default: all of `NAMES`) one after the other.
+
+    The heat map `best` is of `models`, and reports to `tell`; all others are of `scenario`.
+    """
+    for name in NAMES if names is None else names:
+        yield best(models, max_nodes, tell) if name == "best" else OF_SCENARIO[name](scenario)
 
 
 def memory(scenario: Scenario) -> Figure:
@@ -191,6 +189,34 @@ def by_split(scenario: Scenario) -> Figure:
     )
 
 
+def by_tensor(scenario: Scenario) -> Figure:
+    """Draw memory by sequence length with no tensor group, and one of a node as tp and as sp; fsdp takes the rest."""
+    own, gpus = scenario.run.seq_len, scenario.cluster.num_gpus
+    node = powers(min(scenario.cluster.gpus_per_node, gpus))[-1]
+    panels: dict[str, list[Bar]] = {}
+    for axes in ({}, {"tp": node}, {"sp": node}):
+        run = scenario.varied({**axes, "fsdp": gpus // math.prod(axes.values())})
+        if run is not None:
+            lengths = (own // 4, own // 2, own, 2 * own, 4 * own)
+            runs = (
+                dataclasses.replace(run, seq_len=n) for n in lengths if n and not n % run.mesh.sp
+            )
+            panels[run.mesh.text.replace("=", " ").replace(",", ", ")] = [
+                stack(r, _length(r.seq_len)) for r in runs
+            ]
+    run = scenario.run
+    return Bars(
+        name="memory_tensor",
+        title=f"Memory of one GPU by tensor group and sequence length: {scenario.name}",
+        caption=f"Peak of a step at one sequence a micro-batch on {gpus} GPUs, ZeRO {run.zero}, recompute {run.remat}. "
+        "A tensor group splits what lies between a layer's products; as sp also the inputs of layers and norms.",
+        panels=panels,
+        unit="GiB",
+        x="sequence length (tokens)",
+        **scenario.limit,
+    )
+
+
 def _length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
@@ -260,6 +286,46 @@ def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(scenario, {axis: size})) is None:
         return None
     return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
+
+
+def communication(scenario: Scenario) -> Figure:
+    """Draw communication over computation of every axis alone, as its size grows."""
+    gpus, run = max(scenario.cluster.num_gpus, 8), scenario.run
+    few = min(gpus, 4 * scenario.cluster.gpus_per_node)
+    panels: dict[str, dict[str, list[Point]]] = {}
+    kinds = ("batch split", ("dp", "fsdp"), gpus), ("model or sequence split", SPLITS, few)
+    for title, axes, most in kinds:
+        for axis in axes:
+            found = (_ratio_point(scenario, axis, size) for size in powers(most)[1:])
+            if points := [point for point in found if point]:
+                panels.setdefault(title, {})[axis] = points
+    return Lines(
+        name="communication",
+        title=f"Communication over computation of each axis alone: {scenario.name} on {scenario.cluster.gpu.name}",
+        caption="Time of a step's communication over the time of the computation that it can hide behind, by "
+        f"plan/formulas/cheatsheet.py, with one axis as large as the number of GPUs, a step of {run.step_tokens:,} "
+        f"tokens, one sequence of {run.seq_len:,} tokens a micro-batch and ZeRO {run.zero} over fsdp. dp, and fsdp "
+        "with ZeRO 0 or 1, communicate once a step, and are compared with the backward passes of all micro-batches. "
+        f"{scenario.cluster.intra_gbs:.0f} GB/s in a node, {scenario.cluster.inter_gbs:.0f} GB/s a GPU between nodes.",
+        panels=panels,
+        x="GPUs = size of the axis",
+        y="communication / computation",
+        log=True,
+        limit=1,
+        limit_name="above: exposed",
+    )
+
+
+def _ratio_point(scenario: Scenario, axis: str, size: int) -> Point | None:
+    run = scenario.varied({axis: size})
+    if run is None or run.global_batch != scenario.run.global_batch:
+        return None
+    cluster = dataclasses.replace(scenario.cluster, num_gpus=run.num_gpus)
+    stage = {"dp": "DP", "fsdp": f"ZeRO-{run.zero}" if run.zero else "DP"}.get(axis)
+    rows = cheatsheet.cheat_sheet(run, cluster)
+    row = next(row for row in rows if row.strategy == stage or (not stage and row.axis == axis))
+    once = stage in ("DP", "ZeRO-1")
+    return Point(x=size, y=row.ratio / (run.microbatches if once else 1), note=run.label)
 
 
 def best(
@@ -341,3 +407,21 @@ def cheat_sheet(scenario: Scenario) -> Ratios:
         ratios={name: row.ratio for name, row in zip(names, rows, strict=True)},
         x="communication / computation",
     )
+
+
+OF_SCENARIO: dict[str, Callable[[Scenario], Figure]] = {
+    "memory": memory,
+    "memory_sequence": by_sequence,
+    "memory_zero": by_zero,
+    "memory_axis": by_split,
+    "memory_tensor": by_tensor,
+    "step_parts": step_parts,
+    "scaling": scaling,
+    "communication": communication,
+    "cheat_sheet": cheat_sheet,
+    "bubble": lambda scenario: schedules.bubbles(),
+}
+"""Figures of one scenario, by name."""
+
+NAMES = (*OF_SCENARIO, "best")
+"""All figures, in the order of the page."""
