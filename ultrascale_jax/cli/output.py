@@ -1,14 +1,17 @@
-"""Print results of commands: JSON of a verb, tables, progress bars."""
+"""Print results of commands: JSON of a verb, tables, progress bars; write a figure."""
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.prediction import SCHEMA
 
 
@@ -40,3 +43,17 @@ def progress(*, transient: bool = False) -> Progress:
 def verb_json(verb: str, values: dict[str, Any]) -> str:
     """Return the JSON object of a verb of the planner, with the version of its fields."""
     return json.dumps({"verb": verb, "schema": SCHEMA, **values})
+
+
+def write_figure(figure: Figure, path: Path) -> str:
+    """Write the figure that `--figure` asks for, and return the line that says so.
+
+    Raises `UserError` if the file is no PNG or cannot be written, or matplotlib is missing.
+    """
+    require(path.suffix == ".png", "figure", str(path), "must end in .png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.draw(path)
+    except OSError as error:
+        raise UserError(f"figure={str(path)!r}: cannot be written: {error.strerror}") from None
+    return f"wrote {path}"

@@ -2,6 +2,8 @@
 
 memory    predict the memory of one GPU, part by part, by formula  [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 guide     explain the way to a configuration, days and cost        [RECIPE] --gpus 64 --tokens 1T
+mesh      show which GPUs share what, and over which link      [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
+roofline  show what limits each operation of a layer           [RECIPE] --gpus 8
 compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4M
 schedule  show pipeline schedules: tables, bubbles, figures        [NAME] --ranks 4 --microbatches 8
@@ -15,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
 
-VERBS = ("memory", "guide", "compile", "search", "schedule", "sweep", "report")
+VERBS = ("memory", "guide", "mesh", "roofline", "compile", "search", "schedule", "sweep", "report")
 
 
 def main(

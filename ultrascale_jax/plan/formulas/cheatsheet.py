@@ -9,7 +9,7 @@ micro-batch on one GPU.
 import dataclasses
 from dataclasses import dataclass
 
-from ultrascale_jax.config import Experts
+from ultrascale_jax.config import Experts, MeshConfig
 from ultrascale_jax.plan.formulas.costs import ring_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run, group
@@ -86,6 +86,23 @@ def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
     return rows if run.shape.experts is None else [*rows, sheet.expert(run.shape.experts)]
 
 
+def bandwidth(mesh: MeshConfig, axis: str, size: int, cluster: Cluster) -> float:
+    """Return the bytes a second of one GPU along an axis of `size`.
+
+    A ring over nodes uses a network card for each of its ranks there. `pp` and `cp` send to a neighbour and `ep` from
+    everyone to everyone, each GPU by its own card. A batch axis that the mesh has not would take the place of the one
+    that it has.
+    """
+    absent = axis in ("dp", "fsdp") and mesh.sizes[axis] == 1
+    instead = {"dp": 1, "fsdp": 1} if absent else {}
+    changed = dataclasses.replace(mesh, **(instead | {axis: size}))
+    ranks = group(changed, (axis,), cluster.gpus_per_node)
+    if ranks.nodes == 1:
+        return cluster.intra_gbs * 1e9
+    cards = 1 if axis in ("pp", "cp", "ep") else ranks.per_node
+    return min(cluster.intra_gbs, cluster.inter_gbs * cards) * 1e9
+
+
 class _Sheet:
     """Quantities and helpers that the rows share."""
 
@@ -103,27 +120,11 @@ class _Sheet:
         size = self.mesh.sizes[axis]
         return size if size > 1 else max(2, suggested)
 
-    def bandwidth(self, axis: str, size: int, *, neighbour: bool) -> float:
-        """Return the bytes a second of one GPU along an axis of `size`.
-
-        A ring over nodes uses a network card for each of its ranks there, a transfer to a neighbour one. A batch axis
-        that the run has not would take the place of the one that it has.
-        """
-        absent = axis in ("dp", "fsdp") and self.mesh.sizes[axis] == 1
-        instead = {"dp": 1, "fsdp": 1} if absent else {}
-        mesh = dataclasses.replace(self.mesh, **(instead | {axis: size}))
-        ranks = group(mesh, (axis,), self.cluster.gpus_per_node)
-        if ranks.nodes == 1:
-            return self.cluster.intra_gbs * 1e9
-        cards = 1 if neighbour else ranks.per_node
-        return min(self.cluster.intra_gbs, self.cluster.inter_gbs * cards) * 1e9
-
     def row(self, strategy: str, size: int, sent: float, times: float, work: float) -> Row:
         """Compare `sent` bytes of communication, `times` as many in a step, with `work` FLOPs."""
         axis, batch, memory, compute, communication = TEXTS[strategy]
         stages = "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"
         other_stage = axis == "fsdp" and strategy != stages[self.run.zero]
-        bandwidth = self.bandwidth(axis, size, neighbour=axis in ("pp", "cp"))
         return Row(
             strategy=strategy,
             axis=axis,
@@ -134,7 +135,7 @@ class _Sheet:
             compute=compute,
             communication=communication,
             volume=sent * times,
-            communication_s=sent / bandwidth,
+            communication_s=sent / bandwidth(self.mesh, axis, size, self.cluster),
             computation_s=work / self.flops,
         )
 
