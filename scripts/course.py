@@ -1,17 +1,19 @@
-"""Run the course's pages: `python -m scripts.course check|update|figures [PAGE...]`.
+"""Run the pages of the course and of docs/explanation: `python -m scripts.course check|update|figures [PAGE...]`.
 
     check     run every block of the pages, and compare what it prints with the page
     update    run every block, and write what it prints into the page
-    figures   run the blocks that draw figures, and keep those in docs/course/figures
+    figures   run the blocks that draw figures, and keep those in the folder `figures` beside the page
 
-Without PAGE, which is a name such as 01_memory or a path, all pages of docs/course. Commands run in an empty folder
-with links to the checkout, so a page writes nothing into it. The Python blocks of a page are one process with 8 fake
-CPU devices, which runs after the page's commands. Only stdout is compared. The exit code is 1 if a page differs.
+Without PAGE, which is a name such as 01_memory or a path, all pages. Commands run in an empty folder with links to the
+checkout, so a page writes nothing into it. The Python blocks of a page are one process with 8 fake CPU devices, which
+runs after the page's commands; `figures` runs all of them if one draws. Only stdout is compared. The exit code is 1 if
+a page differs.
 """
 
 import argparse
 import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,8 +28,11 @@ from ultrascale_jax.cli.command_line import user_errors
 from ultrascale_jax.config import require
 
 ROOT = Path(__file__).parents[1]
-COURSE = Path("docs/course")
-FIGURES = COURSE / "figures"
+DOCS = Path("docs")
+FOLDERS = ("course", "explanation")
+"""Folders of docs/ whose pages run."""
+FIGURES = "figures"
+"""The folder of figures in each."""
 
 LIMIT_S = 300
 """Seconds that a command, or the Python of a page, may take."""
@@ -74,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 def find_pages(names: Sequence[str] = ()) -> list[Path]:
     """Return the pages of these names, or all. `UserError` for one that is not there."""
-    pages = {path.stem: path for path in sorted((ROOT / COURSE).glob("*.md"))}
+    found = (path for name in FOLDERS for path in sorted((ROOT / DOCS / name).glob("*.md")))
+    pages = {path.stem: path for path in found}
     for name in names:
         require(Path(name).stem in pages, "PAGE", name, f"choose from {', '.join(pages)}")
     return [pages[Path(name).stem] for name in names] or list(pages.values())
@@ -113,19 +119,35 @@ def update(page: Path) -> str:
 
 
 def figures(page: Path) -> str:
-    """Run the commands of each block that draws a figure, and keep the figures."""
-    commands = [block for block in read_page(page) if isinstance(block, Command)]
-    drawing = {command.block for command in commands if FIGURES.as_posix() in command.text}
+    """Run the commands of each block that draws a figure, or all Python if a block of it does; keep the figures."""
+    blocks = read_page(page)
+    drawing = {_group(block) for block in blocks if drawn_by(block)}
     with checkout() as folder:
-        for _ in outputs(page, [c for c in commands if c.block in drawing], folder):
+        for _ in outputs(page, [block for block in blocks if _group(block) in drawing], folder):
             pass
         count = _figures(page, folder)
-        for path in (folder / FIGURES).iterdir():
-            kept = ROOT / FIGURES / path.name
+        for path in _drawn(folder):
+            kept = ROOT / path.relative_to(folder)
             kept.parent.mkdir(exist_ok=True)
             if not kept.exists() or kept.read_bytes() != path.read_bytes():
                 shutil.copyfile(path, kept)
     return f"{count} figures"
+
+
+def drawn_by(block: Block) -> set[str]:
+    """Return the names of the figures that a block writes."""
+    text = block.text if isinstance(block, Command) else "\n".join(block.source)
+    return set(re.findall(rf"{DOCS}/\w+/{FIGURES}/([\w.]+)", text))
+
+
+def _group(block: Block) -> int:
+    """Return a number that blocks share which run together: commands of one block, and all Python."""
+    return block.block if isinstance(block, Command) else -1
+
+
+def _drawn(folder: Path) -> list[Path]:
+    """Return the figures that were drawn in a checkout."""
+    return sorted((folder / DOCS).glob(f"*/{FIGURES}/*"))
 
 
 ACTIONS: dict[str, Callable[[Path], str]] = {"check": check, "update": update, "figures": figures}
@@ -133,16 +155,17 @@ ACTIONS: dict[str, Callable[[Path], str]] = {"check": check, "update": update, "
 
 @contextmanager
 def checkout() -> Iterator[Path]:
-    """Yield a temporary folder with links to the files of the checkout, and an empty folder of figures."""
+    """Yield a temporary folder with links to the files of the checkout, and empty folders of figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for source in (Path(), COURSE.parent, COURSE):
+        own = {DOCS.name, *FOLDERS, FIGURES, "out", "build", "dist"}
+        for source in (Path(), DOCS, *(DOCS / name for name in FOLDERS)):
             (folder / source).mkdir(exist_ok=True)
-            own = {*COURSE.parts, FIGURES.name, "out", "build", "dist"}
-            for path in (ROOT / source).iterdir():
+            for path in (ROOT / source).glob("*"):
                 if path.name not in own and not path.name.startswith("."):
                     (folder / source / path.name).symlink_to(path)
-        (folder / FIGURES).mkdir()
+        for name in FOLDERS:
+            (folder / DOCS / name / FIGURES).mkdir()
         yield folder
 
 
@@ -207,13 +230,12 @@ def _mismatch(page: Path, block: Block, seen: Sequence[str]) -> str:
 
 def shown(page: Path) -> set[str]:
     """Return the names of the figures that the page shows."""
-    links = page.read_text(encoding="utf-8").split("](figures/")[1:]
-    return {link.partition(")")[0] for link in links}
+    return set(re.findall(rf"\]\({FIGURES}/([\w.]+)\)", page.read_text(encoding="utf-8")))
 
 
 def _figures(page: Path, folder: Path) -> int:
     """Return the number of figures that were drawn; `Failed` unless the page shows these."""
-    drawn = {path.name for path in (folder / FIGURES).iterdir()}
+    drawn = {path.name for path in _drawn(folder)}
     if drawn != shown(page):
         words = [f"shows {name}, which no command drew" for name in sorted(shown(page) - drawn)]
         words += [f"does not show {name}, which it draws" for name in sorted(drawn - shown(page))]

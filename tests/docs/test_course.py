@@ -1,6 +1,5 @@
 """The course: its blocks print what the pages say, and commands of the pages draw the figures."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,14 @@ def test_a_command_prints_what_its_page_says(page, command, tmp_path):
     assert matches(command.output.lines, seen), "\n".join(seen)
 
 
-def test_every_figure_of_the_course_is_there_is_small_and_is_shown_by_the_page_that_draws_it():
-    kept = {path.name: path.stat().st_size for path in (course.ROOT / course.FIGURES).glob("*")}
+def test_every_figure_is_there_is_small_and_is_shown_by_the_page_that_draws_it():
+    figures = {page.parent / course.FIGURES for page in PAGES}
+    kept = {path.name: path.stat().st_size for path in figures for path in path.glob("*")}
     shown = {page.name: course.shown(page) for page in PAGES}
-    drawn = {page.name: set[str]() for page in PAGES}
-    for page, command in COMMANDS:
-        drawn[page.name] |= set(re.findall(rf"{course.FIGURES}/([\w.]+)", command.text))
+    drawn = {
+        page.name: {name for block in read_page(page) for name in course.drawn_by(block)}
+        for page in PAGES
+    }
     assert drawn == shown
     assert set(kept) == set().union(*shown.values())
     assert {name for name, size in kept.items() if size > 200_000} == set()
