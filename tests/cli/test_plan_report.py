@@ -143,10 +143,18 @@ def test_one_figure_of_a_recipe_is_one_file(tmp_path, capsys):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and list(out.parent.iterdir()) == [out]
 
 
+def test_one_figure_of_a_file_is_one_file(tmp_path, capsys):
+    out = tmp_path / "one.png"
+    plan.main(["report", str(RUNS), "--figure", "best", "--out", str(out)])
+    assert capsys.readouterr().out == f"{out}\n" and list(tmp_path.iterdir()) == [out]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["debug", "--figure", "none"], "figure='none': choose one of memory, memory_sequence, "),
+        ([str(RUNS), "--figure", "none"], "figure='none': choose one of "),
+        ([str(RUNS), "--out", "a.png"], "out='a.png': name a directory, or one --figure for "),
         (["debug", "--out", "a.png"], "out='a.png': name a directory, or one --figure for "),
         (["debug", "--figure", "bubble", "--out", "/dev/null/x"], "out='/dev/null/x': cannot be "),
         (["notes.txt"], "file='notes.txt': give a .json or .csv file, or a recipe"),

@@ -1,6 +1,7 @@
 """The figures of `plan/report`: their numbers, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -114,6 +115,19 @@ def test_a_tensor_group_splits_what_is_kept_and_sp_the_inputs_of_layers_too(scen
     inputs, mlp = "activations: layer inputs", "activations: mlp"
     assert none[inputs] == tp[inputs] == pytest.approx(8 * sp[inputs])
     assert none[mlp] == pytest.approx(8 * tp[mlp]) == pytest.approx(8 * sp[mlp])
+
+
+def test_more_micro_batches_need_less_memory_and_keep_the_global_batch(scenario):
+    memory, throughput = plans.by_microbatches(scenario).panels.values()
+    rows = scenario.run.sequences * scenario.run.microbatches
+    for remat in ("none", "selective", "dots", "full"):
+        line = memory[f"recompute {remat}"]
+        assert [p.x for p in line] == [2**n for n in range(len(line))] and line[-1].x == rows
+        assert all(a.y > b.y for a, b in itertools.pairwise(line))
+        assert all(p.solid == (p.y <= scenario.limit["limit"]) for p in line)
+    tokens = {p.y for p in throughput["recompute full"]}
+    own = dataclasses.replace(scenario.run, remat="full")
+    assert scenario.estimated(own).tokens_per_s_gpu in tokens and len(tokens) > 1
 
 
 def test_step_parts_add_up_to_the_estimate(scenario):

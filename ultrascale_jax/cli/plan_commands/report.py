@@ -39,9 +39,14 @@ class FileOptions:
     files: tyro.conf.Positional[tuple[str, ...]]
     """JSON of a verb or CSV of runs."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
-    """Directory for report.html and the PNG files."""
+    """Directory for report.html and the PNG files; for one --figure also a FILE.png."""
+    figure: Annotated[str | None, command_line.option("NAME", "all, and report.html")] = None
+    """Draw this figure alone, as memory_over_step of what `plan compile --dump` wrote."""
     json: command_line.Flag = False
     """Print the list of files as one JSON object."""
+
+    def __post_init__(self):
+        _check_out(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +56,8 @@ class RecipeOptions(common.Assumptions):
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "out/report"
     """Directory for report.html and the PNG files; for one --figure also a FILE.png."""
     figure: Annotated[str | None, command_line.option("NAME", "all, and report.html")] = None
-    """Draw this figure alone: memory, memory_sequence, memory_zero, memory_axis, memory_tensor, step_parts, scaling,
-    communication, cheat_sheet, bubble or best."""
+    """Draw this figure alone: memory, memory_sequence, memory_zero, memory_axis, memory_tensor, microbatches,
+    step_parts, scaling, communication, cheat_sheet, bubble or best."""
     models: Annotated[str | None, command_line.option("RECIPE,...", "the recipe alone")] = None
     """Rows of the heat map of the fastest configurations."""
     max_nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 64
@@ -63,8 +68,12 @@ class RecipeOptions(common.Assumptions):
         command_line.require_at_least(1, self, "max_nodes")
         fix = f"choose one of {', '.join(plans.NAMES)}"
         require(self.figure in (None, *plans.NAMES), "figure", self.figure, fix)
-        one_file = self.figure is None and Path(self.out).suffix == ".png"
-        require(not one_file, "out", self.out, "name a directory, or one --figure for the file")
+        _check_out(self)
+
+
+def _check_out(options: FileOptions | RecipeOptions) -> None:
+    one_file = options.figure is None and Path(options.out).suffix == ".png"
+    require(not one_file, "out", options.out, "name a directory, or one --figure for the file")
 
 
 def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -> None:
@@ -96,6 +105,11 @@ def _of_files(argv: list[str], readers: Mapping[str, files.Reader]) -> None:
         options = command_line.read(FileOptions, argv, prog=PROG, description=__doc__ or "")
         sources = [files.read(path, readers) for path in options.files]
         found = files.figures(sources, readers)
+        if options.figure is not None:
+            by_name = {figure.name: figure for figure in found}
+            fix = f"choose one of {', '.join(by_name)}"
+            require(options.figure in by_name, "figure", options.figure, fix)
+            return _write_one(by_name[options.figure], Path(options.out), options.json)
         around = page.Page(
             title="Report of runs and plans",
             subtitle=", ".join(f"{source.verb}: {Path(source.path).name}" for source in sources),

@@ -217,6 +217,36 @@ def by_tensor(scenario: Scenario) -> Figure:
     )
 
 
+def by_microbatches(scenario: Scenario) -> Figure:
+    """Draw memory and throughput by the number of micro-batches of a step, whose global batch stays."""
+    run = scenario.run
+    rows = run.sequences * run.microbatches
+    panels: dict[str, dict[str, list[Point]]] = {
+        "memory of one GPU (GiB)": {},
+        "throughput (tokens/s/GPU)": {},
+    }
+    for remat in dict.fromkeys((*REMAT_POLICIES, run.remat)):
+        for number in (n for n in powers(rows) if rows % n == 0):
+            changes = {"sequences": rows // number, "microbatches": number, "remat": remat}
+            step = scenario.estimated(dataclasses.replace(run, **changes))
+            for lines, y in zip(
+                panels.values(), (step.peak_bytes / GIB, step.tokens_per_s_gpu), strict=True
+            ):
+                point = Point(x=number, y=y, solid=step.fits, note=step.run.label)
+                lines.setdefault(f"recompute {remat}", []).append(point)
+    return Lines(
+        name="microbatches",
+        title=f"Memory and throughput by number of micro-batches: {scenario.name} on {run.num_gpus} GPUs",
+        caption=f"A step of {run.step_tokens:,} tokens, {rows} sequences on each batch shard, cut into as many "
+        f"micro-batches as the axis says; mesh and ZeRO stage of {run.label}, by the planner's formulas.",
+        panels=panels,
+        x="micro-batches of a step",
+        y="",
+        hollow="does not fit",
+        scale="none",
+    )
+
+
 def _length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
@@ -415,6 +445,7 @@ OF_SCENARIO: dict[str, Callable[[Scenario], Figure]] = {
     "memory_zero": by_zero,
     "memory_axis": by_split,
     "memory_tensor": by_tensor,
+    "microbatches": by_microbatches,
     "step_parts": step_parts,
     "scaling": scaling,
     "communication": communication,
