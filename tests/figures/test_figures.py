@@ -8,6 +8,7 @@ import pytest
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures import page, palette, streams
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
+from ultrascale_jax.figures.diagrams import Box, Exchange, Flow, givers
 from ultrascale_jax.figures.figure import Table, number
 from ultrascale_jax.figures.streams import Event, Streams
 from ultrascale_jax.figures.text import line_chart
@@ -29,6 +30,10 @@ def test_a_number_has_three_digits():
     assert [number(v) for v in values] == [
         *("0", "0.00012", "0.12", "7.46", "41.7", "318", "40,150", "12", "dp8", "-")
     ]
+
+
+def test_a_sum_names_the_gpus_that_gave_it():
+    assert [givers(value) for value in (4, 300, 1111, 3303)] == [[0], [2], [0, 1, 2, 3], [0, 2, 3]]
 
 
 def test_parts_have_different_looks_and_activations_stand_on_top():
@@ -115,6 +120,14 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             sheet=Table(head=("axis", "ratio"), rows=(("dp", 0.25),)),
             ratios={"dp": 0.25, "tp": 2.0},
             x="ratio",
+        ),
+        Exchange(name="exchange", **text, panels={"sum": ([[1], [10]], [[11], [0]])}),
+        Flow(
+            name="flow",
+            **text,
+            columns=("host", "GPU"),
+            boxes=[Box(column=c, row=r, name=f"{c}{r}", text="a") for c in (0, 1) for r in (0, 1)],
+            arrows=[("00", "10", "batch"), ("10", "11", ""), ("11", "00", ""), ("11", "01", "")],
         ),
     ]
     drawn = []

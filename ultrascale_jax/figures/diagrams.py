@@ -1,0 +1,151 @@
+"""Figures that explain: what collectives exchange between GPUs, and boxes with arrows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.palette import INK, PAPER, SERIES, shade
+
+COLUMN_INCHES, ROW_INCHES = 2.5, 0.78
+"""Of a place of a flow."""
+BOX = 0.84, 0.62
+"""Width and height of a box, in its place."""
+
+
+type Rows = Sequence[Sequence[int]]
+"""The numbers that each GPU holds."""
+
+
+def givers(value: int) -> list[int]:
+    """Return the GPUs that gave a number: GPU g gives digits at the g-th decimal place, so a sum names all of them."""
+    return [place for place, digit in enumerate(reversed(str(value))) if digit != "0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Figure):
+    """Numbers that GPUs hold before and after collectives; stripes in a number say which GPUs gave it."""
+
+    panels: Mapping[str, tuple[Rows, Rows]]
+    """Rows before and after, by the title of the panel; 0 is an empty place."""
+    columns: int = 2
+
+    def table(self) -> Table:
+        def text(row: Sequence[int]) -> str:
+            return " ".join(map(str, row))
+
+        rows = [
+            (title, f"GPU {gpu}", text(one), text(other))
+            for title, (before, after) in self.panels.items()
+            for gpu, (one, other) in enumerate(zip(before, after, strict=True))
+        ]
+        return Table(head=("", "", "before", "after"), rows=tuple(rows))
+
+    def paint(self, canvas: Any) -> None:
+        rows = -(-len(self.panels) // self.columns)
+        height = max(len(before) for before, _ in self.panels.values())
+        canvas.set_size_inches(4.4 * self.columns, 0.5 + rows * (0.3 + 0.36 * height))
+        axes = canvas.subplots(rows, self.columns, squeeze=False).ravel()
+        for spare in axes[len(self.panels) :]:
+            spare.remove()
+        width = max(len(row) for sides in self.panels.values() for side in sides for row in side)
+        for ax, (title, (before, after)) in zip(axes, self.panels.items(), strict=False):
+            ax.set(xlim=(-1.2, 2 * width + 1.3), ylim=(height, 0))
+            ax.set_axis_off()
+            ax.set_title(title, loc="left", fontweight="bold", x=0.02)
+            for gpu, sides in enumerate(zip(before, after, strict=True)):
+                ax.text(-0.15, gpu + 0.5, f"GPU {gpu}", ha="right", va="center", fontsize=8)
+                for start, row in zip((0, width + 1.2), sides, strict=True):
+                    for place, value in enumerate(row):
+                        _number(ax, start + place, gpu, value)
+            tip, tail = (width + 1.05, height / 2), (width + 0.15, height / 2)
+            arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2}
+            ax.annotate("", tip, tail, arrowprops=arrow)
+
+
+def _number(ax: Any, x: float, y: float, value: int) -> None:
+    """Draw a number in its place, with a stripe in the colour of each GPU that gave it."""
+    given = givers(value) if value else []
+    for n, gpu in enumerate(reversed(given)):  # the highest decimal place is on the left
+        left, right = x + 0.04 + 0.92 * n / len(given), x + 0.04 + 0.92 * (n + 1) / len(given)
+        colour = shade(SERIES[gpu % len(SERIES)], 1, 3)
+        ax.fill_between([left, right], y + 0.06, y + 0.94, color=colour, linewidth=0)
+    edge = [x + 0.04, x + 0.96, x + 0.96, x + 0.04, x + 0.04]
+    ax.plot(edge, [y + 0.06, y + 0.06, y + 0.94, y + 0.94, y + 0.06], color=INK, linewidth=0.4)
+    if value:
+        ax.text(x + 0.5, y + 0.5, str(value), ha="center", va="center", fontsize=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of a flow, in a column and a row."""
+
+    column: int
+    row: float
+    name: str
+    text: str = ""
+    """Small lines below the name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow(Figure):
+    """Boxes in columns, and arrows between them."""
+
+    columns: Sequence[str]
+    """Titles."""
+    boxes: Sequence[Box]
+    arrows: Sequence[tuple[str, str, str]]
+    """Names of two boxes, and a label."""
+
+    def table(self) -> Table:
+        return Table(head=("from", "to", ""), rows=tuple(self.arrows))
+
+    def paint(self, canvas: Any) -> None:
+        rows = max(box.row for box in self.boxes) + 1
+        width, height = len(self.columns), rows + 0.5
+        canvas.set_size_inches(COLUMN_INCHES * width, ROW_INCHES * height + 0.3)
+        ax = canvas.subplots()
+        ax.set(xlim=(0, width), ylim=(rows, -0.5))
+        ax.set_axis_off()
+        for column, title in enumerate(self.columns):
+            colour = shade(SERIES[column % len(SERIES)], 2, 3)
+            ax.fill_between(
+                [column + 0.02, column + 0.98], -0.5, rows, color=colour, alpha=0.35, linewidth=0
+            )
+            ax.text(column + 0.5, -0.27, title, ha="center", va="center", fontweight="bold")
+        middle = {box.name: (box.column + 0.5, box.row + 0.5) for box in self.boxes}
+        for start, end, label in self.arrows:
+            _arrow(ax, middle[start], middle[end], label)
+        for box in self.boxes:
+            _box(ax, box)
+
+
+def _box(ax: Any, box: Box) -> None:
+    x, y = box.column + 0.5, box.row + 0.5
+    colour = shade(SERIES[box.column % len(SERIES)], 1, 3)
+    across, down = (size / 2 for size in BOX)
+    ax.fill_between([x - across, x + across], y - down, y + down, color=colour, linewidth=0)
+    lift = 0.03 + 0.085 * (box.text.count("\n") + 1) if box.text else 0.0
+    ax.text(x, y - lift, box.name, ha="center", va="center", fontsize=8.5, fontweight="bold")
+    ax.text(x, y + 0.12 - lift / 4, box.text, ha="center", va="center", fontsize=7, linespacing=1.2)
+
+
+def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
+    """Draw an arrow from edge to edge of two boxes, down a column or along a row; else from side to top."""
+    across, down = (size / 2 for size in BOX)
+    (x, y), (to_x, to_y) = start, end
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+    if x == to_x:
+        sign = 1 if to_y > y else -1
+        tail, tip = (x, y + sign * down), (to_x, to_y - sign * down)
+    elif y == to_y:
+        sign = 1 if to_x > x else -1
+        tail, tip = (x + sign * across, y), (to_x - sign * across, to_y)
+    else:
+        sign = 1 if to_x > x else -1
+        tail, tip = (x + sign * across, y), (to_x - sign * across, to_y)
+    ax.annotate("", tip, tail, arrowprops=style)
+    if label:
+        box = {"boxstyle": "square,pad=0.1", "facecolor": PAPER, "edgecolor": "none"}
+        place = (tail[0] + tip[0]) / 2, (tail[1] + tip[1]) / 2
+        ax.text(*place, label, ha="center", va="center", fontsize=7, bbox=box)
