@@ -101,7 +101,8 @@ def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Co
         require(lines[at].startswith("$ "), "console", place, "must begin with a line `$ COMMAND`")
         while lines[at].endswith("\\") and at + 1 < end:
             at += 1
-        words = shlex.split("\n".join(lines[line - 1 : at + 1])[2:]) or [""]
+        text = "\n".join(lines[line - 1 : at + 1])[2:]
+        words = shlex.split(text.replace("\\\n", "")) or [""]
         fix = f"must begin with one of {', '.join(PROGRAMS)}"
         require(words[0] in PROGRAMS, "command", f"{place} {' '.join(words)}", fix)
         at += 1

@@ -143,6 +143,15 @@ def test_one_figure_of_a_recipe_is_one_file(tmp_path, capsys):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and list(out.parent.iterdir()) == [out]
 
 
+def test_the_heat_map_takes_only_what_is_pinned(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(verb, "_write_one", lambda figure, *rest: drawn.append(figure))
+    small = ["--gpus", "8", "--max-nodes", "1", "--fixed", "sp=4,remat=full"]
+    plan.main(["report", "debug", *small, "--figure", "best"])
+    (cell,) = drawn[0].cells.values()
+    assert "sp4" in cell.text and "\nfull\n" in cell.text
+
+
 def test_one_figure_of_a_file_is_one_file(tmp_path, capsys):
     out = tmp_path / "one.png"
     plan.main(["report", str(RUNS), "--figure", "best", "--out", str(out)])
@@ -153,6 +162,7 @@ def test_one_figure_of_a_file_is_one_file(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["debug", "--figure", "none"], "figure='none': choose one of memory, memory_sequence, "),
+        (["debug", "--fixed", "remta=full"], "fixed='remta=full': 'remta' is none of "),
         ([str(RUNS), "--figure", "none"], "figure='none': choose one of "),
         ([str(RUNS), "--out", "a.png"], "out='a.png': name a directory, or one --figure for "),
         (["debug", "--out", "a.png"], "out='a.png': name a directory, or one --figure for "),

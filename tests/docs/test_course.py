@@ -46,8 +46,8 @@ PAGE = """\
 # A page
 
 ```console
-$ python -c 'print(1); \\
-             print(2)'
+$ python \\
+    -c 'print(1); print(2)'
 1
 2
 $ python -c 'print("a 1.5 s\\nb 2 s\\nc 3 s")'

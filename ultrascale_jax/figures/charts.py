@@ -404,8 +404,8 @@ class Heat(Figure):
         from matplotlib.cm import ScalarMappable
 
         lines = max((cell.text.count("\n") + 1 for cell in self.cells.values()), default=1)
-        height = 1.3 + (0.55 + 0.16 * lines) * len(self.rows)
-        canvas.set_size_inches(max(7, 1.2 + 1.35 * len(self.columns)), height)
+        height = 1.3 + (0.55 + 0.13 * lines) * len(self.rows)
+        canvas.set_size_inches(max(6, 1.5 + 0.95 * len(self.columns)), height)
         ax, shades = canvas.subplots(), colormaps["cividis"]
         for y, row in enumerate(self.rows):
             best = max((c.value for (r, _), c in self.cells.items() if r == row), default=1.0)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ultrascale_jax.config import REMAT_POLICIES, Config, MeshConfig, UserError, with_changes
@@ -17,6 +17,7 @@ from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report import files, schedules
 from ultrascale_jax.plan.search.ranking import Candidate, Search
+from ultrascale_jax.plan.search.search_space import Choices
 from ultrascale_jax.plan.workload import GIB, Run
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -29,6 +30,10 @@ SPLITS = {
 """Axes that split the model or the sequence, and what they are called in figures."""
 
 
+CELL_WIDTH = 17
+"""Characters of a line in a cell of the heat map."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One model on one cluster, to be varied."""
@@ -38,6 +43,8 @@ class Scenario:
     cfg: Config
     cluster: Cluster
     shape: ModelShape
+    choices: Choices = field(default_factory=dict)
+    """Values that the search for the fastest configuration is pinned to."""
 
     @property
     def run(self) -> Run:
@@ -389,7 +396,7 @@ def best(
 
 def _search(scenario: Scenario, cluster: Cluster) -> Candidate | None:
     """Return the fastest that the trainer can run, or else the fastest."""
-    search = Search(scenario.cfg, cluster, shape=scenario.shape)
+    search = Search(scenario.cfg, cluster, scenario.choices, scenario.shape)
     search.predict()
     return search.winner or next((c for c in search.ranking if c.best.fits), None)
 
@@ -397,13 +404,15 @@ def _search(scenario: Scenario, cluster: Cluster) -> Candidate | None:
 def _cell(candidate: Candidate) -> Cell:
     run = candidate.run
     axes = [f"{axis}{size}" for axis, size in run.mesh.sizes.items() if size > 1]
-    axes += [f"zero{run.zero}"] if run.zero else []
-    text = (
+    zero = f"zero{run.zero} " if run.zero else ""
+    lines = (
         " ".join(axes) + "*" * bool(candidate.refusal),
-        f"mbs{run.sequences} x{run.microbatches} {run.remat}",
+        f"{zero}mbs{run.sequences} x{run.microbatches}",
+        run.remat.replace(",", ", "),
         f"{candidate.best.peak_bytes / GIB:.1f} GiB",
     )
-    return Cell(value=candidate.best.tokens_per_s_gpu, text="\n".join(text))
+    text = "\n".join(files.wrap(line, CELL_WIDTH) for line in lines)
+    return Cell(value=candidate.best.tokens_per_s_gpu, text=text)
 
 
 def cheat_sheet(scenario: Scenario) -> Ratios:
