@@ -14,11 +14,14 @@ author = "The ultrascale_jax developers"
 version = release = ultrascale_jax.__version__
 extensions = [
     *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
-    *("extensions.options", "extensions.source_links"),
+    *("extensions.options", "extensions.exit_codes", "extensions.source_links"),
 ]
 html_theme = "furo"
 html_title = f"ultrascale_jax {version}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# Of commands and their output, which have no language, no word is a keyword.
+highlight_language = "none"
 myst_heading_anchors = 4
 autodoc_typehints = "description"
 autodoc_member_order = "alphabetical"
