@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -38,7 +39,7 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     found: dict[str, int] = {}
     tokens = parsed(page)
-    for before, token in zip(tokens, tokens[1:], strict=False):
+    for before, token in pairwise(tokens):
         if before.type == "heading_open":
             text = "".join(t.content for t in token.children or [])
             slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
