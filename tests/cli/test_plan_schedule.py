@@ -43,11 +43,11 @@ def test_a_schedule_that_does_not_exist_for_the_numbers_says_why(capsys):
     assert "must be a multiple of 4" in text(capsys, "--microbatches", "6")
 
 
-def test_a_new_schedule_needs_neither_a_published_bubble_nor_words():
+def test_a_new_schedule_needs_no_published_bubble():
     new = dataclasses.replace(schedules.build("1f1b", 2, 4), name="new")
     table = compared([("new", measure(new, (1.0, 1.0, 1.0)))], "")
     cells = {column.header: list(column.cells) for column in table.columns}
-    assert (cells["formula"], cells["lock step"], cells["when"]) == ([""], ["25.0%"], [""])
+    assert (cells["formula"], cells["lock step"]) == ([""], ["25.0%"])
 
 
 def test_one_schedule_is_shown_with_its_table(capsys):
@@ -84,12 +84,30 @@ def test_a_table_is_written_and_read_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_figure_is_drawn(tmp_path, capsys):
+def test_a_figure_is_drawn_of_one_schedule_and_of_all(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    for runtime in ("lockstep", "dependencies"):
-        path = tmp_path / f"{runtime}.png"
-        text(capsys, "zb_v", "--figure", str(path), "--runtime", runtime)
+    few = "--ranks", "2", "--microbatches", "4"
+    for name in (["zb_v"], []):
+        path = tmp_path / f"{len(name)}.png"
+        said = text(capsys, *name, *few, "--figure", str(path), "--runtime", "dependencies")
+        assert said.endswith(f"wrote {path}\n")
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_an_animation_has_a_frame_for_each_tick(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    path = tmp_path / "own.gif"
+    shown = text(capsys, "1f1b", "--ranks", "2", "--microbatches", "3", "--figure", str(path))
+    assert f"wrote {path}" in shown and "6 ticks" in shown
+    with Image.open(path) as image:
+        assert (image.format, image.n_frames, image.info["loop"]) == ("GIF", 6, 0)
+        durations = []
+        for frame in range(6):
+            image.seek(frame)
+            durations.append(image.info["duration"])
+    assert durations == [900] * 5 + [3000]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +121,13 @@ def test_a_figure_is_drawn(tmp_path, capsys):
         (["1f1b", "--group", "4"], "group=4: "),
         (["1f1b", "--memory-cap", "2"], "memory_cap=2: means nothing"),
         (["--csv", "own.csv"], "csv='own.csv': name one schedule"),
-        (["--figure", "own.png"], "figure='own.png': name one schedule"),
-        (["1f1b", "--figure", "own.txt"], "figure='own.txt': must end in .png"),
+        (["--figure", "own.gif"], "figure='own.gif': name one schedule"),
+        (["1f1b", "--figure", "own.txt"], "figure='own.txt': must end in .png or .gif"),
+        (["1f1b", "--figure", "/proc/own.gif"], "'/proc/own.gif': cannot be written"),
+        (
+            ["1f1b", "--microbatches", "500", "--figure", "own.gif"],
+            "figure='own.gif': a GIF shows at most 400 moments, and this table has 507",
+        ),
         (["1f1b", "--csv", "/proc/own.csv"], "'/proc/own.csv': cannot be written"),
         (["missing.csv"], "pp.schedule='missing.csv': there is no such file"),
         (["own.csv", "--ranks", "2"], "ranks=2: the table has its own"),

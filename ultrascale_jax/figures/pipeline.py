@@ -1,11 +1,19 @@
-"""A pipeline's schedule: a row of operations for each rank."""
+"""A pipeline's schedule: a row of operations for each rank, and the activations that it keeps over time."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ultrascale_jax.figures.figure import Figure, Table, legend, rows_of
-from ultrascale_jax.figures.palette import INK, OPERATIONS, PAPER, shade
+from ultrascale_jax.figures.palette import INK, OPERATIONS, PAPER, SERIES, shade
+
+MOST_LINES = len(SERIES)
+"""Ranks whose activations are drawn, spread evenly over all of them."""
+
+LEGIBLE = 5.5
+"""Points of the smallest number that is written."""
 
 
 class Operation(NamedTuple):
@@ -21,9 +29,21 @@ class Operation(NamedTuple):
     end: float
 
 
+class Kept(NamedTuple):
+    """The activations of one micro-batch in one stage of a rank, from its forward pass to its last gradient."""
+
+    rank: int
+    microbatch: int
+    chunk: int
+    start: float
+    queued: float
+    """End of the input gradient; what is left then waits for the weight gradient. `end` if that is not split off."""
+    end: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Figure):
-    """A schedule: a row of operations for each rank."""
+    """A schedule: a row of operations for each rank, and the micro-batches that it keeps over time."""
 
     operations: Sequence[Operation]
     in_flight: Sequence[int]
@@ -31,17 +51,35 @@ class Pipeline(Figure):
     chunks: int
     """Stages of a rank."""
     kinds: Mapping[str, str]
-    """Kinds of operation, in words."""
+    """Kinds of operation that it has, in words."""
     unit: str
+    moments: Sequence[float] = ()
+    """Times at which an animation stops, increasing."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.in_flight)
 
     @property
     def width(self) -> float:
         """Time of the whole step."""
         return max(op.end for op in self.operations)
 
+    @property
+    def kept(self) -> list[Kept]:
+        """Activations of every micro-batch and stage, by the start of their forward passes."""
+        parts: dict[tuple[int, int, int], list[Operation]] = {}
+        for op in sorted(self.operations, key=lambda op: op.start):
+            parts.setdefault((op.rank, op.microbatch, op.chunk), []).append(op)
+        return [
+            Kept(*key, ops[0].start, ops[min(1, len(ops) - 1)].end, ops[-1].end)
+            for key, ops in parts.items()
+        ]
+
     def table(self) -> Table:
         rows = []
-        for rank in range(len(self.in_flight)):
+        for rank in range(self.ranks):
             busy = sum(op.end - op.start for op in self.operations if op.rank == rank)
             idle = 100 * (1 - busy / self.width)
             rows.append((f"rank {rank}", busy, idle, self.in_flight[rank]))
@@ -49,28 +87,96 @@ class Pipeline(Figure):
         return Table(head=head, rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
-        """Paint a row for each rank; in every operation its micro-batch, later chunks lighter; what is grey is idle."""
-        ranks, chunks = len(self.in_flight), self.chunks
+        """Paint the operations, and below them the micro-batches that each rank keeps."""
         narrowest = min(op.end - op.start for op in self.operations)
         inches = min(28.0, max(7.0, 1.2 + 0.21 * self.width / narrowest))
-        canvas.set_size_inches(inches, 1.1 + 0.36 * ranks)
-        ax = canvas.subplots()
-        room = 72 * (inches - 1.2) * narrowest / self.width  # points
+        heights = 0.36 * self.ranks, 1.1
+        canvas.set_size_inches(inches, 1.5 + sum(heights))
+        ax, below = canvas.subplots(2, 1, sharex=True, height_ratios=heights)
+        self.paint_operations(ax, 72 * (inches - 1.2))
+        self._paint_kept(below)
+        _name(ax, self.kinds, self.chunks)
+        legend(canvas, ax)
+
+    def paint_operations(self, ax: Any, points: float) -> None:
+        """Paint a row for each rank in axes `points` wide; in every operation its micro-batch, later chunks lighter.
+
+        What is grey is idle.
+        """
+        narrowest = min(op.end - op.start for op in self.operations)
         digits = max(len(str(op.microbatch)) for op in self.operations)
-        size = min(7.5, room / (0.68 * digits))
-        ax.broken_barh([(0, self.width)], (-0.46, ranks - 0.08), facecolors=INK, alpha=0.06)
+        size = min(7.5, points * narrowest / self.width / (0.68 * digits))
+        back = (-0.46, self.ranks - 0.08)
+        ax.broken_barh([(0, self.width)], back, facecolors=INK, alpha=0.06)
         text = {"ha": "center", "va": "center", "fontsize": size, "color": "#000000"}
         for op in self.operations:
-            colour = shade(OPERATIONS[op.kind], op.chunk, chunks)
+            colour = shade(OPERATIONS[op.kind], op.chunk, self.chunks)
             style = {"facecolors": colour, "edgecolor": PAPER, "linewidth": 0.6}
             ax.broken_barh([(op.start, op.end - op.start)], (op.rank - 0.46, 0.92), **style)
-            if size >= 3:
+            if size >= LEGIBLE:
                 ax.text(op.start + (op.end - op.start) / 2, op.rank, op.microbatch, **text)
         ax.set_xlim(0, self.width)
-        rows_of(ax, [f"rank {rank}" for rank in range(ranks)], self.unit, lines=False)
-        for kind in dict.fromkeys(op.kind for op in self.operations):
-            for chunk in range(chunks):
-                name = f"{self.kinds[kind]}{f', chunk {chunk}' if chunks > 1 else ''}"
-                colour = shade(OPERATIONS[kind], chunk, chunks)
-                ax.scatter([], [], marker="s", s=60, color=colour, label=name)
-        legend(canvas, ax)
+        rows_of(ax, [f"rank {rank}" for rank in range(self.ranks)], "", lines=False)
+
+    def _paint_kept(self, ax: Any) -> None:
+        """Paint the micro-batches that each rank keeps, counted through all of its layers."""
+        step = -(-self.ranks // MOST_LINES)
+        highest = 0.0
+        for rank, colour in zip(range(0, self.ranks, step), SERIES, strict=False):
+            changes: Counter[float] = Counter()
+            for part in self.kept:
+                if part.rank == rank:
+                    changes.update({part.start: 1})
+                    changes.subtract({part.end: 1})
+            times = [0.0, *sorted(changes)]
+            counts = [*accumulate((changes[time] / self.chunks for time in times[1:]), initial=0.0)]
+            ax.step(times, counts, where="post", color=colour, label=f"rank {rank}")
+            highest = max(highest, *counts)
+        ax.set(xlabel=self.unit, ylabel="micro-batches\nkept", ylim=(0, 1.1 * highest))
+        ax.yaxis.get_major_locator().set_params(integer=True, nbins=5)
+        ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelines(Figure):
+    """Schedules one above the other, on one axis of time."""
+
+    panels: Mapping[str, Pipeline]
+    """By title."""
+
+    def table(self) -> Table:
+        rows = [(title, *row) for title, one in self.panels.items() for row in one.table().rows]
+        head = next(iter(self.panels.values())).table().head
+        return Table(head=("", *head), rows=tuple(rows))
+
+    def paint(self, canvas: Any) -> None:
+        inches = 8.5
+        rows = [one.ranks for one in self.panels.values()]
+        canvas.set_size_inches(inches, 1.5 + sum(0.33 + 0.16 * ranks for ranks in rows))
+        axes = canvas.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows).ravel()
+        longest = max(one.width for one in self.panels.values())
+        kinds: dict[str, list[str]] = {}
+        for ax, (title, one) in zip(axes, self.panels.items(), strict=True):
+            one.paint_operations(ax, 72 * (inches - 0.8) * one.width / longest)
+            ax.set_xlim(0, longest)
+            ax.set_title(title, loc="left", fontsize=9)
+            ax.set_yticks([0, one.ranks - 1], ["rank 0", f"rank {one.ranks - 1}"][: one.ranks])
+            ax.tick_params(axis="x", length=0)
+            ax.spines[["left", "bottom"]].set_visible(False)
+            for kind, words in one.kinds.items():
+                kinds.setdefault(kind, []).append(words)
+        axes[-1].set_xlabel(next(iter(self.panels.values())).unit)
+        names = {kind: " or ".join(dict.fromkeys(words)) for kind, words in kinds.items()}
+        _name(axes[0], names, max(one.chunks for one in self.panels.values()))
+        canvas.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names)
+        )
+
+
+def _name(ax: Any, kinds: Mapping[str, str], chunks: int) -> None:
+    """Add entries of the legend: a colour for each kind and chunk."""
+    for kind, words in kinds.items():
+        for chunk in range(chunks):
+            name = f"{words}{f', chunk {chunk}' if chunks > 1 else ''}"
+            colour = shade(OPERATIONS[kind], chunk, chunks)
+            ax.scatter([], [], marker="s", s=60, color=colour, label=name)

@@ -1,10 +1,12 @@
 """Show pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
 
 Without a name it compares all schedules; with one it prints the table and its numbers. `auto` makes a table for --costs
-and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv.
+and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv. --figure draws the table
+and the micro-batches that each rank keeps (FILE.png), plays it tick by tick (FILE.gif), or draws all schedules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,8 +51,8 @@ class Options:
     """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
     memory_cap: Annotated[int | None, command_line.option("N", "1F1B's")] = None
     """For `auto`: most chunks that a rank may keep at once."""
-    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
-    """Draw the table."""
+    figure: Annotated[Path | None, command_line.option("FILE.png|FILE.gif")] = None
+    """Draw the table, or without a name all; FILE.gif plays one tick by tick."""
     runtime: Annotated[Literal["lockstep", "dependencies"], tyro.conf.arg(metavar="NAME")] = (
         "lockstep"
     )
@@ -62,9 +64,12 @@ class Options:
 
     def __post_init__(self):
         command_line.require_at_least(1, self, "ranks", "microbatches", "memory_cap")
-        for name in ("figure", "csv"):
-            value = getattr(self, name)
-            require(value is None or self.name != "", name, str(value), "name one schedule")
+        named = self.name != ""
+        require(self.csv is None or named, "csv", str(self.csv), "name one schedule")
+        if self.figure is not None:
+            kind, given = self.figure.suffix, str(self.figure)
+            require(kind in (".png", ".gif"), "figure", given, "must end in .png or .gif")
+            require(kind == ".png" or named, "figure", given, "name one schedule, or use .png")
         cap, auto = self.memory_cap, self.name == "auto"
         require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
         if self.name.endswith(".csv"):
@@ -152,22 +157,32 @@ def describe(numbers: dict[str, Any]) -> str:
     return "\n".join([*lines, *([WHEN[numbers["name"]]] if numbers["name"] in WHEN else [])])
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turn an error of the file system into one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename!r}: cannot be written: {error.strerror}") from None
+
+
 def write(schedule: Schedule, costs: tuple[float, float, float], options: Options) -> list[str]:
     """Write the CSV file and the figure that the options ask for; return a line about each."""
     said = []
-    try:
+    with writing():
         if options.csv is not None:
             write_csv(schedule, options.csv)
             said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
         if options.figure is not None:
+            from ultrascale_jax.figures.animation import animate
             from ultrascale_jax.plan.report.schedules import drawing
 
-            fix = "must end in .png"
-            require(options.figure.suffix == ".png", "figure", str(options.figure), fix)
-            drawing(schedule, costs, options.runtime).draw(options.figure)
+            figure = drawing(schedule, costs, options.runtime)
+            if options.figure.suffix == ".gif":
+                animate(figure, options.figure)
+            else:
+                figure.draw(options.figure)
             said.append(f"wrote {options.figure}")
-    except OSError as error:
-        raise UserError(f"{error.filename!r}: cannot be written: {error.strerror}") from None
     return said
 
 
@@ -175,42 +190,56 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
     """Print all schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
     p, m = options.ranks or 4, options.microbatches or 8
     found: list[tuple[str, dict[str, Any] | str]] = []
+    tables = []
     for name in SCHEDULES:
         virtual, group = (options.virtual or 2, options.group) if name in GROUPED else (0, 0)
         try:
-            found.append((name, measure(schedules.build(name, p, m, virtual, group), costs)))
+            tables.append(schedules.build(name, p, m, virtual, group))
+            found.append((name, measure(tables[-1], costs)))
         except UserError as error:
             found.append((name, str(error)))
+    if options.figure is not None:
+        from ultrascale_jax.plan.report.schedules import comparison
+
+        with writing():
+            comparison(tables, costs, options.runtime).draw(options.figure)
     if options.json:
         rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
         print(output.verb_json("schedule", {"costs": costs, "schedules": rows}))
         return
-    console = output.console(150)
+    console = output.console(100)
     console.print(
         compared(found, f"{p} ranks, {m} micro-batches; times of F, B, W {options.costs}")
     )
+    words = [
+        f"{name:12} {row if isinstance(row, str) else WHEN.get(name, '')}" for name, row in found
+    ]
     console.print(
         "bubble: idle over ideal time; formula: as published, for equal times; lock step: as this trainer runs it;\n"
         "dependencies: of a runtime in which ranks wait for their data alone.\n"
-        "in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.",
+        "in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.\n",
+        *words,
+        sep="\n",
+        highlight=False,
         markup=False,
         soft_wrap=True,
     )
+    if options.figure is not None:
+        print(f"wrote {options.figure}")
 
 
 def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
-    """Return the table of all schedules."""
+    """Return the table of all schedules; one that does not exist for the numbers has an empty row."""
     numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
-    table = output.table(["schedule"], numbers, ["when"])
+    table = output.table(["schedule"], numbers)
     table.title = title
     for name, row in found:
         if isinstance(row, str):
-            table.add_row(name, *[""] * len(numbers), row)
+            table.add_row(name)
             continue
         bubble = row["bubble"]
         percents = [f"{bubble[n]:.1%}" for n in ("lockstep", "dependencies")]
         formula = "" if bubble["formula"] is None else f"{bubble['formula']:.1%}"
         held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
-        cells = str(row["virtual"]), str(row["ticks"]), formula, *percents, *held
-        table.add_row(name, *cells, WHEN.get(name, ""))
+        table.add_row(name, str(row["virtual"]), str(row["ticks"]), formula, *percents, *held)
     return table

@@ -12,7 +12,7 @@ its B.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -209,12 +209,20 @@ class Schedule:
         return step / (self.microbatches * sum(self._work(f, b, w))) - 1
 
     def timeline(
-        self, f: float = 1.0, b: float = 1.0, w: float = 1.0, runtime: Runtime = "dependencies"
+        self,
+        f: float = 1.0,
+        b: float = 1.0,
+        w: float = 1.0,
+        runtime: Runtime = "dependencies",
+        kinds: Sequence[Collection[str]] = (),
     ) -> list[Op]:
-        """Return start and end of every operation; costs and runtime (not `divergent`) as in `bubble`."""
+        """Return start and end of every operation; costs and runtime (not `divergent`) as in `bubble`.
+
+        `kinds` are those that lock step runs in each tick, if not only the table's own.
+        """
         cost = self._cost(f, b, w)
         if runtime == "lockstep":
-            return self._in_lock_step(cost)
+            return self._in_lock_step(cost, kinds or [set().union(*row) for row in self.ticks])
         free = [0.0] * self.ranks
         end: dict[tuple[str, int, int], float] = {}
         ops = []
@@ -225,15 +233,17 @@ class Schedule:
             ops.append(Op(rank, tick, kind, microbatch, stage, start, free[rank]))
         return ops
 
-    def _in_lock_step(self, cost: Mapping[str, float]) -> list[Op]:
-        """Return the operations of each tick one kind after the other, each as long as on any rank."""
+    def _in_lock_step(
+        self, cost: Mapping[str, float], kinds: Sequence[Collection[str]]
+    ) -> list[Op]:
+        """Return the operations of each tick one kind after the other, with room for all kinds of the tick."""
         found, now = [], 0.0
         for tick, row in enumerate(self.ticks):
             for kind in KINDS:
                 end = now + cost[kind]
                 ran = [(rank, cell[kind]) for rank, cell in enumerate(row) if kind in cell]
                 found += [Op(rank, tick, kind, *operation, now, end) for rank, operation in ran]
-                now = end if ran else now
+                now = end if kind in kinds[tick] else now
         return found
 
     def _work(self, f: float, b: float, w: float) -> tuple[float, float]:

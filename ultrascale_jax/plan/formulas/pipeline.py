@@ -6,6 +6,7 @@ rows. So the counts of a large table are those of two small ones, continued.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,9 +66,14 @@ def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
     That is `Schedule.bubble` in lock step, and more where so many ticks differ that all run what any of them does.
     """
     cost = {"F": f, "B": b if schedule.split else b + w, "W": w}
-    segments = _assembled(schedule, "residuals").segments
-    step = sum(cost[kind] * (s.stop - s.start) for s in segments for kind in s.kinds)
+    step = math.fsum(cost[kind] for kinds in kinds_by_tick(schedule) for kind in kinds)
     return step / schedule.virtual / (schedule.microbatches * (f + b + w)) - 1
+
+
+def kinds_by_tick(schedule: Schedule) -> list[frozenset[str]]:
+    """Return the kinds of operation that the executor runs in each tick of a table, on all ranks."""
+    segments = _assembled(schedule, "residuals").segments
+    return [s.kinds for s in segments for _ in range(s.start, s.stop)]
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:

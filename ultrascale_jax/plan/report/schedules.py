@@ -1,11 +1,13 @@
-"""Figures of pipeline schedules: one table drawn, and the bubbles of all."""
+"""Figures of pipeline schedules: one table drawn, several one above the other, and the bubbles of all."""
 
 import itertools
+from collections.abc import Sequence
 
 from ultrascale_jax.figures.charts import Lines, Point
-from ultrascale_jax.figures.pipeline import Operation, Pipeline
+from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table import Runtime, Schedule
+from ultrascale_jax.plan.formulas.pipeline import kinds_by_tick, lock_step_bubble
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
@@ -26,26 +28,60 @@ def drawing(
 ) -> Pipeline:
     """Draw a table as the playbook draws pipelines; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
     virtual = f", {schedule.virtual} stages a rank" if schedule.virtual > 1 else ""
-    split = {"B": "input gradient"} if schedule.split else {}
-    how = "with true dependencies alone"
+    how, kinds = "with true dependencies alone", []
     if runtime == "lockstep":
         how = "in lock step: an operation takes its time on all ranks as soon as one runs it"
+        kinds = kinds_by_tick(schedule)
     f, b, w = costs
+    ops = schedule.timeline(*costs, runtime, kinds)
+    ticks = {op.tick: op.end for op in sorted(ops, key=lambda op: op.end)}
+    ends = ticks.values() if runtime == "lockstep" else (round(op.end, 6) for op in ops)
+    names = NAMES | ({"B": "input gradient"} if schedule.split else {})
     return Pipeline(
         name=f"schedule_{schedule.name}",
         title=f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches{virtual}",
         caption=f"Every rank's operations {how}. Forward {f:g}, input gradient {b:g}, weight gradient {w:g}; idle is "
-        f"{schedule.bubble(*costs, runtime):.1%} of the work.",
+        f"{idle(schedule, costs, runtime):.1%} of the work.",
         operations=[
             Operation(
                 op.rank, op.kind, op.microbatch, schedule.chunk_of(op.stage), op.start, op.end
             )
-            for op in schedule.timeline(*costs, runtime)
+            for op in ops
         ],
         in_flight=schedule.in_flight,
         chunks=schedule.virtual,
-        kinds=NAMES | split,
+        kinds={kind: names[kind] for kind in schedule.kinds},
         unit="time, in forward passes of a rank" if f == 1 else "time",
+        moments=sorted(set(ends)),
+    )
+
+
+def idle(schedule: Schedule, costs: tuple[float, float, float], runtime: Runtime) -> float:
+    """Return idle over ideal time; in lock step as the executor runs the table."""
+    if runtime == "lockstep":
+        return lock_step_bubble(schedule, *costs)
+    return schedule.bubble(*costs, runtime)
+
+
+def comparison(
+    tables: Sequence[Schedule], costs: tuple[float, float, float], runtime: Runtime
+) -> Pipelines:
+    """Draw tables one above the other; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
+    how = "true dependencies alone" if runtime == "dependencies" else "lock step"
+    f, b, w = costs
+    panels = {}
+    for table in tables:
+        virtual = f", {table.virtual} stages a rank" if table.virtual > 1 else ""
+        kept = max(table.held) / table.virtual
+        words = f"bubble {idle(table, costs, runtime):.1%}, keeps {kept:g} micro-batches"
+        panels[f"{table.name}{virtual}: {words}"] = drawing(table, costs, runtime)
+    first = tables[0]
+    return Pipelines(
+        name="schedules",
+        title=f"{first.ranks} ranks, {first.microbatches} micro-batches, {how}",
+        caption=f"Every rank's operations by schedule, {how}. Forward {f:g}, input gradient {b:g}, weight gradient "
+        f"{w:g}. A bubble is idle over ideal time; a rank keeps so many micro-batches through all of its layers.",
+        panels=panels,
     )
 
 
