@@ -23,6 +23,7 @@ html_css_files = ["site.css"]
 # Of commands and their output, which have no language, no word is a keyword.
 highlight_language = "none"
 myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
 autodoc_typehints = "description"
 autodoc_member_order = "alphabetical"
 

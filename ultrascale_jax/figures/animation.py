@@ -22,10 +22,10 @@ class _Layout:
     """Places of an animation, in pixels."""
 
     figure: Pipeline
-    cell: int = 17
+    cell: int = 15
     """Width of a micro-batch that is kept."""
     row: int = 30
-    left: int = 66
+    left: int = 70
     top: int = 62
     gap: int = 26
     """Between the schedule and what is kept."""
@@ -38,7 +38,7 @@ class _Layout:
         figure = self.figure
         narrowest = min(op.end - op.start for op in figure.operations)
         digits = max(len(str(op.microbatch)) for op in figure.operations)
-        return min((6 + 9 * digits) / narrowest, self.widest / figure.width)
+        return min((5 + 8 * digits) / narrowest, self.widest / figure.width)
 
     @cached_property
     def places(self) -> list[tuple[int, Kept]]:
@@ -109,8 +109,8 @@ def _fonts() -> dict[str, Any]:
     plain, bold = (str(folder / f"DejaVuSans{name}.ttf") for name in ("", "-Bold"))
     return {
         "number": ImageFont.truetype(plain, 12),
-        "text": ImageFont.truetype(plain, 14),
-        "title": ImageFont.truetype(bold, 16),
+        "text": ImageFont.truetype(plain, 15),
+        "title": ImageFont.truetype(bold, 17),
     }
 
 
@@ -160,7 +160,7 @@ def _box(
     left, up, right, down = box
     colour = shade(OPERATIONS[kind], part.chunk, layout.figure.chunks)
     draw.rectangle((left, up, right - 2, down), colour, INK if now else None)
-    if right - left >= 4 + 8 * len(str(part.microbatch)):
+    if right - left >= 3 + 8 * len(str(part.microbatch)):
         place = ((left + right - 2) / 2, (up + down) / 2)
         draw.text(place, str(part.microbatch), "#000000", fonts["number"], anchor="mm")
 

@@ -1,8 +1,8 @@
 """Show pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
 
 Without a name it compares all schedules; with one it prints the table and its numbers. `auto` makes a table for --costs
-and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv. --figure draws the table
-and the micro-batches that each rank keeps (FILE.png), plays it tick by tick (FILE.gif), or draws all schedules.
+and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv. --figure draws the
+table and the micro-batches that each rank keeps (FILE.png), plays it tick by tick (FILE.gif), or draws all schedules.
 """
 
 from collections.abc import Iterator, Sequence
