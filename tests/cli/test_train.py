@@ -11,6 +11,7 @@ import pytest
 
 from tests.runs import step_rows
 from ultrascale_jax.cli.train import look_back
+from ultrascale_jax.launch.events import read_events
 
 TINY = (
     "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 --model.head-dim 4 --data.seq-len 64"
@@ -78,7 +79,10 @@ def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert "step 1/4" in out and "step 4/4  eval loss" in out
     assert f"{folder} is at step 4 of 4" in out
-    assert out.partition("a sample:\n\n")[2].startswith("def ")
+    sample = out.partition("a sample:\n\n")[2]
+    assert sample.startswith("def ")
+    [event] = [event for event in read_events(folder) if event["kind"] == "sample"]
+    assert (event["step"], event["prompt"]) == (4, "def ") and sample.startswith(event["text"])
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"]
     saved = json.loads((folder / "config.json").read_text())
     assert saved["mesh"] == {"pp": 1, "dp": 1, "fsdp": 2, "ep": 1, "cp": 1, "sp": 2, "tp": 2}

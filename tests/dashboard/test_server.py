@@ -28,6 +28,7 @@ def run_dir(tmp_path):
     events = Events(folder, 0)
     events.record("start", began=1e9)
     events.record("failure", summary=HOSTILE, step=200)
+    events.record("sample", step=300, prompt="def ", text=HOSTILE)
     return folder
 
 
@@ -65,6 +66,7 @@ def test_state_and_series_are_those_of_the_run(dashboard, run_dir):
         ("failure", 200),
     ]
     assert run["ledger"]["goodput"] == 0 and run["fields"] == ["loss", "eval_loss", "eval_tokens"]
+    assert [(sample["step"], sample["text"]) for sample in run["samples"]] == [(300, HOSTILE)]
     series = json.loads(get(dashboard, "series?run=0&fields=loss,eval_loss&x=step&points=4000")[2])
     assert [[step, mean] for step, mean, *_ in series["loss"]] == [
         [n, 3.0 / n] for n in range(1, 301)

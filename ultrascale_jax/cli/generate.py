@@ -157,33 +157,37 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def texts(options: Options) -> Iterator[str]:
+    """Yield the prompt with its continuation, or with `options.chat` an answer to each line of stdin; all printable."""
+    import jax
+
+    from ultrascale_jax.data.tokenizer import load_tokenizer
+    from ultrascale_jax.sharding.mesh import make_mesh
+
+    if options.devices is not None:
+        command_line.use_fake_devices(options.devices)
+    if options.mesh is None:
+        mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    else:
+        wanted = MeshConfig.parse(options.mesh)
+        if options.devices is None:
+            command_line.require_devices(wanted, jax.device_count())
+        mesh = make_mesh(wanted)
+    cfg, params = loaded(options, mesh)
+    name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
+    with jax.set_mesh(mesh):
+        if options.prompt is None:
+            fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
+            require(name != "bytes", "tokenizer", name, fix)
+            yield from map(printable, chat(cfg, params, Path(name), options, typed_lines()))
+        else:
+            yield printable(continued(cfg, params, load_tokenizer(name), options.prompt, options))
+
+
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale generate"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         options = replace(options, model=run_on_disk(options.model, options.step))
-        import jax
-
-        from ultrascale_jax.data.tokenizer import load_tokenizer
-        from ultrascale_jax.sharding.mesh import make_mesh
-
-        if options.devices is not None:
-            command_line.use_fake_devices(options.devices)
-        if options.mesh is None:
-            mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-        else:
-            wanted = MeshConfig.parse(options.mesh)
-            if options.devices is None:
-                command_line.require_devices(wanted, jax.device_count())
-            mesh = make_mesh(wanted)
-        cfg, params = loaded(options, mesh)
-        name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
-        with jax.set_mesh(mesh):
-            if options.prompt is None:
-                fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
-                require(name != "bytes", "tokenizer", name, fix)
-                for answer in chat(cfg, params, Path(name), options, typed_lines()):
-                    print(printable(answer), flush=True)
-            else:
-                tokenizer = load_tokenizer(name)
-                print(printable(continued(cfg, params, tokenizer, options.prompt, options)))
+        for text in texts(options):
+            print(text, flush=True)

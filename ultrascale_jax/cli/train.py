@@ -79,10 +79,20 @@ def main(argv: Sequence[str]) -> None:
         number = 300 if cfg.train.steps >= WORTH_READING else 0
     wanted = number > 0 and not summary["stopped"]
     if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
-        say("a sample:\n")
-        generate.main([cfg.log.run_dir, "--prompt", "def ", "--num-tokens", str(number)])
+        write_sample(cfg, summary["step"], number)
     if jax.process_index() == 0 and not summary["stopped"] and cfg.train.steps >= WORTH_READING:
         say(look_back(cfg.log.run_dir))
+
+
+def write_sample(cfg: Config, step: int, number: int) -> None:
+    """Print a text of `number` tokens that the run's model writes after `step` steps, and record it as an event."""
+    say("a sample:\n")
+    options = generate.Options(model=cfg.log.run_dir, prompt="def ", num_tokens=number)
+    with command_line.user_errors():
+        [text] = generate.texts(options)
+    say(text)
+    events = Events(Path(cfg.log.run_dir), 0)
+    events.record("sample", step=step, prompt=options.prompt, text=text)
 
 
 def look_back(run_dir: str) -> str:

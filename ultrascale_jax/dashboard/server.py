@@ -36,6 +36,12 @@ SHOWN = {
 MOST_EVENTS = 500
 """The newest events of a run that the page shows."""
 
+MOST_SAMPLES = 10
+"""The newest texts of a run that the page shows."""
+
+LONGEST_SAMPLE = 4000
+"""Characters of a text."""
+
 MOST_POINTS = 4000
 """Of one field in one answer."""
 
@@ -49,6 +55,7 @@ class WatchedRun:
         self.lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
         self._events: list[dict[str, Any]] = []
+        self._samples: list[dict[str, Any]] = []
         self._goodput: dict[str, Any] = {}
 
     def update(self) -> None:
@@ -61,8 +68,9 @@ class WatchedRun:
         if (seen := (status.st_ino, status.st_size)) == self._seen:
             return
         self._seen = seen
-        shown = [event for event in read_events(self.run_dir) if event["kind"] in SHOWN]
-        self._events = shown[-MOST_EVENTS:]
+        events = read_events(self.run_dir)
+        self._events = [event for event in events if event["kind"] in SHOWN][-MOST_EVENTS:]
+        self._samples = [event for event in events if event["kind"] == "sample"][-MOST_SAMPLES:]
         ledger = read_ledger(self.run_dir)
         self._goodput = {
             "goodput": ledger.goodput,
@@ -86,6 +94,11 @@ class WatchedRun:
                 {"step": self._step(event), "time": event["time"], "kind": event["kind"]}
                 | {"text": _words(event)}
                 for event in self._events
+            ],
+            "samples": [
+                {"step": self._step(event), "time": event["time"]}
+                | {"text": str(event.get("text", ""))[:LONGEST_SAMPLE]}
+                for event in self._samples
             ],
             "ledger": self._goodput,
         }
