@@ -1,5 +1,6 @@
 """Sphinx builds the site from these pages: `make docs`. The folder `extensions` has what it does beside."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ extensions = [
     *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
     *("extensions.options", "extensions.exit_codes", "extensions.source_links"),
 ]
+# Without the extra `docs` formulas need MathJax from the network.
+if importlib.util.find_spec("latex2mathml"):
+    extensions.append("extensions.mathml")
 html_theme = "furo"
 html_title = f"ultrascale_jax {version}"
 html_static_path = ["_static"]
