@@ -10,6 +10,8 @@ from ultrascale_jax.figures import page, palette, streams
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
 from ultrascale_jax.figures.diagrams import Box, Exchange, Flow, givers
 from ultrascale_jax.figures.figure import Table, number
+from ultrascale_jax.figures.ring import Blocks, Ring
+from ultrascale_jax.figures.routes import Routes
 from ultrascale_jax.figures.streams import Event, Streams
 from ultrascale_jax.figures.text import line_chart
 
@@ -129,6 +131,11 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             boxes=[Box(column=c, row=r, name=f"{c}{r}", text="a") for c in (0, 1) for r in (0, 1)],
             arrows=[("00", "10", "batch"), ("10", "11", ""), ("11", "00", ""), ("11", "01", "")],
         ),
+    ]
+    kinds += [
+        Ring(name="ring", **text, pieces={"a": ["0", "1"]}, needed={"a": [[0.5, 0.5], [0, 1]]}),
+        Blocks(name="blocks", **text, panels={"a": [0, 1, 1, 0]}),
+        Routes(name="routes", **text, choices=[[0], [1]], experts=2, ranks=2, capacity=1),
     ]
     drawn = []
     for figure in kinds:
