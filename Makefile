@@ -13,7 +13,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench docs lint clean
+.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench docs screenshots lint clean
 
 setup: .venv/.installed
 
@@ -58,6 +58,10 @@ bench: .venv/.installed
 docs: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.course figures
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+
+# The pictures of docs/pictures, by Chromium (`apt-get install chromium`); look at them. Not in CI.
+screenshots: docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.screenshots $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
