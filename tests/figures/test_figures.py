@@ -8,7 +8,7 @@ import pytest
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures import page, palette, streams
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
-from ultrascale_jax.figures.diagrams import Box, Exchange, Flow, givers
+from ultrascale_jax.figures.diagrams import Box, Exchange, Flow, Piece, Pieces, givers
 from ultrascale_jax.figures.figure import Table, number
 from ultrascale_jax.figures.ring import Blocks, Ring
 from ultrascale_jax.figures.routes import Routes
@@ -129,7 +129,12 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             **text,
             columns=("host", "GPU"),
             boxes=[Box(column=c, row=r, name=f"{c}{r}", text="a") for c in (0, 1) for r in (0, 1)],
-            arrows=[("00", "10", "batch"), ("10", "11", ""), ("11", "00", ""), ("11", "01", "")],
+            arrows=[("00", "10"), ("10", "11"), ("11", "00"), ("11", "01"), ("01", "00")],
+        ),
+        Pieces(
+            name="pieces",
+            **text,
+            panels={"w": [Piece(rows=slice(0, 8), columns=slice(0, 4), devices=range(8))]},
         ),
     ]
     kinds += [

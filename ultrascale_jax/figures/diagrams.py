@@ -9,7 +9,7 @@ from ultrascale_jax.figures.palette import INK, PAPER, SERIES, shade
 
 COLUMN_INCHES, ROW_INCHES = 2.5, 0.78
 """Of a place of a flow."""
-BOX = 0.84, 0.62
+BOX = 0.84, 0.7
 """Width and height of a box, in its place."""
 
 
@@ -94,11 +94,11 @@ class Flow(Figure):
     columns: Sequence[str]
     """Titles."""
     boxes: Sequence[Box]
-    arrows: Sequence[tuple[str, str, str]]
-    """Names of two boxes, and a label."""
+    arrows: Sequence[tuple[str, str]]
+    """Names of two boxes."""
 
     def table(self) -> Table:
-        return Table(head=("from", "to", ""), rows=tuple(self.arrows))
+        return Table(head=("from", "to"), rows=tuple(self.arrows))
 
     def paint(self, canvas: Any) -> None:
         rows = max(box.row for box in self.boxes) + 1
@@ -114,8 +114,8 @@ class Flow(Figure):
             )
             ax.text(column + 0.5, -0.27, title, ha="center", va="center", fontweight="bold")
         middle = {box.name: (box.column + 0.5, box.row + 0.5) for box in self.boxes}
-        for start, end, label in self.arrows:
-            _arrow(ax, middle[start], middle[end], label)
+        for start, end in self.arrows:
+            _arrow(ax, middle[start], middle[end])
         for box in self.boxes:
             _box(ax, box)
 
@@ -130,22 +130,72 @@ def _box(ax: Any, box: Box) -> None:
     ax.text(x, y + 0.12 - lift / 4, box.text, ha="center", va="center", fontsize=7, linespacing=1.2)
 
 
-def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
-    """Draw an arrow from edge to edge of two boxes, down a column or along a row; else from side to top."""
+def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """Draw an arrow from edge to edge of two boxes: down or up a column, else from side to side."""
     across, down = (size / 2 for size in BOX)
     (x, y), (to_x, to_y) = start, end
-    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     if x == to_x:
         sign = 1 if to_y > y else -1
         tail, tip = (x, y + sign * down), (to_x, to_y - sign * down)
-    elif y == to_y:
-        sign = 1 if to_x > x else -1
-        tail, tip = (x + sign * across, y), (to_x - sign * across, to_y)
     else:
         sign = 1 if to_x > x else -1
         tail, tip = (x + sign * across, y), (to_x - sign * across, to_y)
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", tip, tail, arrowprops=style)
-    if label:
-        box = {"boxstyle": "square,pad=0.1", "facecolor": PAPER, "edgecolor": "none"}
-        place = (tail[0] + tip[0]) / 2, (tail[1] + tip[1]) / 2
-        ax.text(*place, label, ha="center", va="center", fontsize=7, bbox=box)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A block of a matrix, and the devices that hold it."""
+
+    rows: slice
+    columns: slice
+    devices: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces(Figure):
+    """Matrices, cut into the pieces that devices hold."""
+
+    panels: Mapping[str, Sequence[Piece]]
+    """Pieces of a matrix by its title."""
+
+    def table(self) -> Table:
+        rows = [
+            (
+                title,
+                f"{p.rows.start}:{p.rows.stop}",
+                f"{p.columns.start}:{p.columns.stop}",
+                _names(p.devices),
+            )
+            for title, pieces in self.panels.items()
+            for p in pieces
+        ]
+        return Table(head=("", "rows", "columns", "devices"), rows=tuple(rows))
+
+    def paint(self, canvas: Any) -> None:
+        sizes = [
+            (max(p.rows.stop for p in pieces), max(p.columns.stop for p in pieces))
+            for pieces in self.panels.values()
+        ]
+        tallest = max(height for height, _ in sizes)
+        canvas.set_size_inches(9, 3.1)
+        axes = canvas.subplots(1, len(sizes), width_ratios=[width + 2 for _, width in sizes])
+        for ax, (title, pieces), (height, width) in zip(
+            axes, self.panels.items(), sizes, strict=True
+        ):
+            ax.set(xlim=(-0.2, width + 0.2), ylim=(tallest + 0.2, -0.2))
+            ax.set_axis_off()
+            ax.set_title(title, loc="left", fontsize=9, fontfamily="monospace")
+            for p in pieces:
+                left, right = p.columns.start + 0.06, p.columns.stop - 0.06
+                top, bottom = p.rows.start + 0.06, p.rows.stop - 0.06
+                colour = shade(SERIES[p.devices[0] % len(SERIES)], p.devices[0] // len(SERIES), 4)
+                ax.fill_between([left, right], top, bottom, color=colour, linewidth=0)
+                middle = (left + right) / 2, (top + bottom) / 2
+                ax.text(*middle, _names(p.devices), ha="center", va="center", fontsize=8)
+
+
+def _names(devices: Sequence[int]) -> str:
+    """Return the numbers of devices, `all` for many."""
+    return " ".join(map(str, devices)) if len(devices) < 5 else f"all {len(devices)}"

@@ -92,7 +92,7 @@ def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
     """Return the colour of every kind of operation of a timeline."""
-    free = [c for c in (*SERIES, *WARM) if c not in KINDS.values()]
+    free = [c for c in dict.fromkeys((*SERIES, *WARM)) if c not in KINDS.values()]
     others = [kind for kind in kinds if kind not in KINDS]
     named = {kind: free[n % len(free)] for n, kind in enumerate(others)}
     return {kind: KINDS.get(kind) or named[kind] for kind in kinds}
