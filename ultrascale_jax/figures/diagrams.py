@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.figures.figure import Figure, Table
-from ultrascale_jax.figures.palette import INK, PAPER, SERIES, shade
+from ultrascale_jax.figures.palette import INK, SERIES, shade
 
 COLUMN_INCHES, ROW_INCHES = 2.5, 0.78
 """Of a place of a flow."""
@@ -181,9 +181,7 @@ class Pieces(Figure):
         tallest = max(height for height, _ in sizes)
         canvas.set_size_inches(9, 3.1)
         axes = canvas.subplots(1, len(sizes), width_ratios=[width + 2 for _, width in sizes])
-        for ax, (title, pieces), (height, width) in zip(
-            axes, self.panels.items(), sizes, strict=True
-        ):
+        for ax, (title, pieces), (_, width) in zip(axes, self.panels.items(), sizes, strict=True):
             ax.set(xlim=(-0.2, width + 0.2), ylim=(tallest + 0.2, -0.2))
             ax.set_axis_off()
             ax.set_title(title, loc="left", fontsize=9, fontfamily="monospace")
