@@ -180,8 +180,10 @@ class Pieces(Figure):
         ]
         tallest = max(height for height, _ in sizes)
         canvas.set_size_inches(9, 3.1)
-        axes = canvas.subplots(1, len(sizes), width_ratios=[width + 2 for _, width in sizes])
-        for ax, (title, pieces), (_, width) in zip(axes, self.panels.items(), sizes, strict=True):
+        widths = [width for _, width in sizes]
+        shares = [width + 2 for width in widths]
+        (axes,) = canvas.subplots(1, len(sizes), squeeze=False, width_ratios=shares)
+        for ax, (title, pieces), width in zip(axes, self.panels.items(), widths, strict=True):
             ax.set(xlim=(-0.2, width + 0.2), ylim=(tallest + 0.2, -0.2))
             ax.set_axis_off()
             ax.set_title(title, loc="left", fontsize=9, fontfamily="monospace")
