@@ -40,7 +40,7 @@ def test_links_are_those_of_the_groups(capsys):
         "sp": (1, 450.0),
     }
     assert rows["sp"]["group"] == list(range(8)) and rows["pp"]["group"] == [0, 32]
-    assert rows["fsdp"]["splits"] == "batch, optimizer, gradients, parameters"
+    assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3"
     # Four collectives of hidden states a layer and pass, of the half of the sequence that cp leaves.
     tokens, layers, microbatches = 32 * 8192 // 2, 80 // 2, 8
     assert rows["sp"]["bytes"] == 2 * 4 * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
@@ -51,7 +51,7 @@ def test_experts_over_nodes_have_one_network_card_a_gpu_and_a_dense_ep_splits_as
     found = answer(capsys, "deepseek_v3", "--gpus", "64", "--mesh", "ep=64", *run)
     assert [(row["nodes"], row["gbs"]) for row in found["axes"]] == [(8, 50.0)]
     (dense,) = answer(capsys, "llama3_8b", "--mesh", "ep=8", *run)["axes"]
-    assert dense["splits"] == "batch, optimizer, gradients, parameters"
+    assert dense["splits"] == "batch, state by ZeRO-3"
     assert dense["bytes"] is None and dense["gbs"] == 450
 
 
@@ -59,7 +59,7 @@ def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "mesh.png"
     plan.main(["mesh", *BIG, "--figure", str(path)])
     shown = capsys.readouterr().out
-    assert "1, 2, 3, 4 and 3 more" in shown and "over 2 nodes" in shown
+    assert "0, 1, ..., 7" in shown and "0, 32" in shown and "over 2 nodes" in shown
     assert shown.endswith(f"wrote {path}\n") and path.read_bytes()[:4] == b"\x89PNG"
     plan.main(["mesh", "debug", "--gpus", "1", "--mesh", "fsdp=1"])
     assert capsys.readouterr().out.endswith("x1 none\n")

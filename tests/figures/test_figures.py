@@ -10,7 +10,10 @@ from ultrascale_jax.figures import page, palette, streams
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Lines, Point, Ratios
 from ultrascale_jax.figures.diagrams import Box, Exchange, Flow, Piece, Pieces, givers
 from ultrascale_jax.figures.figure import Table, number
+from ultrascale_jax.figures.mesh_map import AxisMap, MeshMap
+from ultrascale_jax.figures.number_formats import Format, NumberFormats
 from ultrascale_jax.figures.ring import Blocks, Ring
+from ultrascale_jax.figures.roofline import Roofline, Spot
 from ultrascale_jax.figures.routes import Routes
 from ultrascale_jax.figures.streams import Event, Streams
 from ultrascale_jax.figures.text import line_chart
@@ -116,6 +119,29 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
             x="ms",
             unit="GiB",
         ),
+        MeshMap(
+            name="mesh",
+            **text,
+            axes=[
+                AxisMap(title=f"{axis} 2", pieces=pieces, group=[0, 1])
+                for axis, pieces in (("fsdp", [0, 0, 1, 1]), ("sp", [0, 1, 0, 1]))
+            ],
+            per_node=2,
+        ),
+        Roofline(
+            name="roofline",
+            **text,
+            spots=[Spot(name=n, intensity=i, speed=i, kind="k") for n, i in (("a", 1), ("b", 9))],
+            roofs={"fp8": 20.0, "bf16": 10.0},
+            bandwidth=2.0,
+        ),
+        NumberFormats(
+            name="formats",
+            **text,
+            formats=[
+                Format(name="fp8", exponent=4, mantissa=3, least=2**-9, normal=2**-6, most=448.0)
+            ],
+        ),
         Ratios(
             name="sheet",
             **text,
@@ -160,6 +186,8 @@ def test_every_kind_of_figure_is_drawn_and_stands_on_the_page(tmp_path):
         assert shown in text
     areas = next(figure for figure in kinds if figure.name == "areas")
     assert areas.table().rows == (("gradients", 0.0, 1.5, 2.0), ("batch", 6.0, 2.25, 6.0))
+    roofline = next(figure for figure in kinds if figure.name == "roofline")
+    assert [row[-1] * 1e12 for row in roofline.table().rows] == pytest.approx([2.0, 18.0])
     again = kinds[0].draw(tmp_path / "again.png")
     assert again == drawn[0][1]
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "bars.png").read_bytes()

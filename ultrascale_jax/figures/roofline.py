@@ -50,7 +50,7 @@ class Roofline(Figure):
         ax = canvas.subplots()
         highest = max(self.roofs.values())
         low = 0.4 * min(s.intensity for s in self.spots)
-        high = 40 * max([highest / self.bandwidth, *(s.intensity for s in self.spots)])
+        high = 12 * max([highest / self.bandwidth, *(s.intensity for s in self.spots)])
         floor = 0.3 * min(s.speed for s in self.spots)
         for n, (name, peak) in enumerate(self.roofs.items()):
             ridge = peak / self.bandwidth
@@ -85,7 +85,7 @@ class Roofline(Figure):
         for n, spot in enumerate(self.spots, 1):
             colour = SERIES[kinds.index(spot.kind)]
             ax.plot(spot.intensity, spot.speed, "o", color=colour, markersize=7)
-            offset = (-5, 6) if order.index(spot) % 2 else (6, -12)
+            offset = (-3, 7) if order.index(spot) % 2 else (3, -14)
             style = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
             ax.annotate(str(n), (spot.intensity, spot.speed), offset, color=colour, **style)
             ax.plot([], [], "o", color=colour, label=f"{n}  {spot.name}")

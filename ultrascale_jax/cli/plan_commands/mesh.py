@@ -18,9 +18,6 @@ from ultrascale_jax.plan.formulas.placement import Placement, place
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import GIB
 
-SHOWN = 4
-"""GPUs of a group that the table names before it says how many more there are."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Assumptions):
@@ -75,17 +72,15 @@ def summarize(axes: list[Placement], label: str, cluster: Cluster) -> dict[str, 
 
 def shown(axes: list[Placement]) -> Table:
     """Return the table of the axes."""
-    words = ("axis", "size", "splits", "GPU 0 exchanges with", "link")
-    table = output.table(words, ("GB/s", "GiB a step", "comm. / comp."), ("sends",))
+    words = ("axis", "size", "splits", "group of GPU 0", "link")
+    table = output.table(words, ("GB/s", "GiB a step", "comm. / comp."))
     for a in axes:
-        others = ", ".join(map(str, a.group[1 : 1 + SHOWN]))
-        others += f" and {a.size - 1 - SHOWN} more" if a.size - 1 > SHOWN else ""
+        first, second, *more = map(str, a.group)
+        members = [first, second, "...", more[-1]] if len(more) > 1 else a.group
         volume = "" if a.volume is None else f"{a.volume / GIB:,.1f}"
         ratio = "" if a.ratio is None else f"{a.ratio:.2f}"
-        table.add_row(
-            *(a.axis, str(a.size), a.splits, others, link(a)),
-            *(f"{a.gbs:g}", volume, ratio, a.sends),
-        )
+        group = ", ".join(map(str, members))
+        table.add_row(a.axis, str(a.size), a.splits, group, link(a), f"{a.gbs:g}", volume, ratio)
     return table
 
 

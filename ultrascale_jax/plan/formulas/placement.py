@@ -20,10 +20,7 @@ SPLITS = {
     "sp": "matrices, residual stream",
     "tp": "matrices",
 }
-"""Axis to what it splits; `_splits` adds what the ZeRO stage does."""
-
-ZERO = ("", ", optimizer", ", optimizer, gradients", ", optimizer, gradients, parameters")
-"""What the axis `fsdp` splits beside the batch, by ZeRO stage."""
+"""Axis to what it splits; `_splits` adds the ZeRO stage."""
 
 SENDS = {
     "pp": "hidden states to the next stage",
@@ -85,6 +82,6 @@ def place(run: Run, cluster: Cluster) -> list[Placement]:
 
 def _splits(run: Run, axis: str) -> str:
     """Say what the axis splits in this run."""
-    if axis == "ep" and run.shape.experts is None:
-        return "batch" + ZERO[run.zero]
-    return SPLITS[axis] + (ZERO[run.zero] if axis == "fsdp" else "")
+    if axis == "fsdp" or (axis == "ep" and run.shape.experts is None):
+        return f"batch, state by ZeRO-{run.zero}" if run.zero else "batch"
+    return SPLITS[axis]
