@@ -21,6 +21,7 @@ extensions = [
 if importlib.util.find_spec("latex2mathml"):
     extensions.append("extensions.mathml")
 html_theme = "furo"
+html_show_copyright = False  # CITATION.cff and LICENSE say who owns what
 html_title = f"ultrascale_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
