@@ -3,9 +3,13 @@
 PATH starts at the repository's root; NAME is a function, a class, a constant, or a dotted name such as `Class.method`.
 `#NAME` may be left out. A file or a name that does not exist is a warning, thus an error of `make docs`. viewcode has
 pages only for what autodoc imports; these exist for every file that a page names.
+
+The path of a source file in backquotes is such a link too, from the repository's root, the package or the tests:
+`sharding/rules.py`. If its folder is one of ours, but the file is not there, that is a warning.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +22,9 @@ from sphinx.util import logging
 from sphinx.util.docutils import ReferenceRole
 
 ROOT = Path(__file__).resolve().parents[2]
+BASES = (ROOT, ROOT / "ultrascale_jax", ROOT / "tests")
+"""Where a path in backquotes may begin."""
+CODE = re.compile(r"[a-z.][\w.-]*(?:/[a-z_][\w.-]*)+\.(?:py|sh|yaml|toml)")
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Room for 100 columns in furo's theme, and its color of the heading that a link leads to for our lines.
 STYLE = """<style>
@@ -72,14 +79,7 @@ class SourceRole(ReferenceRole):
         except ValueError as error:
             logger.warning("{src}`%s`: %s", self.target, error, location=self.get_location())
             return [text], []
-        file = path.relative_to(ROOT).as_posix()
-        self.env.note_dependency(path)
-        # Sphinx forgets a page's metadata when it reads the page again.
-        self.env.metadata[self.env.docname].setdefault("source files", []).append(file)
-        reference = nodes.reference(self.rawtext, "", text, reftitle=self.target)
-        reference["source_page"] = f"source/{file}"
-        reference["source_anchor"] = f"#L-{line}" if line else ""
-        return [reference], []
+        return [reference(self.env, path, line, text, self.target)], []
 
     def words(self, path: str, name: str) -> str:
         """Return `module.name`, or the path below the package, where no other words are given."""
@@ -89,6 +89,33 @@ class SourceRole(ReferenceRole):
             return path.removeprefix("ultrascale_jax/")
         file = Path(path)
         return f"{file.parent.name if file.stem == '__init__' else file.stem}.{name}"
+
+
+def reference(
+    env: Any, path: Path, line: int | None, text: nodes.Node, title: str
+) -> nodes.reference:
+    """Make a reference of the page that is being read to a file's page, whose address `link` fills in later."""
+    file = path.relative_to(ROOT).as_posix()
+    env.note_dependency(path)
+    # Sphinx forgets a page's metadata when it reads the page again.
+    env.metadata[env.docname].setdefault("source files", []).append(file)
+    made = nodes.reference("", "", text, reftitle=title)
+    made["source_page"], made["source_anchor"] = f"source/{file}", f"#L-{line}" if line else ""
+    return made
+
+
+def link_paths(app: Any, doctree: nodes.document) -> None:
+    """Make each path of a source file in backquotes a link."""
+    for node in list(doctree.findall(nodes.literal)):
+        text = node.astext()
+        if not CODE.fullmatch(text) or isinstance(node.parent, nodes.reference):
+            continue
+        folder = text.partition("/")[0]
+        paths = [base / text for base in BASES if (base / text).is_file()]
+        if paths:
+            node.replace_self(reference(app.env, paths[0].resolve(), None, node.deepcopy(), text))
+        elif any((base / folder).is_dir() for base in BASES):
+            logger.warning("`%s`: the repository has no such file", text, location=node)
 
 
 def link(app: Any, doctree: nodes.document, page: str) -> None:
@@ -117,6 +144,7 @@ def source_pages(app: Any) -> Iterator[tuple[str, dict[str, str], str]]:
 def setup(app: Any) -> dict[str, bool]:
     """Register the role and its pages."""
     app.add_role("src", SourceRole())
+    app.connect("doctree-read", link_paths)
     app.connect("doctree-resolved", link)
     app.connect("html-collect-pages", source_pages)
     return {"parallel_read_safe": True}

@@ -36,6 +36,7 @@ def site(tmp_path_factory) -> tuple[Path, str, str]:
     (folder / "conf.py").write_text(f"{path}\nextensions = {extensions}\nhtml_theme = 'basic'\n")
     (folder / "index.md").write_text("# Index\n\n```{toctree}\ndeep/page\n```\n")
     links = [f"{{src}}`{target}`" for target in [*GOOD, *BAD, "Makefile", "the words <Makefile>"]]
+    links += [f"`{path}`" for path in ("sharding/rules.py", "sharding/rulez.py", "own/code.py")]
     (folder / "deep" / "page.md").write_text("# Page\n\n" + "\n\n".join(links))
     warnings = io.StringIO()
     before = sys.path.copy()
@@ -64,4 +65,11 @@ def test_a_wrong_file_or_name_is_a_warning(site, target):
 def test_words_may_replace_the_name(site):
     assert re.search(r'href="[^"]*/Makefile.html" title="Makefile">.*>Makefile<', site[1])
     assert ">the words</span></a>" in site[1]
-    assert site[2].count("WARNING") == len(BAD)
+
+
+def test_a_path_in_backquotes_is_a_link_and_must_exist_where_its_folder_does(site):
+    folder, page, warnings = site
+    (address,) = re.findall(r'href="([^"]*)" title="sharding/rules.py"', page)
+    assert "def act(" in re.sub("<[^>]*>", "", folder.joinpath("deep", address).read_text())
+    assert "`sharding/rulez.py`: the repository has no such file" in warnings
+    assert warnings.count("WARNING") == len(BAD) + 1
