@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.runs import step_rows
+from ultrascale_jax.cli import profile
 from ultrascale_jax.cli.train import look_back
 from ultrascale_jax.launch.events import read_events
 
@@ -88,6 +89,27 @@ def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
     assert saved["mesh"] == {"pp": 1, "dp": 1, "fsdp": 2, "ep": 1, "cp": 1, "sp": 2, "tp": 2}
     [trace] = (folder / "profile").rglob("perfetto_trace.json.gz")
     assert trace.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_profiled_run_ends_with_a_report_that_a_command_prints_again(trained, capsys):
+    folder, _, out, _ = trained
+    assert "profile of a step of 1 (2 to 2) on cpu, mean of 8 devices" in out
+    assert out.count("no prediction") == 1
+    profile.main([str(folder), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    found = report["measured"]
+    axes = {axis for name in found["exposed_s"] for axis in name.split("*")}
+    assert {"fsdp", "sp", "tp"} <= axes
+    assert {"attention", "mlp", "loss", "optimizer"} <= set(found["blocks_s"])
+    assert "matrix products" in found["kernels_s"] and "unnamed" not in found["kernels_s"]
+    parts = [*found["kernels_s"].values(), *found["exposed_s"].values()]
+    whole = math.fsum([*parts, found["waiting_for_copies_s"], found["idle_s"]])
+    assert whole == pytest.approx(found["step_s"])
+    assert math.fsum(found["blocks_s"].values()) == pytest.approx(
+        math.fsum(found["kernels_s"].values())
+    )
+    assert report["predicted"] is None and len(report["devices"]) == 8
 
 
 @pytest.mark.wide

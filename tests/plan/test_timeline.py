@@ -612,3 +612,7 @@ def test_a_compiled_step_does_the_operations_that_the_model_needs():
     assert timeline.link_s.keys() >= {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}
     assert sum(timeline.busy_s.values()) + timeline.idle_s == pytest.approx(timeline.step_s)
     assert sum(timeline.waited_s.values()) == pytest.approx(timeline.idle_s)
+    assert sum(timeline.work_s.values()) == pytest.approx(sum(timeline.busy_s.values()))
+    assert {block for kind, block in timeline.work_s if kind == "attention"} == {"attention"}
+    products = {block for kind, block in timeline.work_s if kind == "gemm"}
+    assert products == {"attention", "mlp", "loss"}

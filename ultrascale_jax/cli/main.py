@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8",
     "watch": "loss, speed, memory and events of runs on a page     RUN_DIR...",
     "goodput": "where the time of a run went                         RUN_DIR",
+    "profile": "what traced steps of a run spent their time on       RUN_DIR",
     "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale_jax.cli import command_line, convert_hf, generate
+from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -28,7 +28,7 @@ class Options(command_line.JobOptions):
         str | None,
         tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
     ] = None
-    """Write a `jax.profiler` trace of these steps into the run directory, as 10:13."""
+    """Write a `jax.profiler` trace of these steps into the run directory, as 10:13, and end with a report of it."""
     sample: Annotated[
         int | None,
         tyro.conf.arg(
@@ -74,6 +74,8 @@ def main(argv: Sequence[str]) -> None:
 
     if jax.process_index() == 0:
         say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
+        if options.profile_steps is not None:
+            report_profile(cfg.log.run_dir)
     number = options.sample
     if number is None:
         number = 300 if cfg.train.steps >= WORTH_READING else 0
@@ -93,6 +95,17 @@ def write_sample(cfg: Config, step: int, number: int) -> None:
     say(text)
     events = Events(Path(cfg.log.run_dir), 0)
     events.record("sample", step=step, prompt=options.prompt, text=text)
+
+
+def report_profile(run_dir: str) -> None:
+    """Print where the traced steps spent their time; a trace that cannot be read is one line."""
+    from ultrascale_jax.plan.profile.report import make_report
+
+    try:
+        report = make_report(Path(run_dir))
+        profile.show(report, output.console(profile.WIDTH))
+    except Exception as error:  # Whatever it is, the run itself is done and well.
+        say(f"profile: no report: {' '.join(str(error).split())}")
 
 
 def look_back(run_dir: str) -> str:

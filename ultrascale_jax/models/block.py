@@ -242,6 +242,7 @@ class Block(_Parts):
         return normed(x_BRD, getattr(self, name), self.cfg, self.kernels)
 
 
+@jax.named_scope("norm")
 def normed(x_BRD: jax.Array, norm: Any, cfg: ModelConfig, kernels: KernelsConfig) -> jax.Array:
     """Apply a norm as `Layers.make_norm` makes it, its parameters whole."""
     if is_variable(norm):

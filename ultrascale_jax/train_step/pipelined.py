@@ -69,6 +69,7 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
     return run(params, parts, weight)
 
 
+@jax.named_scope("pipeline")
 def _run(
     cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, position_weight
 ):

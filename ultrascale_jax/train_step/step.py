@@ -234,7 +234,8 @@ def apply_gradients(
     if scaling is not None:
         share /= scaling.scale
     routed, told = auxiliary.routed, _of_modules(auxiliary, share * tokens)
-    loss, norm = share * loss, share * global_norm(grads)
+    with jax.named_scope("gradients"):
+        loss, norm = share * loss, share * global_norm(grads)
     ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spikes = state.spikes
     if spikes is not None:

@@ -75,6 +75,7 @@ def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) ->
     return P(*gathered_spec(dims, value.shape).partitions, unreduced=axes)
 
 
+@jax.named_scope("gradients")
 def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Transformer:
     """Convert one micro-batch's gradients to float32 and the accumulator's sharding (zero 2: the reduce-scatter)."""
 
@@ -85,6 +86,7 @@ def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Tran
     return map_params(leaf, grads, params)
 
 
+@jax.named_scope("gradients")
 def reduce_gradients(grads: Transformer, params: Transformer) -> Transformer:
     """Reduce gradients, once a step, to the sharding in which parameters and moments rest."""
     return map_params(reduce_gradient, grads, params)

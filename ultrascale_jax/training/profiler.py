@@ -1,36 +1,101 @@
-"""Trace some steps of a run with JAX's profiler."""
+"""Trace some steps of a run with JAX's profiler, and keep what a report of the trace needs (`plan/profile/`)."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from ultrascale_jax.hooks import Hook, Run
-from ultrascale_jax.launch.run_files import folder_of
+from ultrascale_jax.hooks import Hook, Run, StepFn
+from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.run_files import folder_of, write_atomic
+
+FOLDER, CONTEXT, PROGRAM = "profile", "context.json", "step.hlo"
+"""The folder of a run's traces, in it what the newest trace is of, and the text of the program that it shows."""
+
+SESSIONS = "plugins/profile"
+"""Where in it JAX writes a folder for each trace."""
 
 
 class Profiler(Hook):
-    """Traces process 0 over the steps in [first, stop), for Perfetto; a context manager."""
+    """Traces process 0 over the steps in [first, stop), for Perfetto; a context manager.
 
-    def __init__(self, folder: Path, steps: tuple[int, int] | None):
-        self._folder, self._steps, self._active = folder, steps, False
+    Whatever goes wrong with a trace ends the trace, not the run.
+    """
+
+    def __init__(self, run_dir: Path, steps: tuple[int, int] | None):
+        self._run_dir, self._steps, self._active = run_dir, steps, False
+        self._program, self._mesh = "", dict[str, int]()
+        self._first = self._done = 0
 
     def __enter__(self) -> "Profiler":
         return self
 
     def __exit__(self, *_) -> None:
         if self._active:
-            jax.profiler.stop_trace()
+            self._try(self._stop)
+
+    def wrap_step(self, run: Run, step_fn: StepFn) -> StepFn:
+        wanted = self._steps is not None and jax.process_index() == 0
+        if wanted and isinstance(step_fn, jax.stages.Compiled):
+            self._program, self._mesh = step_fn.as_text() or "", dict(run.mesh.shape)
+        return step_fn
+
+    def on_start(self, run: Run) -> None:
+        self._done = run.step
 
     def before_step(self, run: Run) -> None:
         inside = self._steps is not None and self._steps[0] <= run.step < self._steps[1]
-        if inside == self._active or jax.process_index() != 0:
-            return
-        with run.pause("profile"):
-            jax.block_until_ready(run.state)
-            if self._active:
-                jax.profiler.stop_trace()
-            else:
-                # Where the profiler writes, though it would follow links there.
-                folder = folder_of(self._folder.parent, f"{self._folder.name}/plugins/profile")
-                jax.profiler.start_trace(folder.parents[1], create_perfetto_trace=True)
-            self._active = inside
+        if inside != self._active and jax.process_index() == 0:
+            with run.pause("profile"):
+                jax.block_until_ready(run.state)
+                self._try(self._start if inside else self._stop)
+
+    def after_step(self, run: Run) -> None:
+        self._done = run.step
+
+    def on_end(self, run: Run) -> None:
+        # The evaluation and the save that follow the last step are no part of it.
+        if self._active:
+            with run.pause("profile"):
+                self._try(self._stop)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Start or stop; after a fault trace no more."""
+        try:
+            action()
+        except (
+            Exception
+        ) as error:  # The profiler raises whatever its plugin and the file system do.
+            self._steps, self._active = None, False
+            say(f"profile: no trace: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _start(self) -> None:
+        """Begin a trace after step `_done`."""
+        # Where the profiler writes, though it would follow links there.
+        folder = folder_of(self._run_dir, f"{FOLDER}/{SESSIONS}").parents[1]
+        options = jax.profiler.ProfileOptions()
+        # Calls of Python's functions slow the host, and with it the steps that are measured.
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+        self._active, self._first = True, self._done + 1
+
+    def _stop(self) -> None:
+        """End the trace, and write what it is of."""
+        self._active = False
+        jax.profiler.stop_trace()
+        folder = folder_of(self._run_dir, FOLDER)
+        found = (folder / SESSIONS).glob("*/*.xplane.pb")
+        newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+        device = jax.local_devices()[0]
+        context = {
+            "trace": newest.relative_to(folder).as_posix(),
+            "first": self._first,
+            "stop": self._done + 1,
+            "process": jax.process_index(),
+            "platform": device.platform,
+            "device_kind": device.device_kind,
+            "mesh": self._mesh,
+        }
+        write_atomic(folder / PROGRAM, self._program.encode())
+        write_atomic(folder / CONTEXT, (json.dumps(context, indent=2) + "\n").encode())

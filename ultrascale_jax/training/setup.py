@@ -115,7 +115,7 @@ def _enter(
     for note in notes + loader.describe(cfg.train.steps) + changes:
         log.note(note)
     trackers = stack.enter_context(Trackers(cfg, step))
-    profiler = stack.enter_context(Profiler(run_dir / "profile", profile))
+    profiler = stack.enter_context(Profiler(run_dir, profile))
     stop = stack.enter_context(StopRequest())
     # Innermost: to close a checkpoint may take processes that wait for this one.
     stack.enter_context(guarded(events.record, refusals=False))
@@ -150,10 +150,10 @@ def _all_hooks(
 ) -> list[Hook]:
     """Return the hooks of a run in the order in which they are called, the user's `own` among them."""
     return [
+        profiler,  # it reads the compiled step, before others wrap it
         Heartbeat(),
         FaultInjection(faults),
         *([Rerun()] if cfg.watch.rerun else []),
-        profiler,
         StragglerCheck(cadence(cfg.train.steps)),
         Throughput(cfg, mesh),
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.

@@ -16,11 +16,10 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from ultrascale_jax.hlo import Dot, Instruction, Module, is_heavy
+from ultrascale_jax.hlo import Dot, Instruction, Module
 from ultrascale_jax.hlo.attention import AttentionCall, attention_call, attention_calls
-from ultrascale_jax.hlo.collectives import FREE
+from ultrascale_jax.hlo.classes import Kind, kind_of
 from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Gpu
@@ -31,7 +30,7 @@ from ultrascale_jax.training.flops import mean_keys
 class Operation:
     """Work of the GPU for one instruction."""
 
-    kind: Literal["gemm", "attention", "other"]
+    kind: Kind
     seconds: float
     flops: float = 0.0
     """Operations of matrix products and attention, the masked half not counted."""
@@ -68,18 +67,14 @@ class Operations:
         return self._known[key]
 
     def _operation(self, computation: str, i: Instruction) -> Operation | None:
-        if (
-            i.opcode in FREE
-            or i.opcode.endswith(("-done", "-update"))
-            or "AllocateBuffer" in i.attributes
-        ):
+        kind = kind_of(self.module, computation, i)
+        if kind is None:
             return None
         device, host = touched(self.module, computation, i)
         if call := attention_call(self.module, computation, i):
             return self._attention(call, device)
-        dots = self.module.dots(i, computation) if is_heavy(i, self.module.heavy) else []
-        if dots:
-            return _products(self.gpu, i, dots, device)
+        if kind == "gemm":
+            return _products(self.gpu, i, self.module.dots(i, computation), device)
         memory = costs.memory_seconds(self.gpu, device)
         pcie = costs.host_seconds(self.gpu, host)
         seconds = costs.LAUNCH_S + max(memory, pcie, arithmetic_seconds(i))

@@ -20,11 +20,12 @@ import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo import Instruction, Module, collectives
+from ultrascale_jax.hlo.classes import block_of, copies_only
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
@@ -83,6 +84,8 @@ class Timeline:
     """The step with all asynchronous collectives on one stream (`simulate_step`)."""
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other."""
+    work_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    """As `busy_s`, by kind and block of the model (`hlo/classes.py`); kind `copy` only moves data."""
 
     @property
     def exposed_s(self) -> dict[str, float]:
@@ -131,6 +134,7 @@ def simulate(
         waited_s=_part(replay.seconds, "wait"),
         streams={name: events for name, events in replay.streams.items() if events},
         left_out=tuple(sorted(replay.left_out)),
+        work_s=_part(replay.seconds, "work"),
     )
 
 
@@ -193,6 +197,9 @@ class _Replay:
             seconds += slow - slow / self.slowdown
         self.record(COMPUTE, instruction, self.now, seconds, operation.kind)
         self.seconds["busy", operation.kind] += seconds
+        copies = operation.kind == "other" and copies_only(self.module, instruction)
+        kind = "copy" if copies else operation.kind
+        self.seconds["work", kind, block_of(self.module, instruction)] += seconds
         self.now += seconds
 
     def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:
