@@ -32,9 +32,9 @@ test-fast: .venv/.installed-dev
 test-all: .venv/.installed-dev
 	$(PYTEST) -m "not browser" $(ARGS) tests
 
-# The live page in Chromium (`apt-get install chromium`).
+# The live page and the planner's in Chromium (`apt-get install chromium`).
 test-browser: .venv/.installed-dev
-	$(PYTEST) -m browser $(ARGS) tests/dashboard
+	$(PYTEST) -m browser $(ARGS) tests/dashboard tests/cli/test_plan_serve_browser.py
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \

@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import require
 from ultrascale_jax.dashboard.server import Dashboard, WatchedRun, page, snapshot
 from ultrascale_jax.launch.events import FILE_NAME
 from ultrascale_jax.launch.run_files import METRICS, write_atomic
@@ -40,17 +40,10 @@ def main(argv: Sequence[str]) -> None:
         prog = "ultrascale watch"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         runs = find_runs(options.run_dirs)
-        require(0 <= options.port < 65536, "port", options.port, "must be 0 to 65535")
         if options.export is not None:
             export(runs, options.export)
             return
-        try:
-            server = Dashboard(runs, options.host, options.port)
-        except OSError as error:
-            where = f"{options.host}:{options.port}"
-            raise UserError(
-                f"host={where!r}: {error.strerror}; choose another --host or --port"
-            ) from None
+        server = Dashboard(runs, options.host, options.port)
     with server:
         print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {server.url}", flush=True)
         server.serve_forever()

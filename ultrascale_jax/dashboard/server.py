@@ -1,30 +1,22 @@
-"""Serve the live page of runs: one local HTTP server, one page, and JSON that it asks for.
+"""Serve the live page of runs, by the server of `local_server.py`.
 
-    /            the page (`page.html`)
-    /state       of each run: newest row, number of rows, fields, events, ledger
-    /series      points of fields of one run, thinned out to what a chart shows
-
-Every request needs the token of the page's address, and a `Host` that the server was started for: a page of another
-site that the browser has open can guess neither.
+/            the page (`page.html`)
+/state       of each run: newest row, number of rows, fields, events, ledger
+/series      points of fields of one run, thinned out to what a chart shows
 """
 
-import hmac
-import json
 import math
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
 
 from ultrascale_jax.config.base import UserError
 from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.dashboard.local_server import LocalServer, fill
 from ultrascale_jax.dashboard.series import RunMetrics
-from ultrascale_jax.launch.events import FILE_NAME, finite, is_number, read_events
+from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 
 SHOWN = {
@@ -148,68 +140,21 @@ AXES = ("step", "time")
 def page(data: Mapping[str, Any] | None = None, token: str = "") -> tuple[str, str]:
     """Return the page, live or with `data` of `snapshot` inside it, and its content security policy."""
     text = files("ultrascale_jax.dashboard").joinpath("page.html").read_text(encoding="utf-8")
-    nonce = secrets.token_urlsafe(16)
-    policy = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'"
-    # Text from a run stands in a script: no `</script>` may end it.
-    inside = json.dumps(finite({"data": data, "token": token})).replace("<", "\\u003c")
-    text = text.replace("NONCE", nonce).replace("POLICY", policy).replace('"SETTINGS"', inside)
-    return text, policy
+    return fill(text, {"data": data, "token": token})
 
 
-class Dashboard(ThreadingHTTPServer):
-    """The server; `url` is the page's address, with the token."""
-
-    daemon_threads = True
+class Dashboard(LocalServer):
+    """The server of the live page."""
 
     def __init__(self, run_dirs: Sequence[Path], host: str, port: int):
         self.runs = [WatchedRun(path) for path in run_dirs]
-        self.token = secrets.token_urlsafe(24)
-        super().__init__((host, port), Handler)
-        own = {host, "localhost", "127.0.0.1"} if host in ("127.0.0.1", "0.0.0.0") else {host}
-        self.hosts = {f"{name}:{self.server_port}" for name in own}
-        """Values of `Host` that are answered; any, where the server listens on all interfaces."""
-        self.is_open = host == "0.0.0.0"
+        routes = {"/state": self.state, "/series": self.series}
+        super().__init__(host, port, lambda token: page(token=token), routes)
 
-    @property
-    def url(self) -> str:
-        host = str(self.server_address[0])
-        return f"http://{host}:{self.server_port}/?token={self.token}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
-    protocol_version = "HTTP/1.1"
-
-    @property
-    def dashboard(self) -> Dashboard:
-        return cast(Dashboard, self.server)
-
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        host = self.headers.get("Host", "")
-        if not (self.dashboard.is_open or host in self.dashboard.hosts):
-            return self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "another host")
-        if not hmac.compare_digest(query.get("token", "").encode(), self.dashboard.token.encode()):
-            return self.refuse(
-                HTTPStatus.FORBIDDEN, "the token is missing: open the printed address"
-            )
-        if parts.path == "/":
-            text, policy = page(token=self.dashboard.token)
-            return self.answer(text.encode(), "text/html; charset=utf-8", policy)
-        if parts.path not in ("/state", "/series"):
-            return self.refuse(HTTPStatus.NOT_FOUND, "no such page")
-        try:
-            content = self.state() if parts.path == "/state" else self.series(query)
-        except (KeyError, ValueError, IndexError) as error:
-            return self.refuse(HTTPStatus.BAD_REQUEST, f"not understood: {error}")
-        self.answer(json.dumps(finite(content)).encode(), "application/json")
-
-    def state(self) -> dict[str, Any]:
+    def state(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Answer /state: all runs."""
         states = []
-        for run in self.dashboard.runs:
+        for run in self.runs:
             with run.lock:
                 run.update()
                 states.append(run.state())
@@ -217,31 +162,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def series(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Answer /series?run=0&fields=loss,lr&x=step&first=0&last=100&points=600."""
-        run, x = self.dashboard.runs[int(query["run"])], query["x"]
+        run, x = self.runs[int(query["run"])], query["x"]
         if x not in AXES:
             raise ValueError(f"x={x!r}")
         first, last = float(query.get("first", -math.inf)), float(query.get("last", math.inf))
         points = min(MOST_POINTS, max(1, int(query["points"])))
         with run.lock:
             return run.series(query["fields"].split(","), x, first, last, points)
-
-    def answer(self, body: bytes, kind: str, policy: str = "default-src 'none'") -> None:
-        self.send_response(HTTPStatus.OK)
-        headers = {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Content-Security-Policy": f"{policy}; frame-ancestors 'none'; base-uri 'none'",
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-store",
-        }
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def refuse(self, status: HTTPStatus, why: str) -> None:
-        self.send_error(status, explain=why)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the address in each line has the token."""

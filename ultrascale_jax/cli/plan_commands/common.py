@@ -74,27 +74,34 @@ def parse[O: Options](
         argv, prog=f"ultrascale plan {verb}", options=options, description=description or ""
     )
     with command_line.user_errors():
-        if chosen.seq_len is not None:
-            cfg = dataclasses.replace(
-                cfg, data=dataclasses.replace(cfg.data, seq_len=chosen.seq_len)
-            )
-        if chosen.global_batch_tokens is not None:
-            count = tokens(chosen.global_batch_tokens)
-            fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
-            sequences = count // cfg.data.seq_len
-            require(sequences >= 1, "global_batch_tokens", chosen.global_batch_tokens, fix)
-            train = dataclasses.replace(cfg.train, global_batch=sequences, batch_ramp="")
-            cfg = dataclasses.replace(cfg, train=train)
-        sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
-        require(
-            seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}"
-        )
-        fix = f"so many sequences of {seq_len:,} tokens are more than {MOST_TOKENS:,}, the most of a step"
-        require(sequences * seq_len <= MOST_TOKENS, "train.global_batch", sequences, fix)
-        cluster = find_cluster(chosen.cluster, chosen.gpu, chosen.gpus)
-        if cfg.train.precision in FP8:
-            cluster.gpu.peak_flops("fp8")
+        cfg, cluster = described(cfg, chosen)
         return cfg, chosen, cluster
+
+
+def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
+    """Return `cfg` with the options' short names applied, and the machine.
+
+    Raises `UserError` for a step larger than anyone's, a machine that is not known, or one without such a precision.
+    """
+    if options.seq_len is not None:
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=options.seq_len))
+    if options.global_batch_tokens is not None:
+        count = tokens(options.global_batch_tokens)
+        fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
+        sequences = count // cfg.data.seq_len
+        require(sequences >= 1, "global_batch_tokens", options.global_batch_tokens, fix)
+        train = dataclasses.replace(cfg.train, global_batch=sequences, batch_ramp="")
+        cfg = dataclasses.replace(cfg, train=train)
+    sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
+    require(seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}")
+    fix = (
+        f"so many sequences of {seq_len:,} tokens are more than {MOST_TOKENS:,}, the most of a step"
+    )
+    require(sequences * seq_len <= MOST_TOKENS, "train.global_batch", sequences, fix)
+    cluster = find_cluster(options.cluster, options.gpu, options.gpus)
+    if cfg.train.precision in FP8:
+        cluster.gpu.peak_flops("fp8")
+    return cfg, cluster
 
 
 def shape_of(cfg: Config, options: Assumptions) -> ModelShape:

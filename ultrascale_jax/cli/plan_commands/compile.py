@@ -1,6 +1,7 @@
 """Compile a step for GPUs that are not there, and predict its time: `ultrascale plan compile`."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
         cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
-    summary = summarize(step, timeline, cluster)
+    summary = summarize(step, timeline, cluster) | {"config": dataclasses.asdict(cfg)}
     if folder is not None:
         from ultrascale_jax.figures.streams import chrome_trace
 

@@ -47,14 +47,15 @@ def _in_flight(run: Run) -> float:
     return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
 
 
-MODELS = {
-    "ultrascale": MemoryModel(
-        breakdown=memory.breakdown,
-        timeline=memory.timeline,
-        usable_bytes=lambda gpu: gpu.usable_bytes,
-        in_flight=_in_flight,
-    )
-}
+ULTRASCALE = MemoryModel(
+    breakdown=memory.breakdown,
+    timeline=memory.timeline,
+    usable_bytes=lambda gpu: gpu.usable_bytes,
+    in_flight=_in_flight,
+)
+"""This project's trainer."""
+
+MODELS = {"ultrascale": ULTRASCALE}
 
 
 def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
@@ -80,13 +81,16 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
 
 
 def summarize(
-    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel
+    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel, *, meshes: bool = True
 ) -> dict[str, Any]:
-    """Return one GPU's bytes by part and by moment, whether they fit, and a hint. `UserError` for an illegal run."""
+    """Return one GPU's bytes by part and by moment, whether they fit, and a hint, of other `meshes` too if it must.
+
+    Raises `UserError` for an illegal run.
+    """
     run = common.planned(cfg, options)
     usable, held = model.usable_bytes(cluster.gpu), model.breakdown(run)
     fits = held.peak_bytes <= usable
-    hint, hint_bytes = _hint(cfg, options, cluster, model, fits=fits)
+    hint, hint_bytes = _hint(cfg, options, cluster, model, fits=fits, meshes=meshes)
     return {
         "label": run.label,
         "software": options.software,
@@ -104,16 +108,24 @@ def summarize(
 
 
 def _hint(
-    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel, *, fits: bool
+    cfg: Config,
+    options: Options,
+    cluster: Cluster,
+    model: MemoryModel,
+    *,
+    fits: bool,
+    meshes: bool,
 ) -> tuple[str, int]:
     """Find the options of a faster run that fits, or of any, and its bytes; ("", 0) without one.
 
-    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then with a mesh.
+    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then with one of
+    other `meshes`.
     """
     own = with_changes(cfg, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
     sharded = with_changes(own, mesh=cfg.mesh, zero=3)
     shape = common.shape_of(cfg, options)
     tries = [(own, False)] if fits else [(own, False), (sharded, False), (sharded, True)]
+    tries = [(tried, other) for tried, other in tries if meshes or not other]
     for tried, choose_mesh in tries:
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")

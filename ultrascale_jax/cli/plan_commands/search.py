@@ -17,8 +17,8 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.common import GIB
-from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.cli.plan_commands.words import machine_words, parse_choices, recipe_of, words
+from ultrascale_jax.config import AXES, Config, require
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
@@ -112,9 +112,7 @@ def run(search: Search, evaluate: Evaluate, most: int) -> bool:
 
 def compiler(recipe: str, options: Options) -> Evaluate:
     """Return a function that compiles one configuration by the verb `compile`, in its own process: XLA may crash."""
-    machine = ["--gpus", str(options.gpus)]
-    machine += ["--gpu", options.gpu] if options.gpu else []
-    machine += ["--cluster", options.cluster] if options.cluster else []
+    machine = machine_words(options)
 
     def evaluate(cfg: Config) -> StepPrediction:
         command = [sys.executable, "-m", "ultrascale_jax", "plan", "compile", *words(recipe, cfg)]
@@ -177,6 +175,7 @@ def summarize(search: Search, recipe: str, options: Options) -> dict[str, Any]:
 def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
     """Return the numbers of one candidate."""
     run = candidate.run
+    cfg = configured(search.cfg, run)
     correction = 1.0 if candidate.compiled else search.correction(run)
     found = candidate.best.scaled(correction)
     return found.summary() | {
@@ -189,8 +188,23 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
         "schedule": " ".join(run.pipeline),
         "peak_gib": found.peak_bytes / GIB,
         "correction": correction,
-        "command": train(recipe, configured(search.cfg, run)),
+        "command": train(recipe, cfg),
+        "chosen": chosen(cfg),
     }
+
+
+CHOSEN = (
+    *(f"mesh.{axis}" for axis in AXES),
+    *("train.zero", "train.remat", "train.microbatches"),
+    *("pp.schedule", "pp.virtual", "pp.stash", "moe.a2a_groups", "cp.ulysses"),
+)
+"""Fields of a configuration that a search chooses."""
+
+
+def chosen(cfg: Config) -> dict[str, Any]:
+    """Return the fields of `CHOSEN` by their names."""
+    parts = (name.split(".") for name in CHOSEN)
+    return {f"{part}.{name}": getattr(getattr(cfg, part), name) for part, name in parts}
 
 
 def train(recipe: str, cfg: Config) -> str:

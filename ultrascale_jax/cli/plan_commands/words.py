@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands.common import Options
 from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, TrainConfig, require
 from ultrascale_jax.plan.search.search_space import FIELDS, STASHES
 
@@ -28,6 +29,13 @@ def words(recipe: str, cfg: Config) -> list[str]:
             before, after = getattr(default, section.name), getattr(cfg, section.name)
             found += command_line.changes(section.name, before, after, always)
     return found
+
+
+def machine_words(options: Options) -> list[str]:
+    """Return the options that name the machine."""
+    found = ["--gpus", str(options.gpus)]
+    found += ["--gpu", options.gpu] if options.gpu else []
+    return found + (["--cluster", options.cluster] if options.cluster else [])
 
 
 NAMES = {"schedule": SCHEDULES, "stash": STASHES}

@@ -1,0 +1,57 @@
+"""Plan on a page of the browser: `ultrascale plan serve`.
+
+Pick a model, GPUs, mesh, recomputation, precision and batch, and see memory, time and the mesh's map change at once, by
+the formulas of `plan memory` and `plan search`; beside them what XLA compiled, where that is known. The page loads
+nothing from the network. Only this machine can open it, with the token of the address that is printed; `--host` opens
+it to others.
+
+    ultrascale plan serve llama3_70b --gpus 512
+    ultrascale plan serve llama3_8b --gpus 8 --compiled out/plan --port 8800
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.words import recipe_of
+from ultrascale_jax.cli.planner_page.fields import Bases
+from ultrascale_jax.cli.planner_page.programs import known_programs
+from ultrascale_jax.cli.planner_page.server import PlannerServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Assumptions):
+    """Options of `ultrascale plan serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface of this machine."""
+    port: int = 0
+    """Port to listen on; 0 is any that is free."""
+    token: str | None = None
+    """Secret of the page's address, for one that stays the same; by default a new one."""
+    compiled: tuple[Path, ...] = ()
+    """Folders that `plan compile --dump` wrote: what XLA made of a run is shown beside the formulas."""
+
+    # The page has tables.
+    json: tyro.conf.Suppress[bool] = False
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = list(argv)
+    cfg, options, cluster = common.parse(arguments, "serve", Options, __doc__)
+    with command_line.user_errors():
+        if options.mesh == "auto":
+            chosen, why = common.choose_open(cfg, options, cluster)
+            common.tell(why)
+            cfg = dataclasses.replace(cfg, mesh=chosen.mesh)
+        bases = Bases(recipe=recipe_of(arguments), cfg=cfg, options=options)
+        programs = known_programs(options.compiled)
+        server = PlannerServer(bases, programs, options.host, options.port, options.token)
+    with server:
+        print(f"planner: {server.url}", flush=True)
+        server.serve_forever()
