@@ -24,7 +24,7 @@ html_theme = "furo"
 html_show_copyright = False  # CITATION.cff and LICENSE say who owns what
 html_title = f"ultrascale_jax {version}"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "print.css"]
 # Of commands and their output, which have no language, no word is a keyword.
 highlight_language = "none"
 myst_heading_anchors = 4
