@@ -110,6 +110,17 @@ def test_plans_of_several_verbs_share_a_page(tmp_path, capsys):
     assert "waiting for fsdp" in text and "50.5" in text and "9,000" in text
 
 
+def test_timelines_of_several_compiled_steps_stand_below_each_other(tmp_path):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        path.write_text(json.dumps(COMPILE))
+    found = {figure.name: figure for figure in files.figures([files.read(str(p)) for p in paths])}
+    assert {"timeline_1", "timeline_2", "timelines"} <= set(found)
+    rows = [row for n in "12" for row in (f"{n}: {name}" for name in found["timeline_1"].streams)]
+    assert list(found["timelines"].streams) == [row for row in rows if "copies" not in row]
+    assert f"1: {COMPILE['label']}; 2: {COMPILE['label']}" in found["timelines"].caption
+
+
 def test_an_interrupt_keeps_the_figures_that_are_done(tmp_path, capsys):
     figures = files.figures([files.read(str(RUNS))])
 

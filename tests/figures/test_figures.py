@@ -15,7 +15,7 @@ from ultrascale_jax.figures.number_formats import Format, NumberFormats
 from ultrascale_jax.figures.ring import Blocks, Ring
 from ultrascale_jax.figures.roofline import Roofline, Spot
 from ultrascale_jax.figures.routes import Routes
-from ultrascale_jax.figures.streams import Event, Streams
+from ultrascale_jax.figures.streams import Event, Streams, events_of, side_by_side
 from ultrascale_jax.figures.text import line_chart
 
 STREAMS = Streams(
@@ -197,6 +197,24 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'ultrascale_jax\[report\]'"):
         STREAMS.draw(tmp_path / "x.png")
+
+
+def test_steps_side_by_side_begin_together_and_leave_loops_and_copies_out():
+    def step(start):
+        compute = [("while", 0.0, start, "loop"), ("dot", start, 2.0, "gemm", "where")]
+        others = {
+            "links": [("gather", start + 1, 3.0, "all-gather")],
+            "copies": [("c", start, 1.0, "copy")],
+        }
+        events = events_of({"compute": compute, **others})
+        return Streams(name="one", title="", caption="", streams=events, step_s=start + 4)
+
+    both = side_by_side("two", "T", "c", {"a": step(1.0), "b": step(5.0)})
+    assert list(both.streams) == ["a: compute", "a: links", "b: compute", "b: links"]
+    for label in "ab":
+        assert [(e.start, e.end) for e in both.streams[f"{label}: compute"]] == [(0.0, 2.0)]
+        assert [(e.start, e.end) for e in both.streams[f"{label}: links"]] == [(1.0, 4.0)]
+    assert both.step_s == 4.0 and both.detail is None
 
 
 def test_a_chart_in_characters_has_the_mean_of_each_column_between_its_extremes():

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrascale_jax.figures.figure import Figure, Table, check_numbers, legend, rows_of
@@ -41,12 +41,13 @@ class Streams(Figure):
 
     @property
     def detail(self) -> tuple[float, float] | None:
-        """Start and end of the part with the most operations between events of kind `loop`."""
+        """Start and end of the part with the most operations between events of kind `loop`; of equal ones the last."""
         busiest = max(self.streams.values(), key=len, default=())
         loops = sorted((e.start, e.end) for e in busiest if e.kind == LOOP)
         borders = [0.0, *(border for loop in loops for border in loop), self.step_s]
         parts = list(zip(borders[::2], borders[1::2], strict=True))
-        chosen = max(parts, key=lambda part: sum(part[0] <= e.start < part[1] for e in busiest))
+        counts = [sum(start <= e.start < end for e in busiest) for start, end in parts]
+        _, chosen = max(zip(counts, parts, strict=True))
         return chosen if loops and chosen[1] > chosen[0] else None
 
     @property
@@ -125,6 +126,34 @@ class Streams(Figure):
                     f'fill="{look[e.kind]}"><title>{html.escape(tip)}</title></rect>'
                 )
         return "".join(bars)
+
+
+def events_of(streams: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[Event]]:
+    """Return streams of a simulated step (`Timeline.streams`) as events: name, start, duration, kind."""
+    return {
+        stream: [Event(name=str(e[0]), start=e[1], duration=e[2], kind=str(e[3])) for e in events]
+        for stream, events in streams.items()
+    }
+
+
+def side_by_side(name: str, title: str, caption: str, steps: Mapping[str, Streams]) -> Streams:
+    """Return of each step, by its label, the part that is shown operation by operation (`detail`), all from 0 s on.
+
+    A step without loops is shown as a whole; a row that has nothing but copies is left out.
+    """
+    rows: dict[str, list[Event]] = {}
+    for label, step in steps.items():
+        start, end = step.detail or (0.0, step.step_s)
+        for stream, events in step.streams.items():
+            shown = [
+                replace(e, start=e.start - start)
+                for e in events
+                if start <= e.start < end and e.kind != LOOP
+            ]
+            if any(e.kind != "copy" for e in shown):
+                rows[f"{label}: {stream}"] = shown
+    last = max((e.end for events in rows.values() for e in events), default=0.0)
+    return Streams(name=name, title=title, caption=caption, streams=rows, step_s=last)
 
 
 def chrome_trace(streams: Mapping[str, Sequence[tuple]]) -> dict[str, Any]:

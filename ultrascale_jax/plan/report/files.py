@@ -13,7 +13,7 @@ from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
 from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.figures.palette import WHOLE
-from ultrascale_jax.figures.streams import Event, Streams
+from ultrascale_jax.figures.streams import Streams, events_of, side_by_side
 from ultrascale_jax.plan.report import runs
 from ultrascale_jax.plan.workload import GIB
 
@@ -117,11 +117,19 @@ def _compile(content: dict[str, Any], tail: str) -> list[Figure]:
     return found
 
 
-def _streams(content: dict[str, Any], name: str, where: str) -> Figure:
-    streams = {
-        stream: [Event(name=str(e[0]), start=e[1], duration=e[2], kind=str(e[3])) for e in events]
-        for stream, events in content["timeline"]["streams"].items()
-    }
+def _compiled_steps(sources: Sequence[Source]) -> list[Figure]:
+    """Draw each compiled step, and the timelines of several below each other."""
+    found = _each(_compile)(sources)
+    if len(sources) == 1:
+        return found
+    steps = {str(n): _streams(source.content, "", "") for n, source in enumerate(sources, 1)}
+    labels = "; ".join(f"{n}: {source.content['label']}" for n, source in enumerate(sources, 1))
+    caption = f"The part of each step that its timeline shows operation by operation, from its start on. {labels}."
+    return [*found, side_by_side("timelines", "Operation by operation", caption, steps)]
+
+
+def _streams(content: dict[str, Any], name: str, where: str) -> Streams:
+    streams = events_of(content["timeline"]["streams"])
     ends = [e.end for events in streams.values() for e in events]
     return Streams(
         name=name,
@@ -223,7 +231,7 @@ type Reader = Callable[[Sequence[Source]], list[Figure]]
 
 READERS: dict[str, Reader] = {
     "memory": _memory,
-    "compile": _each(_compile),
+    "compile": _compiled_steps,
     "search": _each(_search),
     "sweep": _runs,
 }
