@@ -1,7 +1,8 @@
-"""Take the pictures of `docs/pictures` with Chromium: `python -m scripts.screenshots [site] [watch]`.
+"""Take the pictures of `docs/pictures` with Chromium: `python -m scripts.screenshots [site] [watch] [planner]`.
 
 `site` needs the site in build/site (`make docs`); `watch` trains two small runs in build/screenshots, or takes those
-that are there from the last time. A picture is a PNG of few colours, so that the repository stays small.
+that are there from the last time; `planner` starts the planner's page. A picture is a PNG of 256 colours, so that
+the repository stays small.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -20,7 +22,7 @@ from ultrascale_jax.config import require
 ROOT = Path(__file__).parent.parent
 PICTURES, WORK = ROOT / "docs/pictures", ROOT / "build/screenshots"
 WIDTH = 1400
-COLOURS = 128
+COLOURS = 256
 
 RATES = ("1e-3", "3e-3")
 """Learning rates of the runs on the live page."""
@@ -47,11 +49,18 @@ def take(url: str, name: str, height: int, width: int = WIDTH) -> None:
     print(f"docs/pictures/{name}.png: {width} x {height}, {size / 1024:.0f} KiB")
 
 
-def ultrascale(*words: str) -> None:
-    """Run a command on the CPU, in build/screenshots, where paths are as short as a user's."""
+def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a command on the CPU, in build/screenshots, where paths are as short as a user's."""
+    WORK.mkdir(parents=True, exist_ok=True)
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "ultrascale_jax", *words]
-    subprocess.run(command, cwd=WORK, env=environ, check=True)
+    return subprocess.Popen(command, cwd=WORK, env=environ, text=True, **options)
+
+
+def ultrascale(*words: str) -> None:
+    """Run a command to its end, which must be a good one."""
+    code = start(*words).wait()
+    require(code == 0, "command", " ".join(words), f"ended with {code}; see above")
 
 
 def site() -> None:
@@ -63,7 +72,6 @@ def site() -> None:
 
 def watch() -> None:
     """Take the live page with two runs."""
-    WORK.mkdir(parents=True, exist_ok=True)
     for rate in RATES:
         if not (WORK / f"out/lr_{rate}/checkpoints/100").exists():
             ultrascale(
@@ -73,7 +81,17 @@ def watch() -> None:
     take((WORK / "runs.html").as_uri(), "watch", 1780)
 
 
-TAKES = {"site": site, "watch": watch}
+def planner() -> None:
+    """Take the planner's page for Llama 3 70B on 512 H100s."""
+    with start("plan", "serve", "llama3_70b", "--gpus", "512", stdout=subprocess.PIPE) as server:
+        try:
+            address = server.stdout.readline() if server.stdout else ""
+            take(address.partition(" ")[2].strip(), "planner", 1090)
+        finally:
+            server.terminate()
+
+
+TAKES = {"site": site, "watch": watch, "planner": planner}
 
 
 def main(names: Sequence[str]) -> None:
