@@ -1,7 +1,10 @@
 """`ultrascale plan serve`: what its page is told equals what the other verbs say, and an address can do no harm."""
 
+import base64
 import dataclasses
+import gzip
 import json
+import math
 import shlex
 import threading
 
@@ -11,6 +14,7 @@ from tests.dashboard.test_server import get
 from ultrascale_jax.cli import plan
 from ultrascale_jax.cli.plan_commands import common, serve
 from ultrascale_jax.cli.planner_page.answers import SWEEPS, Answers
+from ultrascale_jax.cli.planner_page.export import fixed_of, grid_of, table
 from ultrascale_jax.cli.planner_page.fields import FIELDS, SECTIONS, Bases
 from ultrascale_jax.cli.planner_page.programs import known_programs, of_summary, of_tables
 from ultrascale_jax.cli.planner_page.server import PlannerServer, page, settings, start
@@ -185,6 +189,7 @@ def test_what_xla_made_of_a_run_stands_beside_the_formula(answers, programs, tmp
         of_summary(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_the_search_fills_in_the_best_mesh():
     suggestions = Suggestions(bases_of("debug", "--gpus", "4"))
     refused = suggestions.suggest({"keep": "pp=1,zz=2"})["error"]
@@ -211,6 +216,29 @@ def test_the_search_fills_in_the_best_mesh():
     suggestions.suggest({"recipe": "llama3_405b", "gpus": "4096"})
     process = suggestions._search._process
     assert suggestions.cancel({}) == {} and process.returncode is not None
+
+
+def test_a_file_without_a_server_has_the_answers_of_its_grid():
+    answers, told = Answers(bases_of("debug", "--gpus", "1"), {}), []
+    found = table(answers, lambda done, total: told.append((done, total)))
+    kept = json.loads(gzip.decompress(base64.b64decode(found["answers"])))
+    assert len(kept) == len(told) == math.prod(map(len, found["grid"].values())) == told[-1][0]
+    assert all("error" not in answer for answer in kept.values())
+    for key in [*kept][::7]:
+        state = found["fixed"] | dict(zip(found["grid"], key.split("|"), strict=True))
+        own = json.loads(json.dumps(answers.plan(state)))
+        own.pop("programs", None)
+        assert kept[key] == own
+
+
+def test_a_grid_lies_around_the_command_line():
+    asked = bases_of("llama3_70b", "--gpus", "64", "--mesh", "dp=8,sp=8").ask({})
+    assert fixed_of(asked)["mesh.dp"] == "-1" and fixed_of(asked)["mesh.sp"] == "8"
+    grid = grid_of(asked)
+    assert grid["mesh.sp"] == ["1", "2", "4", "8"] and grid["mesh.pp"][-1] == "16"
+    assert grid["data.seq_len"] == ["4096", "8192", "16384", "32768"]
+    old = bases_of("debug", "--gpu", "a100").ask({})
+    assert grid_of(old)["train.precision"] == ["fp32", "bf16"]
 
 
 def test_the_server_answers_who_has_its_address_and_nobody_else():

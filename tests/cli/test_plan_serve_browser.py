@@ -103,3 +103,22 @@ def test_the_search_fills_the_best_mesh_in(url):
         step = browser.run('document.querySelector("#found tbody td:nth-child(3)").textContent')
         browser.wait_for(f"{STEP} === {json.dumps(step)}")
         assert browser.errors == []
+
+
+def test_an_exported_file_shows_its_grid_and_says_what_it_has_not(tmp_path, capsys):
+    file = tmp_path / "out/planner.html"
+    plan.main(["serve", "debug", "--gpus", "4", "--mesh", "fsdp=4", "--export", str(file)])
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    with Chromium(f"{file.as_uri()}#recipe=debug&mesh.sp=2&over=train.remat", 1000, 800) as browser:
+        shown = browser.wait_for('document.querySelector("#tiles .value")?.textContent')
+        command = browser.run('document.querySelector("code[data-name=memory]").textContent')
+        plan.main([*shlex.split(command)[2:], "--json"])
+        peak = json.loads(capsys.readouterr().out)["peak_bytes"]
+        assert "sp=2" in command and shown == f"{peak / 2**30:.2f} GiB"
+        assert browser.run('document.querySelectorAll("#sweep-memory .column").length') == 4
+        browser.type_into('[name="data.seq_len"]', "300")
+        browser.wait_for(
+            'document.getElementById("alert").textContent.includes("this file has 128")'
+        )
+        assert browser.run('document.getElementById("field-gpus").disabled')
+        assert browser.errors == []

@@ -7,6 +7,7 @@ it to others.
 
     ultrascale plan serve llama3_70b --gpus 512
     ultrascale plan serve llama3_8b --gpus 8 --compiled out/plan --port 8800
+    ultrascale plan serve llama3_8b --gpus 64 --export out/planner.html
 """
 
 import dataclasses
@@ -16,12 +17,16 @@ from pathlib import Path
 
 import tyro
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import recipe_of
-from ultrascale_jax.cli.planner_page.fields import Bases
+from ultrascale_jax.cli.planner_page.answers import Answers
+from ultrascale_jax.cli.planner_page.export import table
+from ultrascale_jax.cli.planner_page.fields import MACHINE, Bases
 from ultrascale_jax.cli.planner_page.programs import known_programs
-from ultrascale_jax.cli.planner_page.server import PlannerServer
+from ultrascale_jax.cli.planner_page.server import PlannerServer, page, settings
+from ultrascale_jax.config import require
+from ultrascale_jax.launch.run_files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class Options(common.Assumptions):
     """Secret of the page's address, for one that stays the same; by default a new one."""
     compiled: tuple[Path, ...] = ()
     """Folders that `plan compile --dump` wrote: what XLA made of a run is shown beside the formulas."""
+    export: Path | None = None
+    """Write one HTML file that needs no server, with a grid of configurations around the command line's, and end."""
 
     # The page has tables.
     json: tyro.conf.Suppress[bool] = False
@@ -51,7 +58,27 @@ def main(argv: Sequence[str]) -> None:
             cfg = dataclasses.replace(cfg, mesh=chosen.mesh)
         bases = Bases(recipe=recipe_of(arguments), cfg=cfg, options=options)
         programs = known_programs(options.compiled)
+        if options.export is not None:
+            export(Answers(bases, programs), options.export)
+            return
         server = PlannerServer(bases, programs, options.host, options.port, options.token)
     with server:
         print(f"planner: {server.url}", flush=True)
         server.serve_forever()
+
+
+def export(answers: Answers, file: Path) -> None:
+    """Write the page with a grid of answers inside it."""
+    with output.progress(transient=True) as progress:
+        task = progress.add_task("formulas", total=None)
+        grid = table(
+            answers, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    begin = {name: grid["fixed"][name] for name in ("recipe", *MACHINE)}
+    text, _ = page(settings(answers.bases) | {"table": grid, "start": begin})
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, text.encode())
+    except OSError as error:
+        require(False, "export", str(file), f"cannot be written: {error.strerror}")
+    print(f"wrote {file}")

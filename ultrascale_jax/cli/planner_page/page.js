@@ -65,7 +65,42 @@ function writeAddress() {
   history.replaceState(null, "", `${location.pathname}${location.search}#${params}`);
 }
 
+// ---- a page without a server has a table of answers ----------------------------------------------------------------
+
+let table = null;
+async function unpack() {
+  const { answers, grid, fixed } = SETTINGS.table, bytes = Uint8Array.from(atob(answers), (c) => c.charCodeAt(0));
+  const text = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  table = { answers: await new Response(text).json(), grid, fixed };
+}
+
+// What the table says of a state, or which of its fields the table has not.
+function lookUp(state) {
+  const full = { ...table.fixed, ...state }, has = (name) => name in table.grid ? table.grid[name] : [table.fixed[name]];
+  const missing = Object.keys(full).find((name) => !has(name).includes(full[name]));
+  if (missing === undefined) return table.answers[Object.keys(table.grid).map((name) => full[name]).join("|")];
+  const more = "`ultrascale plan serve` shows any";
+  return { error: { field: missing, text: `${missing}='${full[missing]}': this file has ${has(missing).join(", ") || "none"}; ${more}` } };
+}
+
+function lookUpSweep({ over, ...state }) {
+  const points = table.grid[over].map((value) => {
+    const change = { [over]: value }, found = lookUp({ ...state, ...change });
+    return { value, change, ...(found.error ? found : { parts: found.memory.parts, compiled: found.compiled, ...found.step }) };
+  });
+  const colours = Object.assign({}, ...Object.values(table.answers).map((found) => found.colours || {}));
+  return { over, label: SETTINGS.sweeps[over], points, colours };
+}
+
+function fitToTable() {
+  byId("suggest").hidden = true;
+  [...byId("over").options].filter((option) => !(option.value in table.grid)).forEach((option) => option.remove());
+  for (const [name, { row }] of fields) if (!(name in table.grid)) row.querySelectorAll("input, select, button").forEach((part) => { part.disabled = true; });
+}
+
 async function ask(path, query = {}) {
+  if (SETTINGS.table && !table) await unpack().then(fitToTable);
+  if (table) return path === "plan" ? lookUp(query) : lookUpSweep(query.over in table.grid ? query : { ...query, over: byId("over").value });
   const reply = await fetch(`${path}?${new URLSearchParams({ ...query, token: SETTINGS.token })}`);
   if (!reply.ok) throw new Error(`${reply.status} ${reply.statusText}`);
   return reply.json();
@@ -260,7 +295,8 @@ function show() {
   showSweep();
   showCompiled();
   showCommands();
-  byId("notes").textContent = [answer.chosen.why, ...answer.notes].filter(Boolean).join("\n");
+  const file = table ? `This file has ${whole(Object.keys(table.answers).length)} configurations; the grey choices are fixed in it.` : "";
+  byId("notes").textContent = [file, answer.chosen.why, ...answer.notes].filter(Boolean).join("\n");
   byId("keep").textContent = kept ? "Stop comparing" : "Keep to compare";
 }
 
@@ -529,7 +565,7 @@ function showSweep() {
 // ---- compiled programs, commands, suggestions ----------------------------------------------------------------------
 
 function showCompiled() {
-  const { compiled, memory, step, programs } = answer, box = byId("compiled");
+  const { compiled, memory, step, programs = [] } = answer, box = byId("compiled");
   if (compiled) {
     const time = compiled.step_s ? `; ${seconds(compiled.step_s)} a step, simulated (formula: ${seconds(step.step_s)}, ${signed(step.step_s / compiled.step_s - 1)})` : "";
     box.textContent = `XLA: ${(compiled.peak_bytes / GIB).toFixed(2)} GiB; formula: ${(memory.peak_bytes / GIB).toFixed(2)} GiB (${signed(memory.peak_bytes / compiled.peak_bytes - 1)})${time}. From ${compiled.source}.`;
