@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -37,11 +38,11 @@ class Options(common.Assumptions):
     """Address to listen on; 0.0.0.0 is every interface of this machine."""
     port: int = 0
     """Port to listen on; 0 is any that is free."""
-    token: str | None = None
-    """Secret of the page's address, for one that stays the same; by default a new one."""
-    compiled: tuple[Path, ...] = ()
+    token: Annotated[str | None, command_line.option("WORD", "a new one")] = None
+    """Secret of the page's address, for an address that stays the same."""
+    compiled: Annotated[tuple[Path, ...], command_line.option("DIR...")] = ()
     """Folders that `plan compile --dump` wrote: what XLA made of a run is shown beside the formulas."""
-    export: Path | None = None
+    export: Annotated[Path | None, command_line.option("FILE")] = None
     """Write one HTML file that needs no server, with a grid of configurations around the command line's, and end."""
 
     # The page has tables.

@@ -25,21 +25,11 @@ from ultrascale_jax.cli.planner_page.programs import Program
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
+from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import GPUS, Cluster
 from ultrascale_jax.plan.search.search_space import divisors
 from ultrascale_jax.plan.workload import Run, group
-
-TRAVELS = {
-    "pp": "activations and their gradients, from stage to stage",
-    "dp": "gradients, once a step",
-    "fsdp": "parameters and gradients, as the ZeRO stage says",
-    "ep": "tokens to their experts and back",
-    "cp": "keys and values of the sequence's other pieces",
-    "sp": "activations, gathered and scattered in every layer",
-    "tp": "activations, summed in every layer",
-}
-"""Axis to what its GPUs exchange."""
 
 TIMES = (
     *("matrix products", "attention", "memory traffic", "recomputation", "cores lent to NCCL"),
@@ -195,26 +185,24 @@ def colours_of(parts: Iterable[str]) -> dict[str, str]:
 
 def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
     """Return how the axes lie on the nodes; `parts` are the seconds of the step."""
-    axes = []
-    for axis, size in run.mesh.sizes.items():
-        ranks = group(run.mesh, (axis,), cluster.gpus_per_node)
-        waits = [s for name, s in parts.items() if axis in exposed_axes(name)]
-        axes.append(
-            {
-                "name": axis,
-                "size": size,
-                "per_node": ranks.per_node,
-                "nodes": ranks.nodes,
-                "travels": TRAVELS[axis],
-                "exposed_s": sum(waits),
-            }
-        )
     return {
-        "axes": axes,
+        "axes": [{"name": axis, "size": size} for axis, size in run.mesh.sizes.items()],
         "gpus": cluster.num_gpus,
         "gpus_per_node": cluster.gpus_per_node,
-        "intra_gbs": cluster.intra_gbs,
-        "inter_gbs": cluster.inter_gbs,
+        "links": [
+            {
+                "name": axis.axis,
+                "splits": axis.splits,
+                "sends": axis.sends,
+                "nodes": axis.nodes,
+                "per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node,
+                "gbs": axis.gbs,
+                "bytes": axis.volume,
+                "ratio": axis.ratio,
+                "exposed_s": sum(s for name, s in parts.items() if axis.axis in exposed_axes(name)),
+            }
+            for axis in place(run, cluster)
+        ],
     }
 
 
@@ -234,8 +222,9 @@ def values_of(over: str, asked: Asked) -> list[str]:
         ]
         return [str(value) for value in scaled]
     if over == "train.microbatches":
-        shards = cfg.mesh.resolve(num_gpus).batch
-        return [str(n) for n in divisors(max(1, cfg.train.global_batch // shards))]
+        mesh = cfg.mesh.resolve(num_gpus)
+        counts = divisors(max(1, cfg.train.global_batch // mesh.batch))
+        return [str(n) for n in counts if n >= mesh.pp]  # a pipeline has no fewer
     if over.startswith("mesh."):
         return [str(n) for n in divisors(num_gpus) if n <= WIDEST]
     choices = GPUS if over == "gpu" else FIELDS[over].choices

@@ -55,7 +55,7 @@ function readAddress() {
   changes = Object.fromEntries(params);
   if (!(RECIPE in changes)) changes = { ...SETTINGS.start, ...changes };
   kept = vs ? Object.fromEntries(new URLSearchParams(vs)) : null;
-  if (over in SETTINGS.sweeps) byId("over").value = over;
+  if (Object.hasOwn(SETTINGS.sweeps, over)) byId("over").value = over;
 }
 
 function writeAddress() {
@@ -394,9 +394,10 @@ function showMemory() {
   const verdict = byId("verdict");
   verdict.replaceChildren();
   const hint = memory.hint && `${memory.hint} (${gib(memory.hint_bytes)} GiB)`;
-  if (memory.fits && hint) verdict.append(`There is room for ${hint}. `);
+  const roomy = memory.fits && hint && memory.hint_bytes > memory.peak_bytes;
+  if (roomy) verdict.append(`There is room for ${hint}. `);
   if (!memory.fits) verdict.append(hint ? `Try ${hint}. ` : "On this mesh nothing is enough; let the search find another. ");
-  if (hint) verdict.append(button("Take it", () => takeWords(memory.hint)));
+  if (roomy || (hint && !memory.fits)) verdict.append(button("Take it", () => takeWords(memory.hint)));
 }
 
 function button(text, work) {
@@ -437,7 +438,7 @@ function coordinates(rank, axes) {
 }
 
 function showMesh() {
-  const { axes, gpus, gpus_per_node: perNode, intra_gbs: intra, inter_gbs: inter } = answer.mesh;
+  const { axes, gpus, gpus_per_node: perNode } = answer.mesh;
   chosenGpu = Math.min(chosenGpu, gpus - 1);
   const own = coordinates(chosenGpu, axes), used = axes.filter((axis) => axis.size > 1);
   const nodes = Math.ceil(gpus / perNode), narrow = byId("map").clientWidth < 500;
@@ -463,19 +464,22 @@ function showMesh() {
   if (nodes > drawnNodes) byId("map").append(element("p", `and ${whole(nodes - drawnNodes)} more nodes`, "soft"));
   const where = used.map((axis) => `${axis.name} ${own[axis.name] + 1} of ${axis.size}`).join(", ");
   byId("gpu").textContent = `GPU ${chosenGpu} in node ${Math.floor(chosenGpu / perNode)} of ${whole(nodes)} is ${where || "alone"}; in colour, whom it talks to. Choose another by click or arrow keys.`;
-  axesTable(used, intra, inter);
+  linksTable(answer.mesh);
 }
 
-function axesTable(used, intra, inter) {
+function linksTable({ axes, links }) {
   const head = element("tr"), body = element("tbody"), top = element("thead");
-  ["axis", "size", "in a node", "nodes", "slowest link", "waits", "what travels"].forEach((name, n) => head.append(element("th", name, ...(n === 6 ? ["text"] : []))));
+  const columns = ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm. / comp.", "waits"];
+  columns.forEach((name, n) => head.append(element("th", name, ...(n > 1 && n < 5 ? ["text"] : []))));
   top.append(head);
-  used.forEach((axis) => {
+  links.forEach((link) => {
     const row = element("tr"), first = element("td");
-    first.append(swatch(AXIS_COLOURS[axis.name]), axis.name);
-    const link = axis.nodes > 1 ? `network, ${inter} GB/s` : `in the node, ${intra} GB/s`;
-    row.append(first, ...[whole(axis.size), axis.per_node, whole(axis.nodes), link, axis.exposed_s ? seconds(axis.exposed_s) : ""].map((text) => element("td", text)));
-    row.append(element("td", axis.travels, "text"));
+    first.append(swatch(AXIS_COLOURS[link.name]), link.name);
+    const where = link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} GPUs in each`;
+    row.append(first, element("td", whole(axes.find((axis) => axis.name === link.name).size)));
+    row.append(...[link.splits, link.sends, where].map((text) => element("td", text, "text")));
+    const numbers = [short(link.gbs), link.bytes === null ? "" : gib(link.bytes), link.ratio === null ? "" : link.ratio.toFixed(2)];
+    row.append(...[...numbers, link.exposed_s ? seconds(link.exposed_s) : ""].map((text) => element("td", text)));
     body.append(row);
   });
   byId("axes").replaceChildren(top, body);
@@ -494,6 +498,12 @@ function moveGpu(event) {
 
 const nameOf = (value) => value.startsWith("save:") ? `${value.slice(5).split(",").length} saved` : /^\d{4,}$/.test(value) ? whole(Number(value)) : value;
 
+// The value of the sweep's field that is shown: what `auto` has become.
+function current() {
+  const text = answer.state[sweep.over];
+  return text === "auto" ? String(answer.chosen[sweep.over.split(".")[1]]) : text;
+}
+
 // Columns of stacked parts: each of `points` has `stack` ([colour, value] from below), a `mark` of XLA, a `limit`, and a text.
 function columns(box, points, say) {
   const room = Math.max(260, box.clientWidth), left = 42, top = 14;
@@ -508,8 +518,8 @@ function columns(box, points, say) {
     svg.append(drawn("line", { x1: left, x2: room, y1: Y(tick), y2: Y(tick), stroke: "var(--line)" }), drawn("text", { x: left - 5, y: Y(tick) + 4, "text-anchor": "end" }, short(Number(tick.toPrecision(6)))));
   }
   points.forEach((point, n) => {
-    const x = left + n * pitch + 0.15 * pitch, width = 0.7 * pitch, current = point.value === answer.state[sweep.over];
-    const group = drawn("g", { class: current ? "column here" : "column", tabindex: 0, role: "button", "aria-label": point.text });
+    const x = left + n * pitch + 0.15 * pitch, width = 0.7 * pitch, here = point.value === current();
+    const group = drawn("g", { class: here ? "column here" : "column", tabindex: 0, role: "button", "aria-label": point.text });
     group.append(drawn("rect", { x: left + n * pitch, y: 0, width: pitch, height, fill: "transparent" }));
     let from = 0;
     for (const [colour, value] of point.stack) {
@@ -519,7 +529,7 @@ function columns(box, points, say) {
     if (from > most) group.append(drawn("text", { x: x + width / 2, y: top - 2, "text-anchor": "middle" }, say(from)));
     if (!point.stack.length) group.append(drawn("text", { x: x + width / 2, y: height - bottom - 6, "text-anchor": "middle" }, "–"));
     if (point.mark) group.append(drawn("rect", { x: x - 2, width: width + 4, y: Y(point.mark) - 1.5, height: 3, fill: "var(--ink)" }));
-    if (current) group.append(drawn("rect", { x: x - 3, width: width + 6, y: top, height: height - top - bottom + 1, fill: "none", stroke: "var(--mark)", "stroke-width": 1.5, rx: 3 }));
+    if (here) group.append(drawn("rect", { x: x - 3, width: width + 6, y: top, height: height - top - bottom + 1, fill: "none", stroke: "var(--mark)", "stroke-width": 1.5, rx: 3 }));
     const words = nameOf(point.value);
     const label = drawn("text", { x: x + width / 2, y: height - bottom + 14, "text-anchor": turned ? "end" : "middle" }, words);
     if (turned) label.setAttribute("transform", `rotate(-28 ${x + width / 2} ${height - bottom + 14})`);
@@ -548,8 +558,8 @@ function showSweep() {
     ...shared(p), stack: p.error ? [] : [[p.fits ? "#4477AA" : "var(--line)", p.tokens_per_s_gpu]],
     mark: p.compiled && p.compiled.step_s ? p.tokens_per_s_gpu * p.step_s / p.compiled.step_s : null,
   })), whole);
-  const current = sweep.points.find((p) => p.value === answer.state[sweep.over]);
-  byId("reading").textContent = current ? text(current) : "Point at a column to read it; click to take it. Grey does not fit.";
+  const shownPoint = sweep.points.find((p) => p.value === current());
+  byId("reading").textContent = shownPoint ? text(shownPoint) : "Point at a column to read it; click to take it. Grey does not fit.";
   const head = element("tr"), body = element("tbody"), top = element("thead");
   [sweep.label, "GiB", "step", "tokens/s/GPU", "MFU", "configuration"].forEach((name, n) => head.append(element("th", name, ...(n === 5 ? ["text"] : []))));
   top.append(head);
@@ -666,6 +676,7 @@ makeForm();
 readAddress();
 byId("suggest").addEventListener("click", suggest);
 byId("search").addEventListener("click", suggest);
+byId("pinned").addEventListener("keydown", (event) => { if (event.key === "Enter") suggest(); });
 byId("cancel").addEventListener("click", () => { searching++; byId("cancel").hidden = true; byId("progress").textContent = "stopped"; ask("cancel"); });
 byId("keep").addEventListener("click", keep);
 byId("link").addEventListener("click", () => copyText(location.href, byId("link")));
