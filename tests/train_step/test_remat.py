@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,17 @@ def with_policy(policy):
     return dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, remat=policy))
 
 
+def stacked_bytes(traced):
+    """Bytes of what the scan over layers stacks for the backward pass, on all devices."""
+    scans = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
+    layers = next(e for e in scans if e.params["length"] == CFG.model.num_layers)
+    shapes = [v.aval for v in layers.outvars if v.aval.shape[:1] == (CFG.model.num_layers,)]
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+
+
 @functools.cache
 def compiled(policy):
-    """Bytes of temporaries and the gradients of the loss, from one program."""
+    """Bytes that the layers keep, bytes of temporaries, and the gradients of the loss, from one program."""
     mesh = make_mesh(CFG.mesh, jax.devices()[:2])
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (8, 129)).astype(np.int32)
@@ -42,11 +51,14 @@ def compiled(policy):
         batch = jax.device_put(batch, NamedSharding(mesh, act("BT")))
         params, weight = some_state(CFG, mesh).params, jnp.float32(1e-3)
         gradients = functools.partial(loss_and_gradients, with_policy(policy))
-        program = jax.jit(gradients).lower(params, batch, weight).compile()
-        return program.memory_analysis().temp_size_in_bytes, program(params, batch, weight)[1]
+        traced = jax.jit(gradients).trace(params, batch, weight)
+        program = traced.lower().compile()
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        return stacked_bytes(traced), temporaries, program(params, batch, weight)[1]
 
 
-# On H100s hlo/test_recomputation.py orders them all.
+# On H100s hlo/test_recomputation.py orders their peaks. A CPU's peak has also what one layer holds while it runs backward:
+# under `dots`, which recomputes more than `selective`, that is 1.1 MB more here, and what the layers keep 0.8 MB less.
 @pytest.mark.wide
 def test_policies_order_by_what_they_keep():
     sizes = [compiled(policy)[0] for policy in ("none", "selective", "dots", "full")]
@@ -56,7 +68,7 @@ def test_policies_order_by_what_they_keep():
 @pytest.mark.wide
 def test_selective_keeps_no_attention_scores():
     scores = 4 * (4 * 4 * 128 * 128) * 4  # layers * (rows of a device * heads * T * S) * bytes
-    assert compiled("none")[0] - compiled("selective")[0] >= scores
+    assert compiled("none")[1] - compiled("selective")[1] >= scores
 
 
 # Rows of tests/parity recompute by the others.
@@ -66,7 +78,7 @@ def test_selective_keeps_no_attention_scores():
     [NAMED, *(pytest.param(p, marks=pytest.mark.wide) for p in ("selective", "dots", "full"))],
 )
 def test_policy_changes_no_gradient(policy):
-    (_, found), (_, expected) = compiled(policy), compiled("none")
+    (*_, found), (*_, expected) = compiled(policy), compiled("none")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
