@@ -144,8 +144,8 @@ def test_balancing_evens_the_load_of_a_router_with_a_favourite(mesh, moe, lr):
     )
     busiest = np.asarray(metrics["moe_max_load"])
     assert busiest[0] > 3
-    # Single steps scatter: the loss steers by the batches before, and a batch is 256 tokens of 32 kinds. Without balancing
-    # the mean is about 3.9; with the loss three seeds give 1.18 to 1.34, and single steps of two of them 1.7.
+    # Single steps scatter: the loss steers by the batches before, and a batch is 256 tokens of 32 kinds. Without
+    # balancing the mean is about 3.9; with the loss three seeds give 1.18 to 1.34, and single steps of two of them 1.7.
     assert np.mean(busiest[-10:]) < 1.4
     assert not np.any(metrics["moe_dropped"])
     np.testing.assert_allclose(np.mean(metrics["moe_load"], 1), 1, rtol=1e-5)

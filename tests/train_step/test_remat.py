@@ -57,7 +57,7 @@ def compiled(policy):
         return stacked_bytes(traced), temporaries, program(params, batch, weight)[1]
 
 
-# On H100s hlo/test_recomputation.py orders their peaks. A CPU's peak has also what one layer holds while it runs backward:
+# On H100s hlo/test_recomputation.py orders their peaks. A CPU's peak also has what a layer holds in its backward pass:
 # under `dots`, which recomputes more than `selective`, that is 1.1 MB more here, and what the layers keep 0.8 MB less.
 @pytest.mark.wide
 def test_policies_order_by_what_they_keep():
