@@ -469,13 +469,13 @@ function showMesh() {
 
 function linksTable({ axes, links }) {
   const head = element("tr"), body = element("tbody"), top = element("thead");
-  const columns = ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm. / comp.", "waits"];
+  const columns = ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm./comp.", "waits"];
   columns.forEach((name, n) => head.append(element("th", name, ...(n > 1 && n < 5 ? ["text"] : []))));
   top.append(head);
   links.forEach((link) => {
     const row = element("tr"), first = element("td");
     first.append(swatch(AXIS_COLOURS[link.name]), link.name);
-    const where = link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} GPUs in each`;
+    const where = link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} in each`;
     row.append(first, element("td", whole(axes.find((axis) => axis.name === link.name).size)));
     row.append(...[link.splits, link.sends, where].map((text) => element("td", text, "text")));
     const numbers = [short(link.gbs), link.bytes === null ? "" : gib(link.bytes), link.ratio === null ? "" : link.ratio.toFixed(2)];
