@@ -258,8 +258,7 @@ class Transformer(nnx.Module):
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
-        embed = gather_param(self.embed[...], "VD", "BT", dtype, zero_sizes(self.cfg))
-        x_BRD = embed_lookup(embed, tokens_BT)
+        x_BRD = embed_lookup(self.embed[...], tokens_BT, dtype, zero_sizes(self.cfg))
         return x_BRD * jnp.asarray(self.cfg.d_model**0.5, dtype) if self.cfg.embed_scale else x_BRD
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@
     partial_axes                      axes over which an activation may be a partial sum
     offset, piece                     where this device's piece begins, and its size
     broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
-    embed_lookup                      rows of a table whose rows are split
+    embed_lookup                      rows of a table that is split
 
 In an Explicit program an array is the whole value, its type says how it is split, and JAX communicates where types ask
 for it. In a region that is manual over all axes (`rules.manual`) an array is this device's piece, and `jax.lax`
@@ -25,6 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.sharding.rules import (
+    BATCH,
     SHARD,
     TENSOR,
     act,
@@ -339,27 +340,57 @@ def repeat_kv_heads(weight: jax.Array, dims: str, act_dims: str, num_kv_heads: i
     return jax.reshard(weight, spec)
 
 
-def embed_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def embed_lookup(
+    table_VD: jax.Array,
+    tokens_BT: jax.Array,
+    dtype: jax.typing.DTypeLike,
+    sizes: Mapping[str, int],
+) -> jax.Array:
     """Look up tokens in the embedding table: the residual stream `[B, R, D]`; on pieces a partial sum over pp.
 
-    The table's D is split over the tensor group for the look-up. Then D travels back: an all-to-all over sp, which
-    splits the sequence, and an all-gather over tp. On pieces each device looks up the rows
-    that it has; their sum is reduce-scattered over sp and all-reduced over tp.
+    A table whose D ZeRO splits over axes of the batch stays split: each device looks up its columns for all tokens of
+    these axes, in the table's own type, so that the gradients of a token's row add up in it. Then D travels back: an
+    all-to-all over (fsdp, ep), which splits the batch again. A table that rests otherwise is gathered. What is left of
+    D is split over the tensor group for the look-up; it travels back by an all-to-all over sp, which splits the
+    sequence, and an all-gather over tp. On pieces each device looks up the rows that it has; their sum is
+    reduce-scattered over sp and all-reduced over tp.
+
+    Args:
+      table_VD: the parameter, whole or as it rests.
+      tokens_BT: token ids, int32.
+      dtype: type of compute.
+      sizes: as of `gather_param`.
     """
     if manual():
+        table_VD = gather_param(table_VD, "VD", "BT", dtype, sizes)
         rows = tokens_BT - offset("V", table_VD.shape[0])
         rows_of = table_VD.at[rows]
         x_BTD = rows_of.get(mode="fill", fill_value=0, wrap_negative_indices=False)
         return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
     (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
-    # Two moves, not one: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
-    reduced = gradient_axes("VD", "BT")
-    if mesh_size("pp") > 1:
-        table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
-    table_VD = jax.reshard(table_VD, P(None, ("tp", "sp"), reduced=reduced))
-    x_BTD = table_VD.at[tokens_BT].get(out_sharding=P(batch, sequence, ("tp", "sp")), mode="clip")
-    x_BRD = jax.reshard(x_BTD, P(batch, rest, "tp"))
-    return jax.reshard(x_BRD, act("BRD"))
+    columns = _split_columns(table_VD)
+    reduced = gradient_axes("VD", "BT") - set(columns)
+    # One move at a time: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
+    if columns:
+        table_VD = jax.reshard(table_VD, P(TENSOR, columns, reduced=reduced))
+    else:
+        table_VD = gather_param(table_VD, "VD", "BT", dtype, sizes)
+        if mesh_size("pp") > 1:
+            table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
+    table_VD = jax.reshard(table_VD, P(None, (*columns, "tp", "sp"), reduced=reduced))
+    rows = tuple(axis for axis in batch or () if axis not in columns)
+    x_BTD = table_VD.at[jax.reshard(tokens_BT, P(rows, sequence))].get(
+        out_sharding=P(rows, sequence, (*columns, "tp", "sp")), mode="clip"
+    )
+    x_BRD = jax.reshard(x_BTD.astype(dtype), P(rows, rest, (*columns, "tp")))
+    return jax.reshard(jax.reshard(x_BRD, P(rows, rest, columns)), act("BRD"))
+
+
+def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
+    """Return the axes of the batch over which ZeRO splits the columns of an embedding table at rest."""
+    split = jax.typeof(table_VD).sharding.spec.partitions[1] or ()
+    columns = tuple(axis for axis in SHARD if axis in split and axis in BATCH)
+    return columns if mesh_size(*columns) > 1 else ()
 
 
 @jax.custom_vjp

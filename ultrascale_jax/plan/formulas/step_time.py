@@ -154,16 +154,22 @@ class Step:
     def head(self) -> dict[str, float]:
         """Time the output projection of one micro-batch, and gathering its table and the embedding's.
 
-        Each module of `model.mtp_layers` has one too, and a projection of its own.
+        Each module of `model.mtp_layers` has one too, and a projection of its own. Where ZeRO-3 splits the embedding's
+        columns over axes of the batch, they stay so and looked-up tokens travel (`sharding/primitives.embed_lookup`).
         """
         shape, n = self.shape, self.tensor.ranks
         forward, backward = self.head_products(), self.head_products(backward=True)
-        tables = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.d_model
-        params = [(tables / n, self.shards)]
+        split = self.group("fsdp", "ep")
+        stays = self.run.zero == 3 and self.mesh.pp == 1 and split.ranks > 1
+        head = shape.vocab_size * shape.d_model / n
+        tables = [(head if shape.tied_embeddings else 2 * head, self.shards)]
+        size = 2 * self.run.tokens * shape.d_model / self.mesh.sp
+        looked_up = 2 * self.collective("all-to-all", size, split) if stays else 0.0
+        gathered = [(head, self.shards)] if stays else tables
         return {
             "matrix products": forward + backward,
-            "memory traffic": self.accumulation(params),
-            "exposed fsdp": self.parameters(params, forward, backward),
+            "memory traffic": self.accumulation(tables),
+            "exposed fsdp": self.parameters(gathered, forward, backward) + looked_up,
         }
 
     def head_products(self, *, backward: bool = False) -> float:
