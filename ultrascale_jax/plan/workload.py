@@ -149,8 +149,8 @@ class Run:
     @property
     def prefetches(self) -> bool:
         """Whether layers gather ahead and scatter late."""
-        own = {"zero": self.zero, "remat": self.remat, "pp": self.mesh.pp, "shards": self.shards}
-        return gathers_ahead(**own) and not self.adapter_params
+        ahead = gathers_ahead(zero=self.zero, remat=self.remat, pp=self.mesh.pp)
+        return ahead and not self.adapter_params
 
     @property
     def packs_documents(self) -> bool:

@@ -101,6 +101,8 @@ def xla_options(cfg: Config) -> dict[str, int | bool | str]:
     Products in fp8 are cuBLASLt's. XLA makes a bfloat16 one of them where Triton may take it, and where it merges
     products of one activation, as of q, k and v, whose matrices have a scale each.
     """
+    for axis, size in cfg.mesh.sizes.items():
+        require(size > 0, f"mesh.{axis}", size, "has no size before cfg.check(num_devices)")
     options: dict[str, int | bool | str] = {}
     if cfg.mesh.pp > 1:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4

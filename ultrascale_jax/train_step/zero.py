@@ -10,13 +10,11 @@
 Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config, gathers_ahead, require
+from ultrascale_jax.config import Config, gathers_ahead
 from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -58,12 +56,9 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
 
 
 def prefetches(cfg: Config) -> bool:
-    """Return whether the scan over layers gathers ahead and scatters late, on the mesh that `cfg` was checked for."""
-    shards = math.prod(cfg.mesh.sizes[axis] for axis in SHARD)
-    require(shards > 0, "mesh.fsdp", cfg.mesh.fsdp, "has no size before cfg.check(num_devices)")
+    """Return whether the scan over layers gathers ahead and scatters late."""
+    ahead = gathers_ahead(zero=cfg.train.zero, remat=cfg.train.remat, pp=cfg.mesh.pp)
     # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
-    zero, remat = cfg.train.zero, cfg.train.remat
-    ahead = gathers_ahead(zero=zero, remat=remat, pp=cfg.mesh.pp, shards=shards)
     return ahead and not cfg.train.lora
 
 
