@@ -25,7 +25,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.sharding.rules import (
-    BATCH,
     SHARD,
     TENSOR,
     act,
@@ -348,12 +347,12 @@ def embed_lookup(
 ) -> jax.Array:
     """Look up tokens in the embedding table: the residual stream `[B, R, D]`; on pieces a partial sum over pp.
 
-    A table whose D ZeRO splits over axes of the batch stays split: each device looks up its columns for all tokens of
-    these axes, in the table's own type, so that the gradients of a token's row add up in it. Then D travels back: an
-    all-to-all over (fsdp, ep), which splits the batch again. A table that rests otherwise is gathered. What is left of
-    D is split over the tensor group for the look-up; it travels back by an all-to-all over sp, which splits the
-    sequence, and an all-gather over tp. On pieces each device looks up the rows that it has; their sum is
-    reduce-scattered over sp and all-reduced over tp.
+    A table whose D ZeRO splits stays split, but not with both cp and sp: each device looks up its columns for all
+    tokens of these axes, in the table's own type, so that the gradients of a token's row add up in it. Then D travels
+    back by all-to-alls, which split the batch over (fsdp, ep) and the sequence over cp again. A table that rests
+    otherwise is gathered. What is left of D is split over the tensor group for the look-up; it travels back by an
+    all-to-all over sp, which splits the sequence, and an all-gather over tp. On pieces each device looks up the rows
+    that it has; their sum is reduce-scattered over sp and all-reduced over tp.
 
     Args:
       table_VD: the parameter, whole or as it rests.
@@ -367,7 +366,6 @@ def embed_lookup(
         rows_of = table_VD.at[rows]
         x_BTD = rows_of.get(mode="fill", fill_value=0, wrap_negative_indices=False)
         return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
-    (batch,), (sequence,), (rest,) = (act(dim).partitions for dim in "BTR")
     columns = _split_columns(table_VD)
     reduced = gradient_axes("VD", "BT") - set(columns)
     # One move at a time: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
@@ -378,19 +376,26 @@ def embed_lookup(
         if mesh_size("pp") > 1:
             table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
     table_VD = jax.reshard(table_VD, P(None, (*columns, "tp", "sp"), reduced=reduced))
-    rows = tuple(axis for axis in batch or () if axis not in columns)
-    x_BTD = table_VD.at[jax.reshard(tokens_BT, P(rows, sequence))].get(
-        out_sharding=P(rows, sequence, (*columns, "tp", "sp")), mode="clip"
+    batch, sequence, rest = (
+        tuple(axis for axis in act_axes(dim) if axis not in columns) for dim in "BTR"
     )
-    x_BRD = jax.reshard(x_BTD.astype(dtype), P(rows, rest, (*columns, "tp")))
-    return jax.reshard(jax.reshard(x_BRD, P(rows, rest, columns)), act("BRD"))
+    rows_of = table_VD.at[jax.reshard(tokens_BT, P(batch, sequence))]
+    x_BTD = rows_of.get(out_sharding=P(batch, sequence, (*columns, "tp", "sp")), mode="clip")
+    x_BRD = jax.reshard(x_BTD.astype(dtype), P(batch, rest, (*columns, "tp")))
+    x_BRD = jax.reshard(x_BRD, P(batch, rest, columns))
+    if "cp" in columns:
+        x_BRD = jax.reshard(x_BRD, P(batch, act_axes("R"), columns[:-1]))
+    return jax.reshard(x_BRD, act("BRD"))
 
 
 def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
-    """Return the axes of the batch over which ZeRO splits the columns of an embedding table at rest."""
+    """Return the axes over which ZeRO splits the columns of an embedding table at rest, if they may stay so.
+
+    They travel back one after another from the last, which must not leave cp outside of sp in the sequence.
+    """
     split = jax.typeof(table_VD).sharding.spec.partitions[1] or ()
-    columns = tuple(axis for axis in SHARD if axis in split and axis in BATCH)
-    return columns if mesh_size(*columns) > 1 else ()
+    columns = tuple(axis for axis in SHARD if axis in split and mesh_size(axis) > 1)
+    return () if "cp" in columns and mesh_size("sp") > 1 else columns
 
 
 @jax.custom_vjp

@@ -28,6 +28,8 @@ class FrameworkProfile:
     passes: float
     """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
     matrix products and attention."""
+    kept_passes: int = 0
+    """Writes and reads of what `remat="none"` keeps and other recomputation would make again."""
     logit_bytes: float
     """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
     host_s: float
@@ -50,6 +52,7 @@ class FrameworkProfile:
 
 ULTRASCALE = FrameworkProfile(
     passes=19,
+    kept_passes=2,
     logit_bytes=14,
     host_s=0.35e-3,
     gathers=6,

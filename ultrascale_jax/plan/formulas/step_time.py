@@ -4,6 +4,8 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
+from dataclasses import replace
+
 from ultrascale_jax.config import REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
@@ -154,17 +156,17 @@ class Step:
     def head(self) -> dict[str, float]:
         """Time the output projection of one micro-batch, and gathering its table and the embedding's.
 
-        Each module of `model.mtp_layers` has one too, and a projection of its own. Where ZeRO-3 splits the embedding's
-        columns over axes of the batch, they stay so and looked-up tokens travel (`sharding/primitives.embed_lookup`).
+        Each module of `model.mtp_layers` has one too, and a projection of its own. The embedding's columns that ZeRO-3
+        splits may stay so, and looked-up tokens travel (`embed_lookup` of sharding/primitives.py).
         """
         shape, n = self.shape, self.tensor.ranks
         forward, backward = self.head_products(), self.head_products(backward=True)
-        split = self.group("fsdp", "ep")
-        stays = self.run.zero == 3 and self.mesh.pp == 1 and split.ranks > 1
+        stays = self.run.zero == 3 and self.mesh.pp == 1 and self.shards.ranks > 1
+        stays &= self.mesh.cp == 1 or self.mesh.sp == 1
         head = shape.vocab_size * shape.d_model / n
         tables = [(head if shape.tied_embeddings else 2 * head, self.shards)]
         size = 2 * self.run.tokens * shape.d_model / self.mesh.sp
-        looked_up = 2 * self.collective("all-to-all", size, split) if stays else 0.0
+        looked_up = 2 * self.collective("all-to-all", size, self.shards) if stays else 0.0
         gathered = [(head, self.shards)] if stays else tables
         return {
             "matrix products": forward + backward,
@@ -196,13 +198,17 @@ class Step:
     def recomputed(self) -> float:
         """Time what the backward pass repeats of the forward pass: all that is not kept but a layer's last product.
 
+        What is kept although it costs little to make again travels to memory and back instead.
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
         """
         remat, passes, seconds = self.run.remat, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
             seconds = passes.forward + self.tensor_group() / 2
         if remat == "none":
-            return seconds
+            named = replace(self.run, remat="selective")
+            every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
+            moved = self.profile.kept_passes * (every - some)
+            return seconds + costs.memory_seconds(self.gpu, moved)
         kept = self.kept
         seconds += passes.traffic / 3
         if "attn_core" not in kept:
