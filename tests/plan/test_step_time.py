@@ -169,11 +169,13 @@ def test_a_tensor_group_across_nodes_is_much_slower():
 
 
 def test_recomputing_more_takes_longer():
-    policies = ("none", "selective", "save:q,k,v", "full")
+    policies = ("selective", "save:q,k,v", "full")
     found = [speed(run(fsdp=8, remat=remat)).step_s for remat in policies]
     assert found == sorted(found) and len(set(found)) == len(found)
     # Both make again what lies between products and attention, and nothing else.
-    assert speed(run(fsdp=8, remat="dots")).step_s == found[1]
+    assert speed(run(fsdp=8, remat="dots")).step_s == found[0]
+    # To keep that as well costs more than to make it again, in XLA's programs too (docs/planning.md).
+    assert found[0] < speed(run(fsdp=8, remat="none")).step_s < found[1]
     # The playbook: full recomputation costs 30 to 40% of the compute, a third of it without the last product.
     assert 1.15 < found[-1] / found[0] < 1.4
 

@@ -198,12 +198,14 @@ class Step:
     def recomputed(self) -> float:
         """Time what the backward pass repeats of the forward pass: all that is not kept but a layer's last product.
 
-        What is kept although it costs little to make again travels to memory and back instead.
+        Without a pipeline, what `none` keeps beyond `selective` is charged with its way to memory and back.
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
         """
         remat, passes, seconds = self.run.remat, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
             seconds = passes.forward + self.tensor_group() / 2
+        if remat == "none" and self.mesh.pp > 1:
+            return seconds
         if remat == "none":
             named = replace(self.run, remat="selective")
             every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
