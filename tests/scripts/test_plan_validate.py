@@ -155,4 +155,4 @@ def test_the_help_of_the_checkout_names_the_verb(capsys):
     assert capsys.readouterr().out.rstrip().endswith("In this checkout also: validate")
     with pytest.raises(SystemExit):
         plan.main(["guess"], VERBS)
-    assert "sweep, report, validate" in capsys.readouterr().err
+    assert "sweep, serve, report, validate" in capsys.readouterr().err
