@@ -1,6 +1,7 @@
 """Llama-3-8B on 8 H100s: it fits, and the GPUs never wait for a collective that something could hide."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -50,6 +51,23 @@ def test_fully_sharded_gathers_run_beside_matmuls(fully_sharded):
     gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and c.loops]
     hidden = sum(c.result_bytes for c in gathers if c.hidden_by_heavy)
     assert hidden >= 0.8 * sum(c.result_bytes for c in gathers)
+
+
+@pytest.mark.slow
+def test_fully_sharded_sets_no_activations_to_zero_and_gathers_no_embedding(fully_sharded):
+    m, tokens = RUN.model, RUN.train.global_batch // 8 * RUN.data.seq_len
+    stack = rf"bf16\[{m.num_layers},{RUN.train.global_batch // 8},{RUN.data.seq_len},{m.d_model}\]"
+    assert re.search(
+        rf"{stack}\S* custom-call\(\), custom_call_target=\"AllocateBuffer", fully_sharded.text
+    )
+    assert not re.search(rf"{stack}\S* (broadcast|copy)\(", fully_sharded.text)
+    # Token ids travel, the looked-up tokens and their gradients; the one table that is gathered is the head.
+    embedding = [c for c in fully_sharded.collectives if "embedding" in c.op_name]
+    moved = [c.operand_bytes for c in embedding if c.kind == "all-to-all"]
+    assert moved == [2 * tokens * m.d_model] * 2
+    table = 2 * m.vocab_size * m.d_model
+    gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and not c.loops]
+    assert sum(a.bytes == table // 8 for c in gathers for a in c.operands) == 1
 
 
 # The same layers with half the weights gathered: fully sharded is the harder one on both counts.

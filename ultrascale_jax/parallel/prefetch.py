@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import vary
 
 
 class Layer(NamedTuple):
@@ -264,13 +263,8 @@ def _empty(like: Any, num: int) -> jax.Array:
         return _zeros(like, num)
     mesh = jax.sharding.get_abstract_mesh()
     shape = jax.sharding.NamedSharding(mesh, spec).shard_shape((num, *like.shape))
-    axes = {axis for part in spec.partitions if part is not None for axis in part}
-
-    def own():
-        return vary(jax.lax.empty(shape, like.dtype), axes)
-
     # Outside of a region XLA would allocate the whole on each device.
-    return smap(own, in_specs=(), out_specs=spec)()
+    return smap(lambda: jax.lax.empty(shape, like.dtype), in_specs=(), out_specs=spec)()
 
 
 def _stacked(like: Any, dims: int) -> P:

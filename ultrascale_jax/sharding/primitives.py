@@ -393,7 +393,8 @@ def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
 
     They travel back one after another from the last, which must not leave cp outside of sp in the sequence.
     """
-    split = jax.typeof(table_VD).sharding.spec.partitions[1] or ()
+    split = jax.typeof(table_VD).sharding.spec.partitions[1]
+    split = split if isinstance(split, tuple) else (split,)
     columns = tuple(axis for axis in SHARD if axis in split and mesh_size(axis) > 1)
     return () if "cp" in columns and mesh_size("sp") > 1 else columns
 
