@@ -1,4 +1,4 @@
-"""The default: a small model of Python source code, byte by byte; about two minutes on two CPU cores."""
+"""The default: a small model of Python source code, byte by byte; under two minutes on two CPU cores."""
 
 from ultrascale_jax.config import (
     Config,
@@ -21,6 +21,6 @@ config = Config(
     ),
     data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
     optim=OptimConfig(lr=5e-3, warmup_steps=20),
-    train=TrainConfig(steps=800, global_batch=8, precision="fp32", remat="full", eval_every=250),
+    train=TrainConfig(steps=600, global_batch=8, precision="fp32", remat="full", eval_every=250),
     log=LogConfig(run_dir="out/demo"),
 )
