@@ -18,12 +18,12 @@ REST = "..."
 """The line of an output that matches any lines."""
 
 PROGRAMS = ("ultrascale", "python")
-"""What a command may begin with."""
+"""Words with which a command may begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a page says that a command or a block of Python prints."""
+    """Lines that a command or a block of Python prints, as a page has them."""
 
     lines: list[str]
     start: int
@@ -153,7 +153,7 @@ def _words(line: str) -> str:
 def _selection(expected: Sequence[str], seen: Sequence[str], key) -> list[str] | None:
     """Return `expected` with each line replaced by the one of `seen` with an equal key, in order; None without such."""
     groups = [
-        [line for line in group]
+        list(group)
         for rest, group in itertools.groupby(expected, lambda line: line == REST)
         if not rest
     ]

@@ -25,7 +25,7 @@ from ultrascale_jax.plan.workload import Run
 
 
 def bases_of(*argv):
-    """What the command line `plan serve argv` begins with."""
+    """Configuration and machine with which the command line `plan serve argv` begins."""
     cfg, options, _ = common.parse(list(argv), "serve", serve.Options, "")
     return Bases(recipe=argv[0], cfg=cfg, options=options)
 

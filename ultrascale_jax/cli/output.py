@@ -1,8 +1,8 @@
-"""Print results of commands: JSON of a verb, tables, progress bars; write a figure."""
+"""Print results of commands: JSON of a verb, tables, progress bars; write a file."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,18 @@ def write_figure(figure: Figure, path: Path) -> str:
     Raises `UserError` if the file is no PNG or cannot be written, or matplotlib is missing.
     """
     require(path.suffix == ".png", "figure", str(path), "must end in .png")
+    return write_file("figure", path, figure.draw)
+
+
+def write_file(option: str, path: Path, write: Callable[[Path], object]) -> str:
+    """Let `write` write the file that an option asks for, into a folder that is made, and return the line that says so.
+
+    Raises `UserError` if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.draw(path)
+        write(path)
     except OSError as error:
-        raise UserError(f"figure={str(path)!r}: cannot be written: {error.strerror}") from None
+        fix = f"cannot be written: {error.strerror}"
+        raise UserError(f"{option}={str(path)!r}: {fix}") from None
     return f"wrote {path}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import require
 from ultrascale_jax.dashboard.server import Dashboard, WatchedRun, page, snapshot
 from ultrascale_jax.launch.events import FILE_NAME
@@ -68,9 +68,4 @@ def _is_run(path: Path) -> bool:
 def export(runs: Sequence[Path], file: Path) -> None:
     """Write the page with all data inside it."""
     text, _ = page(data=snapshot([WatchedRun(path) for path in runs]))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text.encode())
-    except OSError as error:
-        require(False, "export", str(file), f"cannot be written: {error.strerror}")
-    print(f"wrote {file}")
+    print(output.write_file("export", file, lambda path: write_atomic(path, text.encode())))

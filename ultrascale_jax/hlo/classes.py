@@ -13,6 +13,9 @@ from ultrascale_jax.hlo.program import Instruction, Module, is_heavy
 Kind = Literal["gemm", "attention", "other"]
 """A matrix product, cuDNN's attention, or any other work."""
 
+Kernel = Literal[Kind, "copy"]
+"""The same, with `copy` for other work that only moves data."""
+
 COPIES = frozenset(
     "bitcast broadcast concatenate constant copy copy-start dynamic-slice dynamic-update-slice get-tuple-element iota "
     "pad parameter reshape reverse slice slice-start transpose tuple".split()
@@ -52,6 +55,11 @@ def kind_of(module: Module, computation: str, i: Instruction) -> Kind | None:
     if "cudnn$fmha" in i.attributes:
         return "attention"
     return "gemm" if is_heavy(i, module.heavy) and module.dots(i, computation) else "other"
+
+
+def kernel_of(module: Module, i: Instruction, kind: Kind) -> Kernel:
+    """Return the class of the kernel of an instruction of this kind."""
+    return "copy" if kind == "other" and copies_only(module, i) else kind
 
 
 def copies_only(module: Module, i: Instruction) -> bool:

@@ -26,7 +26,6 @@ from ultrascale_jax.cli.planner_page.export import table
 from ultrascale_jax.cli.planner_page.fields import MACHINE, Bases
 from ultrascale_jax.cli.planner_page.programs import known_programs
 from ultrascale_jax.cli.planner_page.server import PlannerServer, page, settings
-from ultrascale_jax.config import require
 from ultrascale_jax.launch.run_files import write_atomic
 
 
@@ -77,9 +76,4 @@ def export(answers: Answers, file: Path) -> None:
         )
     begin = {name: grid["fixed"][name] for name in ("recipe", *MACHINE)}
     text, _ = page(settings(answers.bases) | {"table": grid, "start": begin})
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text.encode())
-    except OSError as error:
-        require(False, "export", str(file), f"cannot be written: {error.strerror}")
-    print(f"wrote {file}")
+    print(output.write_file("export", file, lambda path: write_atomic(path, text.encode())))

@@ -51,7 +51,7 @@ class Section:
     title: str
     fields: tuple[Field, ...]
     when: str = ""
-    """What makes the section matter: `pp`, `cp` or `experts`; empty for always."""
+    """Part of a run without which the section does not matter: `pp`, `cp` or `experts`; empty for always."""
     folded: bool = False
 
 
@@ -167,7 +167,7 @@ OWN = "recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a state asks to plan."""
+    """Run and machine that a state asks to plan."""
 
     recipe: str
     cfg: Config

@@ -14,12 +14,12 @@ products, 18 to 150 times what the peak allows.
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ultrascale_jax.hlo import Dot, Instruction, Module
 from ultrascale_jax.hlo.attention import AttentionCall, attention_call, attention_calls
-from ultrascale_jax.hlo.classes import Kind, kind_of
+from ultrascale_jax.hlo.classes import ELSEWHERE, Kernel, Kind, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Gpu
@@ -38,6 +38,9 @@ class Operation:
     """Read and written in the GPU's memory."""
     host_bytes: int = 0
     """Read and written in the host's memory."""
+    kernel: Kernel = "other"
+    block: str = ELSEWHERE
+    """Class of the kernel and block of the model (`hlo/classes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,11 @@ class Operations:
         """Return the work for an instruction that is no collective; none: it takes no time."""
         key = computation, instruction.name
         if key not in self._known:
-            self._known[key] = self._operation(computation, instruction)
+            found = self._operation(computation, instruction)
+            if found is not None:
+                kernel = kernel_of(self.module, instruction, found.kind)
+                found = replace(found, kernel=kernel, block=block_of(self.module, instruction))
+            self._known[key] = found
         return self._known[key]
 
     def _operation(self, computation: str, i: Instruction) -> Operation | None:

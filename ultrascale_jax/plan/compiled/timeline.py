@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo import Instruction, Module, collectives
-from ultrascale_jax.hlo.classes import block_of, copies_only
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
@@ -197,9 +196,7 @@ class _Replay:
             seconds += slow - slow / self.slowdown
         self.record(COMPUTE, instruction, self.now, seconds, operation.kind)
         self.seconds["busy", operation.kind] += seconds
-        copies = operation.kind == "other" and copies_only(self.module, instruction)
-        kind = "copy" if copies else operation.kind
-        self.seconds["work", kind, block_of(self.module, instruction)] += seconds
+        self.seconds["work", operation.kernel, operation.block] += seconds
         self.now += seconds
 
     def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:

@@ -204,13 +204,8 @@ class Step:
         remat, passes, seconds = self.run.remat, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
             seconds = passes.forward + self.tensor_group() / 2
-        if remat == "none" and self.mesh.pp > 1:
-            return seconds
         if remat == "none":
-            named = replace(self.run, remat="selective")
-            every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
-            moved = self.profile.kept_passes * (every - some)
-            return seconds + costs.memory_seconds(self.gpu, moved)
+            return seconds if self.mesh.pp > 1 else self.kept_beyond_names()
         kept = self.kept
         seconds += passes.traffic / 3
         if "attn_core" not in kept:
@@ -221,6 +216,12 @@ class Step:
             seconds += passes.products[product] * again
         gathered = 2 if "attn_out" in kept else 3
         return seconds + gathered / self.profile.tensor_passes * self.tensor_group()
+
+    def kept_beyond_names(self) -> float:
+        """Time writing and reading what a layer keeps with `none` and not with `selective`."""
+        named = replace(self.run, remat="selective")
+        every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
+        return costs.memory_seconds(self.gpu, self.profile.kept_passes * (every - some))
 
     @property
     def kept(self) -> set[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WORK, COLLECTIVE, COPY, IDLE = range(4)
-"""What a moment may be, in the order in which it is given away."""
+"""Kinds of moments, in the order in which a moment is given to one."""
 
 
 class Label(NamedTuple):

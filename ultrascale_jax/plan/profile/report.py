@@ -17,7 +17,7 @@ from ultrascale_jax import hlo
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.config import AXES, require
 from ultrascale_jax.config.foreign import parse_json
-from ultrascale_jax.hlo.classes import ELSEWHERE, block_of, copies_only, kind_of
+from ultrascale_jax.hlo.classes import ELSEWHERE, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
@@ -96,8 +96,7 @@ class Program:
         if i.opcode.endswith("-start"):
             return Label(COPY)
         kind = kind_of(self.module, computation, i) or "other"
-        kind = "copy" if kind == "other" and copies_only(self.module, i) else kind
-        return Label(WORK, CLASSES[kind], block_of(self.module, i))
+        return Label(WORK, CLASSES[kernel_of(self.module, i, kind)], block_of(self.module, i))
 
 
 def measured(

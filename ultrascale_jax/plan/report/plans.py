@@ -126,20 +126,22 @@ def stack(run: Run, label: str) -> Bar:
     )
 
 
+def by_length(run: Run, own: int) -> list[Bar]:
+    """Return the memory of `run` at one sequence a micro-batch, of a quarter to four times `own` tokens."""
+    lengths = (own // 4, own // 2, own, 2 * own, 4 * own)
+    return [
+        stack(dataclasses.replace(run, seq_len=length, sequences=1), _length(length))
+        for length in lengths
+        if length > 0 and length % (run.mesh.cp * run.mesh.sp) == 0
+    ]
+
+
 def by_sequence(scenario: Scenario) -> Figure:
     """Draw memory by recompute policy and sequence length, one sequence a micro-batch (the playbook's widget)."""
-    run, own = scenario.run, scenario.run.seq_len
-    policies = dict.fromkeys((*REMAT_POLICIES, run.remat))
-    lengths = [own // 4, own // 2, own, own * 2, own * 4]
+    run = scenario.run
     panels = {
-        f"recompute {remat}": [
-            stack(
-                dataclasses.replace(run, remat=remat, seq_len=length, sequences=1), _length(length)
-            )
-            for length in lengths
-            if length % (run.mesh.cp * run.mesh.sp) == 0 and length > 0
-        ]
-        for remat in policies
+        f"recompute {remat}": by_length(dataclasses.replace(run, remat=remat), run.seq_len)
+        for remat in dict.fromkeys((*REMAT_POLICIES, run.remat))
     }
     return Bars(
         name="memory_sequence",
@@ -204,13 +206,7 @@ def by_tensor(scenario: Scenario) -> Figure:
     for axes in ({}, {"tp": node}, {"sp": node}):
         run = scenario.varied({**axes, "fsdp": gpus // math.prod(axes.values())})
         if run is not None:
-            lengths = (own // 4, own // 2, own, 2 * own, 4 * own)
-            runs = (
-                dataclasses.replace(run, seq_len=n) for n in lengths if n and not n % run.mesh.sp
-            )
-            panels[run.mesh.text.replace("=", " ").replace(",", ", ")] = [
-                stack(r, _length(r.seq_len)) for r in runs
-            ]
+            panels[run.mesh.text.replace("=", " ").replace(",", ", ")] = by_length(run, own)
     run = scenario.run
     return Bars(
         name="memory_tensor",
