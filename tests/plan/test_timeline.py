@@ -89,17 +89,19 @@ def test_operations_run_one_after_another():
 
 
 @pytest.mark.parametrize(
-    ("operands", "result"),
+    ("operands", "result", "name"),
     [
-        ("bf16[8,8192,4096]", "bf16[8192,4096]"),  # rows by the matrices of eight experts
-        ("bf16[8192,4096]", "bf16[8,8192,4096]"),  # their gradient
+        # rows by the matrices of eight experts
+        ("bf16[8,8192,4096]", "bf16[8192,4096]", "grouped_matmul"),
+        # their gradient
+        ("bf16[8192,4096]", "bf16[8,8192,4096]", "grouped_matmul_weight_gradient"),
     ],
 )
-def test_the_grouped_kernel_multiplies_every_row_once(operands, result):
+def test_the_grouped_kernel_multiplies_every_row_once(operands, result, name):
     call = (
         f"%w8 = {operands} copy(%other)\n"
         f'%y = {result} custom-call(%s, %a, %w8), custom_call_target="mosaic_gpu_v2", '
-        'metadata={op_name="jit(step)/moe/grouped_matmul/mpmd_map"}'
+        f'metadata={{op_name="jit(step)/moe/{name}/mpmd_map"}}'
     )
     module = program("%s = s32[8] constant(0)", f"%other = {operands} parameter(2)", call)
     found = [i for i in module.computations["main"] if i.name == "y"]
@@ -359,6 +361,15 @@ FUSIONS = """
   ROOT %dus = f32[32,1024] dynamic-update-slice(%p0, %p1, %p2, %zero)
 }
 
+%update_then_read_computation (p0: f32[32,1024], p1: f32[1,1024], p2: s32[]) -> f32[32,1024] {
+  %p2 = s32[] parameter(2)
+  %p1 = f32[1,1024] parameter(1)
+  %p0 = f32[32,1024] parameter(0)
+  %zero = s32[] constant(0)
+  %dus = f32[32,1024] dynamic-update-slice(%p0, %p1, %p2, %zero)
+  ROOT %square = f32[32,1024] multiply(%dus, %dus)
+}
+
 %scatter_computation (p0: f32[1024,16], p1: s32[8,1], p2: f32[8,16]) -> f32[1024,16] {
   %p0 = f32[1024,16] parameter(0)
   %p1 = s32[8,1] parameter(1)
@@ -384,6 +395,13 @@ TABLE = "%table = f32[1024,16] parameter(0)\n%rows = s32[8,1] parameter(1)\n%new
         (STACK, "%r = bf16[1,1024] fusion(%stack, %n), calls=%slice_computation", 4096 + 2048 + 4, 0),
         # One layer written in place: the layer read and written.
         (STACK, "%r = f32[32,1024] fusion(%stack, %layer, %n), calls=%update_computation", 8192 + 4, 0),
+        # The whole stack with one layer replaced, read for something else: stack and layer read, the result written.
+        (
+            STACK,
+            "%r = f32[32,1024] fusion(%stack, %layer, %n), calls=%update_then_read_computation",
+            2 * 131072 + 4096 + 4,
+            0,
+        ),
         # Rows added in place: each new row read, the old one read, their sum written.
         (TABLE, "%r = f32[1024,16] fusion(%table, %rows, %new), calls=%scatter_computation", 3 * 512 + 32, 0),
         # Two results from one argument, which is read once.

@@ -43,13 +43,22 @@ def _share_read(body: list[Instruction], name: str) -> float:
             share += _share_read(body, user.name)
             continue
         if first and user.opcode == "dynamic-update-slice":
-            continue  # updated in place
+            if not _returned_alone(body, user):  # else it is updated in place, and nothing is read
+                share += _share_read(body, user.name)
+            continue
         if first and user.opcode == "scatter":
             part = by_name[user.operands[-1]]  # added to in place
         elif not first or user.opcode not in ("dynamic-slice", "slice", "gather"):
             return 1.0
         share += _elements(part) / max(1, _elements(by_name[name]))
     return min(1.0, share)
+
+
+def _returned_alone(body: list[Instruction], made: Instruction) -> bool:
+    """Return whether `body` returns what this instruction makes, and reads it for nothing else."""
+    users = [i for i in body if made.name in i.operands]
+    views = ("tuple", "bitcast", "reshape")
+    return all(user.opcode in views and _returned_alone(body, user) for user in users)
 
 
 def _written(body: list[Instruction]) -> list[tuple[Array, float]]:

@@ -19,7 +19,9 @@ ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*S\((\d+)\)[^}]*\})?")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)')
 BATCHED = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]+)')
 MATMUL_TARGET = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|fmha|flash)', re.IGNORECASE)
-GROUPED = re.compile(r'custom_call_target="mosaic.*op_name="[^"]*/grouped_matmul/')
+GROUPED = re.compile(
+    r'custom_call_target="mosaic.*op_name="[^"]*/grouped_matmul(?:_weight_gradient)?/'
+)
 
 
 @dataclass(frozen=True)
