@@ -201,11 +201,24 @@ def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
 
 def _log_sum_exp(logits_BTV, gold_BTV):
     """Return, over the whole vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
-    highest = all_reduce(jnp.max(logits_BTV, axis=-1), "V", "max")
-    total = jnp.sum(jnp.exp(logits_BTV - highest[:, :, None]), axis=-1)
+    lowest = jnp.finfo(jnp.float32).min
+    own, total = jax.lax.reduce(
+        (logits_BTV, jnp.ones_like(logits_BTV)), (lowest, jnp.float32(0)), _join_sums, (2,)
+    )
+    highest = all_reduce(own, "V", "max")
+    total *= jnp.exp(own - highest)
     picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
     total, picked = all_reduce((total, picked), "V")
     return highest + jnp.log(total), picked, highest
+
+
+def _join_sums(a, b):
+    """Join two sums of exponentials, each `(highest, sum of exp(x - highest))`."""
+    (high_a, sum_a), (high_b, sum_b) = a, b
+    smaller = jnp.exp(-jnp.abs(high_a - high_b))
+    first = high_a >= high_b
+    total = jnp.where(first, sum_a + sum_b * smaller, sum_a * smaller + sum_b)
+    return jnp.maximum(high_a, high_b), total
 
 
 def cross_entropy_of_pieces(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,3 +108,22 @@ def global_norm(tree: object) -> jax.Array:
     """Return the square root of the sum of squares of all leaves, float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def update_is_finite(
+    cfg: Config, grads: Any, share: jax.Array, opt_state: Any, params: Any
+) -> jax.Array:
+    """Return whether the optimizer makes finite updates of `grads` times `share`; bool scalar.
+
+    AdamW's are made here apart from those that are applied: else XLA writes new parameters, and reads them again beside
+    the old ones once it knows. It needs no parameters: the decay of finite ones is finite. Muon's updates are products
+    of matrices, too dear to make twice.
+    """
+    apart = cfg.optim.name != "muon"
+    if apart:
+        grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
+        params = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree.map(lambda g: g * share, grads)
+    update: Callable = optimizer(cfg).update
+    updates, _ = update(grads, opt_state, params)
+    return jnp.isfinite(global_norm(updates))
