@@ -170,9 +170,14 @@ def test_zero2_scatters_gradients_every_micro_batch(compiled):
 def test_hybrid_sharding_reduces_only_the_shard_over_replicas(compiled):
     cfg, step = compiled(64, {"dp": 8, "fsdp": 8})
     m = cfg.model
-    num_matrix = m.num_layers * sum(matrices(cfg).values()) + 2 * m.vocab_size * m.d_model
-    for loop in layer_loops(step, cfg):
-        assert {c.axes for c in loop} == {("fsdp",)}
-    over_dp = [array for c in pick(step.collectives, "all-reduce", "dp") for array in c.operands]
-    assert {array.dtype for array in over_dp} == {"f32"}
-    assert sum(array.bytes for array in over_dp) == num_matrix // 8 * FLOAT32
+    # The loop's first iteration sums zeros, since no layer's gradient waits yet.
+    num_matrix = (m.num_layers + 1) * sum(matrices(cfg).values()) + 2 * m.vocab_size * m.d_model
+    forward, backward = layer_loops(step, cfg)
+    assert {c.axes for c in forward} == {("fsdp",)}
+    summed = pick(step.collectives, "all-reduce", "dp")
+    # A layer's are summed beside the products of the next; those of embedding, head and first layer stay outside.
+    assert {c.axes for c in backward} == {("fsdp",), ("dp",)}
+    assert all(c.asynchronous and c.hidden_by_heavy for c in summed if c in backward)
+    over_dp = [(array, math.prod(c.loops)) for c in summed for array in c.operands]
+    assert {array.dtype for array, _ in over_dp} == {"f32"}
+    assert sum(array.bytes * trips for array, trips in over_dp) == num_matrix // 8 * FLOAT32

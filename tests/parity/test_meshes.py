@@ -137,6 +137,7 @@ RING, ALLGATHER, ULYSSES = ({"strategy": name} for name in ("ring", "allgather",
 TABLE = {
     "fsdp8_zero3": ({"fsdp": 8}, {"zero": 3}, "llama"),
     "fsdp8_one_micro_batch": ({"fsdp": 8}, {"microbatches": 1}, "llama"),
+    "dp2_fsdp4_one_micro_batch": ({"dp": 2, "fsdp": 4}, {"microbatches": 1}, "llama"),
     "dp2_fsdp2_tp2_zero2": ({"dp": 2, "fsdp": 2, "tp": 2}, {"zero": 2}, "llama"),
     "dp2_fsdp2_sp2_zero1": ({"dp": 2, "fsdp": 2, "sp": 2}, {"zero": 1}, "olmo2_tied"),
     "sp4_tp2_more_ranks_than_kv_heads": ({"sp": 4, "tp": 2}, {}, "qwen3_window"),
@@ -217,6 +218,7 @@ FAST = {"fsdp2_sp2_tp2_qwen3"}
 # parallel/test_experts.py, auxiliary losses in models/test_moe.py.
 SLOW = {
     "dp2_cp2_sp2_zero1",
+    "dp2_fsdp4_one_micro_batch",
     "ep2_cp2_zero1",
     "fsdp2_sp2_tp2_dpo_lora",
 }

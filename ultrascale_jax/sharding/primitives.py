@@ -15,7 +15,7 @@ collectives do the same. Only this package asks which of the two holds, so a mod
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Literal
 
 import jax
@@ -196,11 +196,15 @@ def gather_param(
       dtype: type of compute.
       sizes: of the whole dims that ZeRO splits, by letter (`rules.zero_dim`).
     """
-    value = cast(value, dims, dtype)
     if not manual():
-        spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
-        return jax.reshard(_row_major(value), spec)
-    value = vary(value, _varying_axes(dims, act_dims))
+        axes = gradient_axes(dims, act_dims)
+        own = jax.typeof(value).sharding.spec
+        if axes & {"dp"} - own.reduced:  # The transpose sums over dp in the parameter's own type.
+            reduced = own.reduced | {"dp"}
+            value = jax.reshard(value, P(*own.partitions, reduced=reduced))
+        spec = gathered_spec(dims, value.shape, reduced=axes)
+        return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
+    value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
     if not is_matrix(dims) or value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
         return value
     axes = shard_axes(dims)
@@ -208,16 +212,21 @@ def gather_param(
 
 
 def keep_sharded(
-    value: jax.Array, dims: str, act_dims: str, dtype: jax.typing.DTypeLike
+    value: jax.Array,
+    dims: str,
+    act_dims: str,
+    dtype: jax.typing.DTypeLike,
+    *,
+    summed: Set[str] = frozenset(),
 ) -> jax.Array:
     """Leave a parameter sharded as it rests, for each layer to gather for itself (ZeRO-3).
 
-    Its cotangent stays unreduced over the other axes that split `act_dims`. On pieces it is cast here and not in every
-    layer.
+    Its cotangent stays unreduced over the other axes that split `act_dims`, without those in `summed`, over which each
+    layer sums it. On pieces it is cast here and not in every layer.
     """
     if not manual():
-        spec = stored_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims) - set(SHARD))
-        return jax.reshard(value, spec)
+        axes = gradient_axes(dims, act_dims) - set(SHARD) - summed
+        return jax.reshard(value, stored_spec(dims, value.shape, reduced=axes))
     return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
 
 

@@ -7,14 +7,17 @@
     3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
 
 `Block.gather_params` gathers layer by layer; its transpose is the reduce-scatter of stage 3.
-Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard).
+Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard). With stage 3 each
+layer's backward pass does it instead where that is faster (`config.sums_by_layer`).
 """
+
+from collections.abc import Set
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config, gathers_ahead
+from ultrascale_jax.config import Config, gathers_ahead, sums_by_layer
 from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -44,7 +47,7 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
 
     def leaf(value, dims, act_dims):
         if is_gathered_by_layer(cfg, dims):
-            return keep_sharded(value, dims, act_dims, dtype)
+            return keep_sharded(value, dims, act_dims, dtype, summed=summed_by_layer(cfg, dims))
         return gather_param(value, dims, act_dims, dtype, sizes)
 
     return map_params(leaf, params)
@@ -62,11 +65,20 @@ def prefetches(cfg: Config) -> bool:
     return ahead and not cfg.train.lora
 
 
+def summed_by_layer(cfg: Config, dims: str) -> Set[str]:
+    """Return the axes over which each layer's backward pass sums this parameter's gradient: dp, or none."""
+    by_layer = sums_by_layer(
+        ahead=prefetches(cfg), sp=cfg.mesh.sp, microbatches=cfg.train.microbatches
+    )
+    return frozenset({"dp"} if by_layer and is_gathered_by_layer(cfg, dims) else ())
+
+
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:
     """Return the sharding of a gradient accumulator."""
     axes = gradient_axes(dims, act_dims)
     if cfg.train.zero >= 2 and is_matrix(dims):
-        return P(*stored_spec(dims, value.shape).partitions, unreduced=axes - set(SHARD))
+        axes -= set(SHARD) | summed_by_layer(cfg, dims)
+        return P(*stored_spec(dims, value.shape).partitions, unreduced=axes)
     return P(*gathered_spec(dims, value.shape).partitions, unreduced=axes)
 
 
