@@ -110,20 +110,18 @@ def global_norm(tree: object) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
-def update_is_finite(
-    cfg: Config, grads: Any, share: jax.Array, opt_state: Any, params: Any
-) -> jax.Array:
-    """Return whether the optimizer makes finite updates of `grads` times `share`; bool scalar.
+def updates_to_check(
+    cfg: Config, grads: Any, share: jax.Array, opt_state: Any, updates: Any
+) -> Any:
+    """Return updates that are finite if `updates` are, those of `grads` times `share`.
 
-    AdamW's are made here apart from those that are applied: else XLA writes new parameters, and reads them again beside
-    the old ones once it knows. It needs no parameters: the decay of finite ones is finite. Muon's updates are products
-    of matrices, too dear to make twice.
+    AdamW's are made apart from those that are applied: else XLA writes new parameters, and reads them again beside the
+    old ones once it knows. They have no weight decay, which is finite for finite parameters. Muon's are products of
+    matrices, too dear to make twice.
     """
-    apart = cfg.optim.name != "muon"
-    if apart:
-        grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
-        params = jax.tree.map(jnp.zeros_like, params)
+    if cfg.optim.name == "muon":
+        return updates
+    grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
     grads = jax.tree.map(lambda g: g * share, grads)
     update: Callable = optimizer(cfg).update
-    updates, _ = update(grads, opt_state, params)
-    return jnp.isfinite(global_norm(updates))
+    return update(grads, opt_state, jax.tree.map(jnp.zeros_like, updates))[0]

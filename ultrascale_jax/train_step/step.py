@@ -24,7 +24,7 @@ from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined, preference
 from ultrascale_jax.train_step.loss_scale import LEAST
 from ultrascale_jax.train_step.multi_token import predict_ahead
-from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule, update_is_finite
+from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule, updates_to_check
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import keeps, remat
 from ultrascale_jax.train_step.state import TrainState
@@ -246,14 +246,14 @@ def apply_gradients(
     with jax.named_scope("optimizer"):
         if cfg.optim.clip_norm:
             share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
-        finite_update = update_is_finite(cfg, grads, share, state.opt_state, state.params)
-        grads = jax.tree.map(lambda g: g * share, grads)
+        scaled = jax.tree.map(lambda g: g * share, grads)
         update: Callable = optimizer(cfg).update
-        updates, opt_state = update(grads, state.opt_state, state.params)
+        updates, opt_state = update(scaled, state.opt_state, state.params)
+        checked = updates_to_check(cfg, grads, share, state.opt_state, updates)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         params = balance.rebalanced(cfg, params, routed)
         # The moments are sums of gradients and of their squares, which are finite if the square of their norm is.
-        ok &= jnp.isfinite(jnp.square(norm)) & finite_update
+        ok &= jnp.isfinite(jnp.square(norm)) & jnp.isfinite(global_norm(checked))
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(ok, new, old),
             (params, opt_state),
