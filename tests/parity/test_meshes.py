@@ -211,8 +211,8 @@ TABLE = {
 
 # What `make test-fast` runs of it: three axes that split batch, tokens and heads, gathered layer by layer.
 FAST = {"fsdp2_sp2_tp2_qwen3"}
-# With it `make test` has each axis, ZeRO 1 and 3, experts, tied embeddings and post-norms; and the pairs dp-cp, dp-sp,
-# cp-sp, fsdp-sp, fsdp-tp, sp-tp and ep-cp. test_pipelines.py has ep-cp with further rounds;
+# With it `make test` has each axis, ZeRO 1 and 3, experts, tied embeddings and post-norms; and the pairs dp-fsdp,
+# dp-cp, dp-sp, cp-sp, fsdp-sp, fsdp-tp, sp-tp and ep-cp. test_pipelines.py has ep-cp with further rounds;
 # huggingface/test_numbers.py DeepSeek-V3's layers on fsdp-sp-tp. What the wide rows have beside is proved where it is
 # done: strategies of attention in parallel/test_context.py, dispatches and experts split by tp in
 # parallel/test_experts.py, auxiliary losses in models/test_moe.py.

@@ -57,22 +57,6 @@ def gathers_ahead(*, zero: int, remat: str, pp: int) -> bool:
     return zero == 3 and pp == 1 and not remat_names(remat)[1]
 
 
-def sums_by_layer(*, ahead: bool, sp: int, microbatches: int) -> bool:
-    """Return whether each layer's backward pass sums its gradients over dp, beside the products of the next layer.
-
-    The sum of a whole step has nothing to hide behind: llama3_8b with dp=8, fsdp=8 takes 967 ms instead of 1,047
-    (simulated). With micro-batches each would repeat it (dp=2, fsdp=32, two of them: 1,870 instead of 1,806), and with
-    sp the layer's own reductions would wait behind it on XLA's one stream (70B, dp=4, fsdp=32, sp=4: 2,454 instead of
-    2,189).
-
-    Args:
-      ahead: whether layers gather ahead and scatter late.
-      sp: size of the mesh axis.
-      microbatches: of a step.
-    """
-    return ahead and sp == 1 and microbatches == 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""

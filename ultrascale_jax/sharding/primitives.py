@@ -199,9 +199,9 @@ def gather_param(
     if not manual():
         axes = gradient_axes(dims, act_dims)
         own = jax.typeof(value).sharding.spec
-        if axes & {"dp"} - own.reduced:  # The transpose sums over dp in the parameter's own type.
-            reduced = own.reduced | {"dp"}
-            value = jax.reshard(value, P(*own.partitions, reduced=reduced))
+        # Marked before the cast, so that the transpose sums in the parameter's own type what `keep_sharded` left to it.
+        marked = own.reduced | (axes - set(SHARD))
+        value = jax.reshard(value, P(*own.partitions, reduced=marked))
         spec = gathered_spec(dims, value.shape, reduced=axes)
         return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
     value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
