@@ -1,0 +1,112 @@
+"""The layer loops of Llama-3-70B on 512 H100s: nothing waits for fsdp, and what is no product moves few bytes."""
+
+import dataclasses
+
+import pytest
+
+from tests.hlo.conftest import LAYERS
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
+from ultrascale_jax.configs import shapes
+from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
+from ultrascale_jax.plan.compiled.op_costs import Operations
+from ultrascale_jax.plan.hardware import find_cluster
+
+CLUSTER = find_cluster(None, "h100", 512)
+LAYERS_OF_ALL = shapes.LLAMA3_70B.num_layers
+# A layer is the same in every loop; of 6 the loops make three trips, and no other loop does.
+RUN = Config(
+    model=dataclasses.replace(shapes.LLAMA3_70B, num_layers=3 * LAYERS),
+    mesh=MeshConfig(dp=4, fsdp=64, sp=2),
+    data=DataConfig(seq_len=8192, document_mask=False),
+    train=TrainConfig(global_batch=512, microbatches=2, remat="dots"),
+)
+BF16, FLOAT32 = 2, 4
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def step(compile_once) -> CompiledStep:
+    return compile_once(RUN, CLUSTER.num_gpus)
+
+
+def of_all_layers(step: CompiledStep) -> CompiledStep:
+    """The step with as many trips of the layer loops as the whole model has."""
+    trips = '"known_trip_count":{"n":"%d"}'
+    few, all_of_them = (trips % (num // LAYERS) for num in (RUN.model.num_layers, LAYERS_OF_ALL))
+    assert step.text.count(few) == 2
+    kept = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
+    return CompiledStep(**kept | {"text": step.text.replace(few, all_of_them)})
+
+
+def test_no_collective_over_fsdp_waits_in_the_steady_state(step):
+    few, whole = (simulate_step(s, CLUSTER) for s in (step, of_all_layers(step)))
+    over_fsdp = {key for key in whole.link_s if "fsdp" in key[-1]}
+    busy = sum(whole.link_s[key] - few.link_s[key] for key in over_fsdp)
+    assert busy > 0.3 * (whole.step_s - few.step_s)  # gathers and scatters of 74 layers
+    for key in over_fsdp:
+        assert whole.waited_s[key] == pytest.approx(few.waited_s[key], abs=1e-9)
+    # The simulation would tell: each layer waits for moves over sp.
+    assert whole.exposed_s["sp"] > 10 * few.exposed_s["sp"]
+
+
+def moved_in_layer(step: CompiledStep) -> tuple[int, int]:
+    """Bytes that one layer moves forward and backward outside of products, attention and collectives: by what computes,
+    and by what only copies, beside it or not."""
+    operations, collectives = (
+        Operations(step.module, CLUSTER.gpu),
+        {c.name for c in step.collectives},
+    )
+    computed = copied = 0
+    for body in {m.computation for m in step.matmuls if m.attention}:
+        for i in step.module.computations[body]:
+            found = None if i.name in collectives else operations.find(body, i)
+            if found is not None and found.kind == "other":
+                copies = found.kernel == "copy" or i.opcode.endswith("-start")
+                computed += 0 if copies else found.device_bytes
+                copied += found.device_bytes if copies else 0
+    return computed // LAYERS, copied // LAYERS
+
+
+def sizes() -> dict[str, int]:
+    """Bytes of a layer's arrays on one device."""
+    m, tokens, sp = RUN.model, RUN.data.seq_len, RUN.mesh.sp
+    width = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.d_ff
+    return {
+        "residual": BF16 * tokens * m.d_model // sp,
+        "hidden": BF16 * tokens * m.d_ff // sp,
+        "queries": BF16 * tokens * m.num_heads * m.head_dim // sp,
+        "keys": BF16 * tokens * m.num_kv_heads * m.head_dim // sp,
+        "log-sum-exp": FLOAT32 * tokens * m.num_heads // sp,
+        "shard in bfloat16": BF16 * m.d_model * width // (sp * RUN.mesh.fsdp),
+    }
+
+
+def test_elementwise_work_moves_12_percent_more_than_the_least(step):
+    own = sizes()
+    least = {
+        # Forward: x, then norm(x); x and attention's result, then x' and norm(x'); x' and the MLP's result, then y.
+        # Backward, of each norm: x, and the gradients of its result and of the residual; then that of x, and norm(x)
+        # again for the weights' gradients. And attention's result, for x' again.
+        "norms and residual": (2 + 4 + 3 + 2 * 5 + 1) * own["residual"],
+        # Read and written: forward, again, and their gradients.
+        "rotary embedding": 3 * 2 * (own["queries"] + own["keys"]),
+        # Gate and up, then their product; backward its gradient too, then those of both and the product again.
+        "SwiGLU": (3 + 6) * own["hidden"],
+        # Float32 parameters, cast twice, and gradients, cast once.
+        "casts": 3 * (1 + 2) * own["shard in bfloat16"],
+    }
+    moved, _ = moved_in_layer(step)
+    # Backward, XLA sums over a row and over the tokens in passes of their own before the one that writes (10%); it
+    # copies the MLP's float32 parameters that travel late (1%), and reads the tables of cosines (0.6%).
+    assert sum(least.values()) <= moved <= 1.12 * sum(least.values())
+
+
+def test_what_dots_keeps_is_copied_once(step):
+    own = sizes()
+    # x and attention's part of the residual; gate and up; q, k, v, attention's result and log-sum-exp.
+    parts = {"residual": 2, "hidden": 2, "queries": 2, "keys": 2, "log-sum-exp": 1}
+    kept = sum(count * own[name] for name, count in parts.items())
+    _, moved = moved_in_layer(step)
+    # Into stacks; backward, what cuDNN reads out of them and the gradients of joint weights apart (23%).
+    assert 2 * kept <= moved <= 1.24 * 2 * kept
