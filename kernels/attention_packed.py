@@ -7,8 +7,6 @@ takes only the documents of one class of lengths (`document_classes.py`), and it
 writes the tokens of its own documents; a select joins the calls.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,16 +15,6 @@ import jax.numpy as jnp
 from ultrascale_jax.kernels import attention_cudnn
 from ultrascale_jax.kernels.document_classes import class_lengths, class_segments
 from ultrascale_jax.kernels.residuals import name_attention
-
-
-class Ragged(NamedTuple):
-    """The two calls: `attention_cudnn.packed_forward` and `packed_backward`."""
-
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-
-
-CUDNN = Ragged(attention_cudnn.packed_forward, attention_cudnn.packed_backward)
 
 
 class Segments(NamedTuple):
@@ -50,10 +38,8 @@ class Documents(NamedTuple):
     """`[B T]` int32, the token's place in its document."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def packed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, ragged: Ragged = CUDNN
-) -> jax.Array:
+@jax.custom_vjp
+def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Compute causal attention within documents.
 
     Args:
@@ -61,12 +47,11 @@ def packed_attention(
       k: keys `[B, T, K, H]`; K divides N (grouped-query attention).
       v: values `[B, T, K, H]`.
       segment_ids: `[B, T]` int32; a document is a run of equal ids.
-      ragged: the calls.
 
     Returns:
       `[B, T, N, H]` in q's type; NaN for a document beyond `max_documents`, which no call has room for.
     """
-    return _forward(q, k, v, segment_ids, ragged)[0]
+    return _forward(q, k, v, segment_ids)[0]
 
 
 def find_documents(segment_ids: jax.Array) -> Documents:
@@ -98,12 +83,12 @@ def find_documents(segment_ids: jax.Array) -> Documents:
     return Documents(tuple(classes), of_token, segment, index - start)
 
 
-def _forward(q, k, v, segment_ids, ragged: Ragged):
+def _forward(q, k, v, segment_ids):
     documents = find_documents(segment_ids)
     outs, lses = [], []
     for segments in documents.classes:
         q_rows, k_rows, v_rows = (_rows(x, segments) for x in (q, k, v))
-        out, lse_SNL = ragged.forward(q_rows, k_rows, v_rows, *segments)
+        out, lse_SNL = attention_cudnn.packed_forward(q_rows, k_rows, v_rows, *segments)
         outs.append(out.reshape(q.shape))
         S, N, L = lse_SNL.shape
         at = jnp.minimum(documents.segment, S - 1) * L + jnp.minimum(documents.place, L - 1)
@@ -112,7 +97,7 @@ def _forward(q, k, v, segment_ids, ragged: Ragged):
     return out, (q, k, v, out, lse, segment_ids)
 
 
-def _backward(ragged: Ragged, residuals, dout):
+def _backward(residuals, dout):
     q, k, v, out, lse, segment_ids = residuals
     documents = find_documents(segment_ids)
     lse_flat = lse.reshape(-1, lse.shape[2])
@@ -124,7 +109,8 @@ def _backward(ragged: Ragged, residuals, dout):
         starts = segments.starts.reshape(-1)[: segments.lengths.size]
         at = jnp.minimum(starts[:, None] + jnp.arange(L)[None], segment_ids.size - 1)
         lse_SNL = jnp.moveaxis(lse_flat[at], 1, 2)
-        gradients.append(ragged.backward(*arrays, lse_SNL, _rows(dout, segments), *segments))
+        given = *arrays, lse_SNL, _rows(dout, segments), *segments
+        gradients.append(attention_cudnn.packed_backward(*given))
     dq, dk, dv = (
         _of_own_class(documents, [x.reshape(like.shape) for x in parts])
         for parts, like in zip(zip(*gradients, strict=True), (q, k, v), strict=True)
