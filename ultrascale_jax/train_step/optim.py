@@ -113,15 +113,16 @@ def global_norm(tree: object) -> jax.Array:
 def updates_to_check(
     cfg: Config, grads: Any, share: jax.Array, opt_state: Any, updates: Any
 ) -> Any:
-    """Return updates that are finite if `updates` are, those of `grads` times `share`.
+    """Return updates that are finite if `updates` are.
 
-    AdamW's are made apart from those that are applied: else XLA writes new parameters, and reads them again beside the
-    old ones once it knows. They have no weight decay, which is finite for finite parameters. Muon's are products of
-    matrices, too dear to make twice.
+    AdamW's are those of `grads` times `share`, which does not clip them: so XLA reads the gradients once for their norm
+    and for the check. They are made apart from those that are applied: else XLA writes new parameters, and reads them
+    again beside the old ones once it knows. They have no weight decay, which is finite for finite parameters. Muon's
+    are products of matrices, too dear to make twice.
     """
     if cfg.optim.name == "muon":
         return updates
-    grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
+    share = jax.lax.optimization_barrier(share)
     grads = jax.tree.map(lambda g: g * share, grads)
     update: Callable = optimizer(cfg).update
     return update(grads, opt_state, jax.tree.map(jnp.zeros_like, updates))[0]

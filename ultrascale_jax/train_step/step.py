@@ -244,12 +244,13 @@ def apply_gradients(
         told["spike"] = finite & spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
         ok = finite & ~told["spike"]
     with jax.named_scope("optimizer"):
+        unclipped = share
         if cfg.optim.clip_norm:
             share *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
         scaled = jax.tree.map(lambda g: g * share, grads)
         update: Callable = optimizer(cfg).update
         updates, opt_state = update(scaled, state.opt_state, state.params)
-        checked = updates_to_check(cfg, grads, share, state.opt_state, updates)
+        checked = updates_to_check(cfg, grads, unclipped, state.opt_state, updates)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         params = balance.rebalanced(cfg, params, routed)
         # The moments are sums of gradients and of their squares, which are finite if the square of their norm is.
