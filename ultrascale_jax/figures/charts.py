@@ -41,6 +41,8 @@ class Bar:
     parts: Mapping[str, float]
     """From the bottom up, in the unit of the figure."""
     note: str = ""
+    text: str = ""
+    """Over the stack, in place of its height."""
 
     def __post_init__(self):
         check_numbers(*self.parts.values())
@@ -187,7 +189,7 @@ def _stack(ax: Any, bars: Sequence[Bar], look: Mapping[str, tuple[str, str]], to
     box = {"boxstyle": "square,pad=0.1", "facecolor": PAPER, "edgecolor": "none"}
     style = {"ha": "center", "fontsize": 7, "bbox": box}
     for x, bar in enumerate(bars):
-        text, y = number(bar.total), min(bar.total, top)
+        text, y = bar.text or number(bar.total), min(bar.total, top)
         if bar.total > top * 0.985:
             ax.text(x, 0.985 * y, f"↑{text}", va="top", **style)
         else:
