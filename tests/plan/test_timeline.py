@@ -25,6 +25,8 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 NODE, CLUSTER = find_cluster(None, "h100", 8), find_cluster(None, "h100", 16)
 GPU = NODE.gpu
 SLOWDOWN = 132 / (132 - 16)
+ACROSS = "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+"""Pairs of two nodes' GPUs."""
 
 PRODUCT = '%y = bf16[8192,8192] custom-call(%a, %a), custom_call_target="__cublas$gemm", lhs_contracting_dims={1}'
 NORM = "%x = bf16[8192,8192] fusion(%a), kind=kLoop, calls=%double"
@@ -133,6 +135,35 @@ def test_a_product_shorter_than_the_collective_is_slower_as_a_whole():
     assert timeline.exposed_s["fsdp"] == pytest.approx(gather_s(rows) - PRODUCT_S * SLOWDOWN)
 
 
+@pytest.mark.parametrize(
+    ("options", "product", "norm"),
+    [
+        ({}, 132 / (132 - 2 * 16), 1),  # both links at once
+        ({"comm_streams": {"g1": 0, "g2": 0}}, SLOWDOWN, 1),  # the second waits for the first
+        ({"contention": 1.4}, 1.4, 1.4),
+    ],
+)
+def test_two_collectives_slow_a_product_twice_if_they_run_at_once(options, product, norm):
+    rows = 8192 * 64
+    both = gather(1, rows, groups="[2,8]<=[16]") + gather(2, rows, groups=ACROSS)
+    dones = gather(1, rows, DONE), gather(2, rows, DONE)
+    module = program(both, PRODUCT, NORM, *dones, gathered=rows)
+    busy = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER, **options).busy_s
+    assert busy == pytest.approx({"gemm": PRODUCT_S * product, "other": NORM_S * norm})
+
+
+def test_each_collective_beside_a_product_costs_its_multiprocessors_as_long_as_it_runs():
+    sizes = 8192 * 2, 8192
+    both = gather(1, sizes[0], groups="[2,8]<=[16]") + gather(2, sizes[1], groups=ACROSS)
+    dones = gather(1, sizes[0], DONE), gather(2, sizes[1], DONE)
+    module = program(both, PRODUCT, *dones, gathered=sizes[0])
+    groups = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
+    running = [gather_s(size, CLUSTER, group) for size, group in zip(sizes, groups, strict=True)]
+    assert max(running) < PRODUCT_S
+    timeline = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER)
+    assert timeline.step_s == pytest.approx(PRODUCT_S + 16 / 132 * sum(running))
+
+
 def test_without_a_done_of_its_own_a_collective_is_waited_for():
     sync = "%g = bf16[8192,8192] all-gather(%w), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}"
     timeline = run(program(sync, NORM))
@@ -152,9 +183,8 @@ def test_collectives_of_one_link_queue():
 def test_collectives_of_different_links_run_side_by_side():
     rows = 8192
     near, far = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
-    across = "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
     module = program(
-        gather(1, rows, groups="[2,8]<=[16]") + gather(2, rows, groups=across),
+        gather(1, rows, groups="[2,8]<=[16]") + gather(2, rows, groups=ACROSS),
         gather(1, rows, DONE),
         gather(2, rows, DONE),
     )

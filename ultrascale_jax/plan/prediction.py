@@ -32,6 +32,8 @@ class StepPrediction:
     """The step if all asynchronous collectives shared one stream; none by formula."""
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other; none by formula."""
+    contended_s: float | None = None
+    """The step if all work beside a collective were `costs.CONTENTION` times as slow; none by formula."""
 
     @property
     def tokens_per_s_gpu(self) -> float:
@@ -66,6 +68,7 @@ class StepPrediction:
             "step_s": self.step_s,
             "one_stream_s": self.one_stream_s,
             "side_by_side_s": self.side_by_side_s,
+            "contended_s": self.contended_s,
             "time_s": dict(self.parts),
             "tokens_per_s_gpu": self.tokens_per_s_gpu,
             "mfu": self.mfu,

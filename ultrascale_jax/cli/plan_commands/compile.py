@@ -19,6 +19,7 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
+from ultrascale_jax.plan.formulas.costs import CONTENTION
 from ultrascale_jax.plan.hardware import Cluster
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
@@ -182,6 +183,7 @@ def _time(summary: dict[str, Any]) -> Table:
             "one_stream_s"
         ],
         "step, collectives of both links side by side": summary["side_by_side_s"],
+        f"step, {CONTENTION:g} times as slow beside collectives": summary["contended_s"],
     }
     table = Table("predicted time", "ms")
     for name, seconds in rows.items():

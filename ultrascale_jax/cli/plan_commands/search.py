@@ -138,6 +138,7 @@ def compiler(recipe: str, options: Options) -> Evaluate:
             workspace_bytes=result["workspace_bytes"],
             one_stream_s=result["one_stream_s"],
             side_by_side_s=result["side_by_side_s"],
+            contended_s=result["contended_s"],
         )
 
     return evaluate

@@ -28,7 +28,7 @@ from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, Event, Timeline, simulate
-from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas import costs, pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
@@ -209,9 +209,10 @@ def simulate_step(
     """Predict how one GPU of `cluster` spends its time on `step`, if all packed documents have `document_tokens`.
 
     No length is a whole row, the most work. Collectives are on the streams that XLA put them on; beside it the timeline
-    tells the step with all of them on one stream, and with none that waits for another of another link. A conditional
-    takes its slowest branch as often as the pipeline's schedule, or the layers with experts, make it. Of the loops of
-    unknown length only further rounds of unbalanced experts may count nothing: others raise a warning.
+    tells the step with all of them on one stream, with none that waits for another of another link, and with the most
+    that a study found collectives to slow what runs beside them. A conditional takes its slowest branch as often as the
+    pipeline's schedule, or the layers with experts, make it. Of the loops of unknown length only further rounds of
+    unbalanced experts may count nothing: others raise a warning.
     """
     require_type("step", step, CompiledProgram, "compile_step and compile_program make one")
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
@@ -221,7 +222,7 @@ def simulate_step(
     one = dict.fromkeys(names, 0)
     own = {name: step.comm_streams.get(name, 0) for name in names}
 
-    def replay(streams: Mapping[str, int]) -> Timeline:
+    def replay(streams: Mapping[str, int], contention: float | None = None) -> Timeline:
         return simulate(
             step.module,
             step.axes,
@@ -229,6 +230,7 @@ def simulate_step(
             comm_streams=streams,
             share=share,
             document_tokens=document_tokens,
+            contention=contention,
         )
 
     timeline = replay(own)
@@ -236,6 +238,7 @@ def simulate_step(
         timeline,
         one_stream_s=timeline.step_s if own == one else replay(one).step_s,
         side_by_side_s=replay({}).step_s,
+        contended_s=replay(own, costs.CONTENTION).step_s,
     )
     if wrong := [where for where in timeline.left_out if EXPERTS not in where]:
         warnings.warn(
@@ -261,6 +264,7 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         workspace_bytes=step.workspace_bytes,
         one_stream_s=timeline.one_stream_s,
         side_by_side_s=timeline.side_by_side_s,
+        contended_s=timeline.contended_s,
     )
 
 

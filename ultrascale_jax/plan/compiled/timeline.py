@@ -10,6 +10,7 @@ that XLA starts and finishes apart runs beside it:
 * Two collectives over the same link queue, for they share the wire, and so do two that XLA put on one stream. Only
   collectives of different links and streams run side by side. XLA's limit of collectives in flight is in the schedule.
 * While a collective runs, NCCL keeps `costs.NCCL_CORES` multiprocessors; products and attention are that much slower.
+  Two that run side by side keep twice as many. A collective that is in flight but waits its turn keeps none.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
   is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
   a conditional's branches the slowest counts unless the caller says in which share of the iterations it is taken.
@@ -83,6 +84,8 @@ class Timeline:
     """The step with all asynchronous collectives on one stream (`simulate_step`)."""
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other."""
+    contended_s: float | None = None
+    """The step if all work beside a collective were `costs.CONTENTION` times as slow."""
     work_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """As `busy_s`, by kind and block of the model (`hlo/classes.py`); kind `copy` only moves data."""
 
@@ -109,6 +112,7 @@ def simulate(
     comm_streams: Mapping[str, int] | None = None,
     share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
     document_tokens: int | None = None,
+    contention: float | None = None,
     shown: int = 2,
 ) -> Timeline:
     """Replay `module` on a GPU of `cluster`.
@@ -121,10 +125,12 @@ def simulate(
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
       document_tokens: length of all packed documents; none is a whole row.
+      contention: how many times as slow all work is beside a collective, in place of what `costs.NCCL_CORES` take from
+        products and attention.
       shown: iterations of each loop that the events show in full.
     """
     operations = Operations(module, cluster.gpu, document_tokens)
-    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, shown)
+    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, contention, shown)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -147,6 +153,7 @@ class _Replay:
         cluster: Cluster,
         comm_streams: Mapping[str, int],
         share: Callable[[Instruction, tuple[int, ...]], float] | None,
+        contention: float | None,
         shown: int,
     ):
         self.module, self.operations = operations.module, operations
@@ -154,7 +161,7 @@ class _Replay:
             (c.computation, c.name): (c, *_on_link(c, cluster))
             for c in collectives.find_collectives(self.module, axes)
         }
-        self.slowdown = cluster.gpu.cores / (cluster.gpu.cores - costs.NCCL_CORES)
+        self.nccl_share, self.contention = costs.NCCL_CORES / cluster.gpu.cores, contention
         self.comm_streams, self.share, self.shown = comm_streams, share, shown
         self.trips: tuple[int, ...] = ()
         self.now = 0.0
@@ -190,14 +197,30 @@ class _Replay:
     def compute(self, instruction: Instruction, operation: Operation) -> None:
         """Run the compute stream; slower while NCCL has its part of the GPU."""
         seconds = operation.seconds
-        if operation.kind != "other":
-            communicating = max(self.free[IN_NODE], self.free[BETWEEN_NODES]) - self.now
-            slow = min(seconds * self.slowdown, max(0.0, communicating))
-            seconds += slow - slow / self.slowdown
+        if operation.kind != "other" or self.contention is not None:
+            seconds = self.beside_collectives(seconds)
         self.record(COMPUTE, instruction, self.now, seconds, operation.kind)
         self.seconds["busy", operation.kind] += seconds
         self.seconds["work", operation.kernel, operation.block] += seconds
         self.now += seconds
+
+    def beside_collectives(self, seconds: float) -> float:
+        """Return how long work of so many seconds takes from now on, beside the collectives that run meanwhile."""
+        running = [w for w in self.works if w.end > self.now and w.key != ("copy",)]
+        now, left = self.now, seconds
+        for change in sorted({at for w in running for at in (w.start, w.end) if at > now}):
+            speed = self.speed(sum(w.start <= now < w.end for w in running))
+            if left <= speed * (change - now):
+                return now + left / speed - self.now
+            left -= speed * (change - now)
+            now = change
+        return now + left - self.now
+
+    def speed(self, collectives: int) -> float:
+        """Return the speed of work beside so many collectives, 1 beside none."""
+        if self.contention is not None:
+            return 1 / self.contention if collectives else 1.0
+        return 1 - collectives * self.nccl_share
 
     def communicate(self, computation: str, instruction: Instruction, pending: dict) -> None:
         """Queue a collective on its link and stream; the compute stream runs, and waits for, a synchronous one."""
