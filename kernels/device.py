@@ -43,7 +43,9 @@ def match_vma(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def choose(implementation: str, *, fits: bool, needs: str, got: str, field: str) -> bool:
-    """Return whether to use the Mosaic kernel: only on request, because none has been measured yet for `auto`.
+    """Return whether to use the Mosaic kernel: only on request.
+
+    A run that has `auto` asks for a kernel once it has tried it on its GPU (`cli/kernel_trial.py`).
 
     Args:
       implementation: `auto`, `mosaic` or `xla`.

@@ -26,7 +26,7 @@ def fp8_matmul(
       b: `[N, K]` in tiles of 128 x 128 (weights), or in blocks of 1 x 128. Both may have one leading dim of groups.
       out_dtype: bfloat16, or float32 (gradients of weights).
       implementation: `xla`, `mosaic` (float8_e4m3fn or float8_e5m2, M, N and K multiples of 128, on a Hopper GPU; a
-        forced one fails loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+        forced one fails loudly), or `auto`, which is xla.
 
     Returns:
       `[M, N]`, or `[G, M, N]`.
@@ -43,7 +43,7 @@ def fp8_matmul(
         )
     (M, K), N = shapes[0][-2:], shapes[2][-2]
     types = all(q.values.dtype in mosaic.TYPES for q in (a, b))
-    fits = types and not any(n % mosaic.BLOCK for n in (M, N, K))
+    fits = types and mosaic.takes(M, N, K)
     fused = choose(
         implementation,
         fits=fits and jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),

@@ -33,8 +33,7 @@ def grouped_matmul(
       w: `[E, D, F]` in x's type.
       sizes: `[E]` int32, rows of each expert; their sum is at most R.
       capacity_factor: of the reference: rows of an expert in one turn, as a multiple of R / E.
-      implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla
-        until the kernel has been measured on a GPU.
+      implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla.
 
     Returns:
       `[R, F]` in x's type; zeros in the rows after the last group, whose gradients are zeros too. Values there must be
@@ -46,8 +45,7 @@ def grouped_matmul(
     (R, D), (E, _, F) = x.shape, w.shape
     fused = choose(
         implementation,
-        fits=R % mosaic.ALIGNED == D % mosaic.MULTIPLE == F % mosaic.MULTIPLE == 0
-        and x.dtype == w.dtype == jnp.bfloat16,
+        fits=mosaic.takes(R, D, F) and x.dtype == w.dtype == jnp.bfloat16,
         needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
         got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
         field="kernels.grouped_matmul",

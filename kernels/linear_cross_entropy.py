@@ -43,7 +43,7 @@ def linear_cross_entropy(
       offset: number of the first word of `head`.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
       implementation: `xla`, `mosaic` (bfloat16, M a multiple of 128, D of 64, V of 32, on a Hopper GPU; a forced one
-        fails loudly), or `auto`, which is xla until the kernels have been measured on a GPU.
+        fails loudly), or `auto`, which is xla.
 
     Returns:
       The objective (with z-loss) and the bare cross-entropy, float32 scalars; sums over the tokens that are here.
@@ -52,10 +52,9 @@ def linear_cross_entropy(
       ValueError: the implementation is unknown, or the kernels cannot run here or on these shapes.
     """
     (M, D), V = x.shape, head.shape[1]
-    multiples = M % mosaic.ROWS == D % mosaic.DEPTH == V % mosaic.ALIGNED == 0
     fused = choose(
         implementation,
-        fits=multiples and x.dtype == head.dtype == jnp.bfloat16,
+        fits=mosaic.takes(M, D, V) and x.dtype == head.dtype == jnp.bfloat16,
         needs=f"bfloat16, M in multiples of {mosaic.ROWS}, D of {mosaic.DEPTH} and V of {mosaic.ALIGNED}",
         got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
         field="kernels.loss",

@@ -47,6 +47,11 @@ LOWEST = -1e30
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
+def takes(M: int, D: int, V: int) -> bool:
+    """Return whether the kernels take M tokens, D elements of each, and V words."""
+    return M % ROWS == D % DEPTH == V % ALIGNED == 0
+
+
 def statistics(
     x: jax.Array, head: jax.Array, targets: jax.Array, *, programs: int | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,7 @@ def quantize_fp8(
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       power_of_2: round scales up to powers of 2, which lose nothing in products.
       implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
-        GPU; a forced one fails loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+        GPU; a forced one fails loudly), or `auto`, which is xla.
 
     Raises:
       ValueError: scaling, dtype or implementation is unknown, amax does not belong to it, or the kernel cannot run here

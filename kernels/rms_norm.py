@@ -24,7 +24,7 @@ def rms_norm(
       weight: `[D]` float32.
       eps: added to the mean square.
       implementation: of the backward pass: `xla`, `mosaic` (bfloat16, D a multiple of 128 up to 8,192 on a Hopper GPU;
-        a forced one fails loudly), or `auto`, which is xla until the kernel has been measured on a GPU.
+        a forced one fails loudly), or `auto`, which is xla.
 
     Returns:
       `[..., D]` in x's type.
@@ -35,10 +35,7 @@ def rms_norm(
     D = x.shape[-1]
     fused = choose(
         implementation,
-        fits=x.dtype == jnp.bfloat16
-        and weight.dtype == jnp.float32
-        and D % mosaic.MULTIPLE == 0
-        and D <= mosaic.WIDEST,
+        fits=x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32 and mosaic.takes(D),
         needs=f"bfloat16 with a float32 weight, and D a multiple of {mosaic.MULTIPLE} up to {mosaic.WIDEST}",
         got=f"{x.dtype} with {weight.dtype}, D={D}",
         field="kernels.norm",

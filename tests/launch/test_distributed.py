@@ -57,6 +57,7 @@ from pathlib import Path
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.config import DistConfig
 distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
+print("told", distributed.from_process0("a", lambda: [os.environ["JAX_PROCESS_ID"]], 60), flush=True)
 import jax
 print("joined", jax.process_index(), jax.process_count(), len(jax.devices()), flush=True)
 port = int(os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2])
@@ -112,6 +113,7 @@ def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_end
         assert f"waiting for 2 processes at 127.0.0.1:{port} (environment)" in out, err
         assert "note: the way to 127.0.0.1 does not go through http_proxy" in out, err
         assert f"joined {number} 2 2" in out, err
+        assert "told ['0']" in out, err
     # The interface of the address alone, not all: 127.0.0.1, or ::ffff:127.0.0.1, in the kernel's numbers.
     [listens] = [line for line in outputs[0][0].splitlines() if line.startswith("listens at")]
     assert listens.endswith("0100007F")

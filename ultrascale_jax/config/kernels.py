@@ -7,7 +7,11 @@ from typing import Literal, get_args, get_type_hints
 from ultrascale_jax.config.base import require
 
 Implementation = Literal["auto", "mosaic", "xla"]
-"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` as each field says."""
+"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` as each field says.
+
+A field that says `tried` is `xla`, except where `ultrascale train` starts on a Hopper GPU: it tries the kernel there,
+and takes it if it is right and faster.
+"""
 
 AttentionImplementation = Literal["auto", "cudnn", "cudnn_packed", "mosaic", "xla"]
 
@@ -20,13 +24,14 @@ class KernelsConfig:
     """Attention; auto: cuDNN on a GPU, XLA elsewhere. For documents `cudnn` reads a mask; `cudnn_packed`, which auto
     takes from Hopper on, and `mosaic` skip the keys that no query needs."""
     norm: Implementation = "auto"
-    """Norms over the model dim; auto: XLA."""
+    """Norms over the model dim; auto: tried when a run starts on a Hopper GPU, else XLA."""
     loss: Implementation = "auto"
-    """Output head and cross-entropy; auto: XLA, by chunks of tokens. mosaic: less memory, one more product."""
+    """Output head and cross-entropy; auto: tried. xla: by chunks of tokens. mosaic: less memory, one more product."""
     grouped_matmul: Implementation = "auto"
-    """Products of the experts; auto: XLA, on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
+    """Products of the experts; auto: tried. xla: on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
     fp8_matmul: Implementation = "auto"
-    """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs. xla: the definition, in float32."""
+    """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs, unless tried and failed. xla: the
+    definition, in float32."""
 
     def __post_init__(self):
         for name, kind in get_type_hints(type(self)).items():

@@ -220,7 +220,8 @@ def own_gpus(
     A process alone on its node takes all. Several that see the same GPUs share them evenly; where each sees only some
     of the `on_node` there are, the launcher has shared them out already. `UserError` for more processes than GPUs.
     """
-    visible = _visible(environ)
+    names = visible_gpus(environ)
+    visible = None if names is None else len(names)
     if per_node == 1 or visible == 1:
         return None
     if visible is None or per_node is None:
@@ -233,15 +234,17 @@ def own_gpus(
     return tuple(range(local_id * share, (local_id + 1) * share))
 
 
-def _visible(environ: Mapping[str, str]) -> int | None:
-    """Return the GPUs that CUDA, or the container, shows this process; None if neither says.
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return CUDA's names of the GPUs that it, or the container, shows this process; None if neither says.
 
     Container runtimes read NVIDIA_VISIBLE_DEVICES and number what is left anew; CUDA_VISIBLE_DEVICES chooses from it.
     """
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         text = environ.get(name, "")
         if text and text not in ("all", "none", "void"):
-            return len(text.split(","))
+            names = text.split(",")
+            own = name == "CUDA_VISIBLE_DEVICES"
+            return names if own else [str(number) for number in range(len(names))]
     return None
 
 

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
+import json
 import os
 import re
 import socket
@@ -94,7 +95,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
             bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
             stop=lambda: sigterm is not None and sigterm.received,
         )
-    if _wants_cpu(os.environ):
+    if wants_cpu(os.environ):
         collective_order.enforce()
     jax.distributed.initialize(
         address,
@@ -112,6 +113,22 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
     return replace(
         launch, num_processes=global_state.num_processes, process_id=global_state.process_id
     )
+
+
+def from_process0(name: str, make: Callable[[], Any], timeout_s: float) -> Any:
+    """Return `make()` of process 0 on all processes, of which none needs its devices for it.
+
+    Args:
+      name: its place among what processes share; another one for each call.
+      make: called on process 0 alone; its result must survive JSON.
+      timeout_s: how long the others wait at most, before they fail.
+    """
+    client, key = global_state.client, f"ultrascale/{name}"
+    if client is None:
+        return make()
+    if global_state.process_id == 0:
+        client.key_value_set(key, json.dumps(make()))
+    return json.loads(client.blocking_key_value_get(key, int(1000 * timeout_s)))
 
 
 def guarded(
@@ -133,7 +150,7 @@ def check_devices(launch: Launch | None, dist: DistConfig) -> None:
         )
         return
     expected = None if launch is None else launch.expected_gpus
-    if expected is None or _wants_cpu(os.environ):
+    if expected is None or wants_cpu(os.environ):
         return
     found = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
     fix = (
@@ -189,7 +206,7 @@ def _watch_each_other(dist: DistConfig) -> None:
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
     """Add the flags of the CPU (by `JAX_PLATFORMS`) or GPU, and a GPU's memory's share; keep what the user set."""
-    cpu = _wants_cpu(environ)
+    cpu = wants_cpu(environ)
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))
     flags = CPU_FLAGS if cpu else GPU_FLAGS
@@ -199,7 +216,8 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
-def _wants_cpu(environ: Mapping[str, str]) -> bool:
+def wants_cpu(environ: Mapping[str, str]) -> bool:
+    """Return whether `JAX_PLATFORMS` asks for the CPU."""
     return environ.get("JAX_PLATFORMS", "").startswith("cpu")
 
 

@@ -1,5 +1,7 @@
-"""Read Linux's /proc: the state and start of a process, and the start of the machine."""
+"""Read Linux's /proc: the state and start of a process, the start of the machine, and its NVIDIA GPUs."""
 
+import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,3 +37,12 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
+
+
+def gpu_kinds(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Return the name of each NVIDIA GPU of the machine, JAX's `device_kind`, and leave the GPU alone."""
+    found = []
+    for path in sorted(folder.glob("*/information")):
+        with contextlib.suppress(OSError):
+            found += re.findall(r"^Model:\s*(.*\S)", path.read_text(errors="replace"), re.MULTILINE)
+    return found

@@ -223,8 +223,8 @@ def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
 def _fitting(recipe: Recipe, *sizes: int) -> str:
     """Choose the implementation for arrays with these dims.
 
-    With scales for blocks a Hopper GPU has our kernels, although none has been measured: XLA has no such product. It
-    computes the definition, in float32.
+    With scales for blocks a Hopper GPU has our kernels, unless a run's trial of them failed: XLA has no such product.
+    It computes the definition, in float32.
     """
     if recipe.scaling != "block" or recipe.implementation != "auto":
         return recipe.implementation if recipe.scaling == "block" else "xla"

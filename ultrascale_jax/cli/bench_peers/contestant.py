@@ -3,7 +3,7 @@
 The parent (`runner.py`) starts a contestant with its specification, JSON, as the argument. The contestant answers on
 its standard output, one JSON object a line: first when it has made a step, then for each line of standard input, which
 holds a number of steps. In between it sleeps, so several can take turns on one core. Whatever else it prints goes to
-standard error, and it ends when its input does.
+standard error, and it ends when its input does, or its parent dies.
 """
 
 import importlib.metadata
@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from ultrascale_jax.launch.processes import follow_supervisor
 
 
 class Unavailable(Exception):
@@ -71,6 +73,7 @@ class Contestant:
 
 def serve(make: Callable[[dict], Contestant]) -> None:
     """Run the contestant that `make` makes of the specification in `sys.argv`."""
+    follow_supervisor(os.environ)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from ultrascale_jax.cli.bench_peers.contestant import Unavailable
+from ultrascale_jax.launch.processes import SUPERVISOR
 
 OUT_OF_MEMORY = ("resource_exhausted", "out of memory")
 
@@ -54,7 +55,12 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **environ, "TORCHINDUCTOR_CACHE_DIR": self._cache.name},
+            env={
+                **os.environ,
+                **environ,
+                "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
+                SUPERVISOR: str(os.getpid()),
+            },
             # An interrupt from the terminal goes to the parent alone, which then ends its children.
             start_new_session=True,
         )

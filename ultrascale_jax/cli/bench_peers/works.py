@@ -294,10 +294,8 @@ def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
     """Return the experts' products, of rows in groups of uneven sizes as a router makes them."""
 
     def make(key) -> tuple:
-        shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
-        ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
         x, w, dy = normals(key, (R, D), (E, D, F), (R, F))
-        return x, w, jnp.asarray(np.diff(ends, prepend=0), jnp.int32), dy
+        return x, w, uneven_sizes(R, E), dy
 
     def multiply(name: str) -> Callable:
         if name == RAGGED:
@@ -325,6 +323,13 @@ def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
     )
     runs = {"forward": forward, "input gradient": x_gradient, "weight gradient": w_gradient}
     return [product(name=name, run=run) for name, run in runs.items()]
+
+
+def uneven_sizes(R: int, E: int) -> jax.Array:
+    """Return the rows of each of `E` experts, int32, `R` in all, as uneven as a router makes them."""
+    shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
+    ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
+    return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
 
 
 def roofline(size: int) -> list[Work]:
