@@ -34,7 +34,8 @@ LAUNCH_S = 3e-6
 
 ATTENTION_SHARE = {"forward": 0.60, "backward": 0.44}
 """Of the bfloat16 peak, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629 TFLOP/s forward, Mosaic 408 to
-438 backward (tokamax 0.0.17's timings on H100)."""
+438 backward (tokamax 0.0.17's timings on H100). Alone cuDNN 9.19 reaches 474 to 541 backward and 591 to 644 forward (an
+H200, `benchmark/sdpa_benchmark_training` of NVIDIA/cudnn-frontend); `BUSY_SHARE` of that backward is 379 to 433."""
 
 NARROW_HEAD_SHARE = 0.8
 """Of that, with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
