@@ -89,8 +89,8 @@ def test_elementwise_work_moves_12_percent_more_than_the_least(step):
         # Backward, of each norm: x, and the gradients of its result and of the residual; then that of x, and norm(x)
         # again for the weights' gradients. And attention's result, for x' again.
         "norms and residual": (2 + 4 + 3 + 2 * 5 + 1) * own["residual"],
-        # Read and written: forward, again, and their gradients.
-        "rotary embedding": 3 * 2 * (own["queries"] + own["keys"]),
+        # Read and written: forward, again, and their gradients, which the values' come beside.
+        "rotary embedding": 3 * 2 * (own["queries"] + own["keys"]) + 2 * own["keys"],
         # Gate and up, then their product; backward its gradient too, then those of both and the product again.
         "SwiGLU": (3 + 6) * own["hidden"],
         # Float32 parameters, cast twice, and gradients, cast once.
@@ -107,6 +107,23 @@ def test_what_dots_keeps_is_copied_once(step):
     # x and attention's part of the residual; gate and up; q, k, v, attention's result and log-sum-exp.
     parts = {"residual": 2, "hidden": 2, "queries": 2, "keys": 2, "log-sum-exp": 1}
     kept = sum(count * own[name] for name, count in parts.items())
-    _, moved = moved_in_layer(step)
+    m, (_, moved) = RUN.model, moved_in_layer(step)
+    heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim // RUN.mesh.sp
+    # The matrices of q, k and v side by side, whose one product makes their input's gradient.
+    joined = 2 * BF16 * m.d_model * heads
     # Into stacks; backward, what cuDNN reads out of them and the gradients of joint weights apart (23%).
-    assert 2 * kept <= moved <= 1.24 * 2 * kept
+    assert 2 * kept + joined <= moved <= 1.24 * 2 * kept + joined
+
+
+def test_attentions_input_has_one_product_forward_and_two_backward(step):
+    """q, k and v are one product, the gradient of their input another, and those of their matrices a third."""
+    m = RUN.model
+    heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim // RUN.mesh.sp
+    products = []
+    for body in {own.computation for own in step.matmuls if own.attention}:
+        for i in step.module.computations[body]:
+            products += [frozenset((d.m, d.n, d.k)) for d in step.module.dots(i, body)]
+    joined = frozenset((RUN.data.seq_len, m.d_model, heads))
+    alone = frozenset((RUN.data.seq_len, m.d_model, m.num_kv_heads * m.head_dim // RUN.mesh.sp))
+    assert products.count(joined) == 3 * LAYERS
+    assert products.count(alone) == 0

@@ -13,6 +13,7 @@ from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, adapter_of, gather_sequence, param, rms_norm
+from ultrascale_jax.models.projections import projections
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
@@ -52,9 +53,10 @@ class Attention(nnx.Module):
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
-        q_BTNH = self._project(x_BTD, x_BRD, "q", "N")
-        k_BTKH = self._project(x_BTD, x_BRD, "k", "K")
-        v_BTKH = checkpoint_name(self._project(x_BTD, x_BRD, "v", "K"), "v")
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH = self._complete(q_BTNH, x_BRD, "q", "N")
+        k_BTKH = self._complete(k_BTKH, x_BRD, "k", "K")
+        v_BTKH = checkpoint_name(self._complete(v_BTKH, x_BRD, "v", "K"), "v")
         q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
         k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
@@ -68,13 +70,23 @@ class Attention(nnx.Module):
             more_BRD = own_BRD if more_BRD is None else more_BRD + own_BRD
         return (partial_BTD if more_BRD is None else (partial_BTD, more_BRD)), cache
 
-    def _project(self, x_BTD: jax.Array, x_BRD: jax.Array, name: str, heads: str) -> jax.Array:
-        """Project to queries, keys or values, with bias and norm where the family has them."""
+    def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
+        """Project to queries, keys and values."""
+        heads, weights = "NKK", []
+        for name, letter in zip("qkv", heads, strict=True):
+            weight = getattr(self, f"w_{name}")[...]
+            own = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
+            weights.append(weight.map(own) if isinstance(weight, Fp8Weight) else own(weight))
+        if not any(isinstance(weight, Fp8Weight) for weight in weights):
+            return projections(x_BTD, weights, heads)
+        return [
+            linear(f"BTD,D{letter}H->BT{letter}H", x_BTD, weight)
+            for letter, weight in zip(heads, weights, strict=True)
+        ]
+
+    def _complete(self, y: jax.Array, x_BRD: jax.Array, name: str, heads: str) -> jax.Array:
+        """Add adapter and bias to queries, keys or values, and normalise them, where the model has that."""
         dims = f"BT{heads}H"
-        weight = getattr(self, f"w_{name}")[...]
-        own = functools.partial(self._heads, f"w_{name}", f"D{heads}H")
-        weight = weight.map(own) if isinstance(weight, Fp8Weight) else own(weight)
-        y = linear(f"BTD,D{heads}H->{dims}", x_BTD, weight)
         if (adapter := adapter_of(self, f"w_{name}")) is not None:
             kv_heads, b = self.cfg.num_kv_heads, adapter.b
             b = repeat_kv_heads(b[...], b.dims, b.act_dims, kv_heads)

@@ -74,7 +74,10 @@ def rotary(
 
 def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array], scale: float = 1.0) -> jax.Array:
     """Rotate queries or keys, times `scale`: the first half of H pairs with the second (Hugging Face's convention)."""
-    cos, sin = (t[:, :, None, :] for t in rope)
-    x_BTNH_f32 = x_BTNH.astype(jnp.float32)
-    x1, x2 = jnp.split(x_BTNH_f32 if scale == 1 else x_BTNH_f32 * scale, 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)
+    cos, sin = (t[:, :, None, None, :] for t in rope)
+    x_f32 = x_BTNH.astype(jnp.float32)
+    halves = (x_f32 if scale == 1 else x_f32 * scale).reshape(*x_BTNH.shape[:-1], 2, -1)
+    # Halves that change places, not pieces that are joined: XLA fuses that with what lays q, k and v side by side.
+    sign = np.array([-1, 1], np.float32).reshape(1, 1, 1, 2, 1)
+    turned = halves * cos + sign * (jax.lax.rev(halves, (3,)) * sin)
+    return turned.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
