@@ -264,14 +264,46 @@ def test_a_loop_whose_length_depends_on_data_is_left_out():
     assert timeline.left_out == ("rounds",)
 
 
+def step_of(text, comm_streams=(), **axes):
+    """A step with this program, of a run that does not matter."""
+    numbers = {"argument_bytes": 0, "temporary_bytes": 0, "host_bytes": 0, "peak_bytes": 0}
+    return compile.CompiledStep(
+        run=Run.of(Config(model=ModelConfig(num_layers=1)), 8),
+        text=text,
+        axes=axes,
+        comm_streams=dict(comm_streams),
+        compile_s=0.0,
+        **numbers,
+    )
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_beside_its_own_streams_a_step_tells_one_stream_none_and_the_most_contention(second):
+    long, short = 8192 * 8, 8192
+    both = gather(1, long, groups="[2,8]<=[16]") + gather(2, short, groups=ACROSS)
+    text = text_of(both, gather(2, short, DONE), PRODUCT, gather(1, long, DONE), gathered=long)
+    step = step_of(text, {"g1": 0, "g2": second}, fsdp=2, sp=8)
+    first = gather_s(long, CLUSTER, Group(ranks=8, per_node=8))
+    last = gather_s(short, CLUSTER, Group(ranks=2, per_node=1))
+    assert last < first < last + PRODUCT_S
+    # The product starts when the second gather is done: beside the first one, or behind both.
+    apart, behind = (
+        [seconds + PRODUCT_S + share * beside for share in (16 / 132, 1 - 1 / costs.CONTENTION)]
+        for seconds, beside in ((last, first - last), (first + last, 0))
+    )
+    found = compile.simulate_step(step, CLUSTER)
+    assert (found.one_stream_s, found.side_by_side_s) == pytest.approx((behind[0], apart[0]))
+    assert (found.step_s, found.contended_s) == pytest.approx((behind, apart)[second])
+    told = compile.predict_step(step, found, GPU).summary()
+    names = ("step_s", "one_stream_s", "side_by_side_s", "contended_s")
+    assert [told[name] for name in names] == [getattr(found, name) for name in names]
+
+
 @pytest.mark.parametrize(("where", "warned"), [("layers/moe/while", 0), ("layers/while", 1)])
 def test_a_step_warns_of_a_loop_of_unknown_length_that_is_not_of_experts(where, warned, recwarn):
     loop = f'%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={{op_name="{where}"}}'
     more = LOOP + indented([PRODUCT]) + "\n}\n"
-    run = Run.of(Config(model=ModelConfig(num_layers=1)), 8)
-    numbers = {"argument_bytes": 0, "temporary_bytes": 0, "host_bytes": 0, "peak_bytes": 0}
-    text = text_of(NORM, loop, computations=more)
-    step = compile.CompiledStep(run=run, text=text, axes={"fsdp": 8}, compile_s=0.0, **numbers)
+    step = step_of(text_of(NORM, loop, computations=more), fsdp=8)
     compile.simulate_step(step, NODE)
     assert [where in str(warning.message) for warning in recwarn] == [True] * warned
 
