@@ -51,6 +51,16 @@ def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     assert batch == cfg.train.global_batch
 
 
+def test_several_global_batches_are_told_in_the_table_and_in_the_command(capsys):
+    fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch=8 16"
+    plan.main([*ARGUMENTS, "--fixed", fixed])
+    printed = capsys.readouterr().out
+    assert "batch 8" in printed and "batch 16" in printed
+    assert printed.strip().endswith(
+        "--train.global-batch 16 --train.microbatches 1 --train.zero 3 --train.remat full"
+    )
+
+
 def test_fixed_fields_stay(capsys):
     result = answer(capsys, *ARGUMENTS, "--fixed", "tp=2,zero=3,remat=full")
     ranked = [row for row in result["rows"] if row["section"] == "the best of each mesh"]

@@ -144,6 +144,19 @@ def test_the_reason_is_the_part_that_costs_the_most(predicted):
 
 
 @pytest.mark.slow
+def test_of_several_global_batches_the_one_with_the_most_tokens_a_second_wins():
+    fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch="
+    small, large, both = (searched(llama3_8b, 8, f"{fixed}{n}") for n in ("8", "16", "8,16"))
+    assert both.counts["candidates"] == sum(s.counts["candidates"] for s in (small, large))
+    assert both.winner.run == large.winner.run
+    assert large.winner.best.step_s > small.winner.best.step_s
+    assert configured(both.cfg, both.winner.run).train.global_batch == 16
+    ((other, verdict),) = both.rows(1)["one change to the best"]
+    assert other.run == small.winner.run
+    lost = large.winner.best.tokens_per_s_gpu / other.best.tokens_per_s_gpu - 1
+    assert verdict.startswith(f"{lost:.1%} slower: ")
+
+
 def test_what_is_compiled_replaces_the_formula():
     search = searched(llama3_8b, 8, "dp=1,tp=1")
     seen = []

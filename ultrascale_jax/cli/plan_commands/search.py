@@ -34,8 +34,8 @@ class Options(common.Assumptions):
     """Options of `ultrascale plan search`."""
 
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
-    """Keep to these, as tp=8,pp=1: axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
-    a2a_groups, ulysses."""
+    """Keep to these, as tp=8,pp=1: axes, zero, remat, global_batch, microbatches, sequences, schedule, virtual_stages,
+    stash, a2a_groups, ulysses. Of several, as global_batch=256,512, the one with the most tokens/s wins."""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """Number of meshes to list."""
     compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
@@ -182,6 +182,7 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
     return found.summary() | {
         "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
         "sequences": run.sequences,
+        "global_batch": run.global_batch,
         "microbatches": run.microbatches,
         "zero": run.zero,
         "remat": run.remat,
@@ -196,7 +197,7 @@ def row(search: Search, candidate: Candidate, recipe: str) -> dict[str, Any]:
 
 CHOSEN = (
     *(f"mesh.{axis}" for axis in AXES),
-    *("train.zero", "train.remat", "train.microbatches"),
+    *("train.zero", "train.remat", "train.global_batch", "train.microbatches"),
     *("pp.schedule", "pp.virtual", "pp.stash", "moe.a2a_groups", "cp.ulysses"),
 )
 """Fields of a configuration that a search chooses."""
@@ -242,6 +243,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         if column.header in columns[5:]:
             column.justify, column.no_wrap = "right", True
     section = result["rows"][0]["section"] if result["rows"] else ""
+    batches = len({r["global_batch"] for r in result["rows"]})
     for r in result["rows"]:
         if r["section"] != section:
             section = r["section"]
@@ -254,6 +256,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         work = map(str, (r["sequences"], r["microbatches"], r["zero"], r["remat"]))
         axes = " ".join(f"{axis}{size}" for axis, size in r["mesh"].items()) or "1 GPU"
         axes += f" {r['exchange']}" if r["exchange"] else ""
+        axes += f", batch {r['global_batch']}" if batches > 1 else ""
         speed = (f"{r['step_s']:.3g}", rate, f"{r['mfu']:.1%}")
         source = r["source"] + (f" x{r['correction']:.2f}" if r["correction"] != 1 else "")
         cells = (axes, *work, r["schedule"], gib, *speed)

@@ -64,8 +64,8 @@ class Options(common.Assumptions):
     """Options of `ultrascale plan sweep`."""
 
     grid: Annotated[str | None, command_line.option("'FIELD=VALUE,... ...'", "all meshes")] = None
-    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, microbatches, sequences, schedule, virtual_stages, stash,
-    a2a_groups, ulysses; the rest is the recipe's."""
+    """As 'fsdp=1,2,4 sp=1,2 zero=0,3': axes, zero, remat, global_batch, microbatches, sequences, schedule,
+    virtual_stages, stash, a2a_groups, ulysses; the rest is the recipe's."""
     out: Annotated[Path | None, command_line.option("FILE.csv", "out/sweep/RECIPE.csv")] = None
     """File for the rows; rows that it has already are not run again."""
     predict: command_line.Flag = False

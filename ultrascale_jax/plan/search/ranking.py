@@ -103,7 +103,7 @@ class Search:
         """Search for the model, batch and sequence length of `cfg` on `cluster`.
 
         Args:
-          choices: what is pinned.
+          choices: what is pinned; of several global batches the one with the most tokens a second wins.
           shape: the model, where `cfg.model` cannot say it.
         """
         self.cfg, self.cluster = cfg, cluster
@@ -214,9 +214,9 @@ class Search:
         waiting = [c for c in ours if not (c.compiled or c.failure)]
         if not waiting:
             return None
-        limit = PROMISING * min(c.formula.step_s for c in ours)
+        limit = PROMISING * min(_token_s(c.formula) for c in ours)
         known, families = {kind(run) for run in tried}, Counter(family(run) for run in tried)
-        unknown = [c for c in waiting if kind(c.run) not in known and c.formula.step_s <= limit]
+        unknown = [c for c in waiting if kind(c.run) not in known and _token_s(c.formula) <= limit]
         if explore and unknown:
             return min(unknown, key=lambda c: families[family(c.run)])
         alike = (c for c in waiting if kind(c.run) == kind(ours[0].run))
@@ -238,15 +238,19 @@ class Search:
             return candidate.compiled.step_s
         return candidate.formula.step_s * self.correction(candidate.run)
 
+    def token_s(self, candidate: Candidate) -> float:
+        """Divide the time of a step by its tokens: what candidates are compared by."""
+        return self.step_s(candidate) / candidate.run.step_tokens
+
     @property
     def ranking(self) -> list[Candidate]:
-        """Sort what fits by formula: the compiled by step time, the rest by formula, then what the compiler refuted."""
+        """Sort what fits by formula: the compiled by time, the rest by formula, then what the compiler refuted."""
         candidates = self._candidates.values()
         works = any(c.compiled for c in candidates)
 
         def place(c: Candidate) -> tuple[int, float, int]:
             refuted = not c.best.fits or (works and c.failure != "")
-            return 2 if refuted else 0 if c.compiled else 1, self.step_s(c), c.best.peak_bytes
+            return 2 if refuted else 0 if c.compiled else 1, self.token_s(c), c.best.peak_bytes
 
         return sorted(candidates, key=place)
 
@@ -265,7 +269,7 @@ class Search:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
         ranking, best = self.ranking, self.winner
         near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
-        missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.step_s)
+        missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
         sections = {
             "the best of each mesh": best_per_mesh(ranking)[:top],
             "one change to the best": [] if best is None else self._changed(best),
@@ -288,7 +292,7 @@ class Search:
             self._candidates.get(run) or self._candidate(run, breakdown(run).peak_bytes)
             for run in alternatives
         ]
-        return sorted(found, key=lambda c: (not c.best.fits, self.step_s(c)))
+        return sorted(found, key=lambda c: (not c.best.fits, self.token_s(c)))
 
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
@@ -305,15 +309,18 @@ class Search:
 
     def _difference(self, candidate: Candidate, best: Candidate) -> str:
         """Say how much slower or faster than `best`, and which part costs the most, both from one source."""
-        share = self.step_s(candidate) / self.step_s(best) - 1
+        share = self.token_s(candidate) / self.token_s(best) - 1
         if abs(share) < 0.001:
             return "as fast"
         text = f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
-        alone = candidate.formula.step_s / best.formula.step_s - 1
+        alone = _token_s(candidate.formula) / _token_s(best.formula) - 1
         one_source = candidate.compiled is not None and best.compiled is not None
         if not one_source and alone * share < 0:
             return f"{text}, by formula alone {alone:+.1%}"
-        own, other = (c.best.parts if one_source else c.formula.parts for c in (candidate, best))
+        own, other = (
+            (c.best if one_source else c.formula).scaled(1 / c.run.step_tokens).parts
+            for c in (candidate, best)
+        )
         sign = math.copysign(1, share)
         costs = {
             name: sign * (own.get(name, 0.0) - other.get(name, 0.0))
@@ -325,7 +332,11 @@ class Search:
 
 def _apart_from_remat(run: Run) -> tuple[Any, ...]:
     pipeline = run.schedule, run.virtual_stages
-    return run.mesh, run.zero, run.microbatches, pipeline, run.context, run.moe
+    return run.mesh, run.zero, run.microbatches, run.sequences, pipeline, run.context, run.moe
+
+
+def _token_s(step: StepPrediction) -> float:
+    return step.step_s / step.run.step_tokens
 
 
 def kind(run: Run) -> Kind:
@@ -351,4 +362,5 @@ def best_per_mesh(ranking: Iterable[Candidate]) -> list[Candidate]:
 
 def _work(run: Run) -> tuple[Any, ...]:
     pipeline = run.schedule, run.virtual_stages
-    return run.microbatches, run.zero, (run.remat, run.stash), pipeline, run.context
+    work = run.microbatches, run.global_batch, run.zero, (run.remat, run.stash)
+    return *work, pipeline, run.context

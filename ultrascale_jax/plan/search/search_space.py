@@ -55,7 +55,7 @@ UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
 
 FIELDS = (
-    *(*AXES, "zero", "remat", "microbatches", "sequences"),
+    *(*AXES, "zero", "remat", "global_batch", "microbatches", "sequences"),
     *("schedule", "virtual_stages", "stash", "a2a_groups", "ulysses"),
 )
 """Fields of a candidate that differ, and that can be pinned."""
@@ -115,7 +115,7 @@ def enumerate_runs(
     axes: Sequence[str] = AXES,
     shape: ModelShape | None = None,
 ) -> Space:
-    """Yield every legal way to train the global batch of `cfg` on `cluster`.
+    """Yield every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
 
     Args:
       cfg: its mesh, ZeRO stage, micro-batches and recomputation do not matter.
@@ -204,15 +204,18 @@ def _candidate_config(
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
-    """Return ZeRO stages and numbers of micro-batches, without two names for one run where neither is pinned."""
+    """Return global batches, ZeRO stages and micro-batches, without two names for one run where neither is pinned."""
     zeros = sorted(choices.get("zero", (0, 1, 2, 3)))
     if mesh.fsdp * mesh.cp * mesh.ep == 1:
         zeros = zeros[:1]
     elif mesh.fsdp > 1 and "fsdp" not in choices:
         zeros = [zero for zero in zeros if zero]
-    per_shard = max(cfg.train.global_batch // mesh.batch, 1)
-    counts = choices.get("microbatches", divisors(per_shard))
-    return [{"zero": zero, "microbatches": m} for m in counts for zero in zeros]
+    return [
+        {"global_batch": batch, "zero": zero, "microbatches": m}
+        for batch in choices.get("global_batch", (cfg.train.global_batch,))
+        for m in choices.get("microbatches", divisors(max(batch // mesh.batch, 1)))
+        for zero in zeros
+    ]
 
 
 def _exchanges(
