@@ -21,8 +21,21 @@ def gather(params, constant):
     return {name: jax.reshard(p, whole) for name, p in params.items()} | {"constant": constant}
 
 
+def gather_and_sum(params, constant):
+    """The same with gradients that are summed over dp, too: by the transpose of `leave_sums`, or of this."""
+    whole = P(None, None, reduced=frozenset({"dp", "fsdp"}))
+    left = leave_sums(params)
+    return {name: jax.reshard(p, whole) for name, p in left.items()} | {"constant": constant}
+
+
+def leave_sums(params):
+    left = P("fsdp", None, reduced=frozenset({"dp"}))
+    return {name: jax.reshard(p, left) for name, p in params.items()}
+
+
 def run(gathered, x, context, constant):
-    product = functools.partial(jnp.einsum, "bd,de->be", out_sharding=P("fsdp", None))
+    spec = jax.typeof(x).sharding.spec
+    product = functools.partial(jnp.einsum, "bd,de->be", out_sharding=spec)
     y = product(product(x, gathered["up"]), gathered["down"]) + gathered["constant"] * x + constant
     return x + jnp.tanh(y) * context, jnp.sum(jnp.square(y), axis=1), jnp.max(y, axis=1)
 
@@ -37,28 +50,30 @@ def plain_scan(layer, params, constants, x, context):
 
 @pytest.mark.parametrize("num", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("unroll", "delay"),
+    ("unroll", "delay", "dp"),
     [
-        (True, None),
-        (False, None),
-        (True, Delay("down", ("down",), scatters=False)),
-        (True, Delay("down", ("up", "down"), scatters=True)),
+        (True, None, 1),
+        (False, None, 1),
+        (True, Delay("down", ("down",), scatters=False), 1),
+        (True, Delay("down", ("up", "down"), scatters=True), 1),
+        (True, None, 2),
     ],
 )
-def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay):
+def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp):
     keys = jax.random.split(jax.random.key(0), 4)
-    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])):
+    split = "fsdp" if dp == 1 else ("dp", "fsdp")
+    with jax.set_mesh(make_mesh(MeshConfig(dp=dp, fsdp=2), jax.devices()[: 2 * dp])):
         params = {
             name: jax.random.normal(key, (num, D, D), out_sharding=P(None, "fsdp", None))
             for name, key in zip(("up", "down"), keys[2:], strict=True)
         }
-        x = jax.random.normal(keys[1], (B, D), out_sharding=P("fsdp", None))
+        x = jax.random.normal(keys[1], (B, D), out_sharding=P(split, None))
         constants, context = jnp.arange(num), jnp.float32(0.7)
-        weights = jax.random.normal(keys[0], (num, B), out_sharding=P(None, "fsdp"))
+        weights = jax.random.normal(keys[0], (num, B), out_sharding=P(None, split))
+        layer = Layer(gather, run) if dp == 1 else Layer(gather_and_sum, run, leave_sums)
 
         def value_and_grad(scan, **how):
             def loss(params, x):
-                layer = Layer(gather, run)
                 y, (aux, statistics) = scan(layer, params, constants, x, context, **how)
                 return jnp.sum(jnp.sin(y)) + jnp.sum(aux * weights), statistics
 

@@ -23,13 +23,27 @@ from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, Layers, cut, normed
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import gather_params, gather_sequence, param, zero_sizes
+from ultrascale_jax.models.layers import (
+    each_param,
+    gather_params,
+    gather_sequence,
+    map_params,
+    param,
+    zero_sizes,
+)
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.models.mtp import MTPModule
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
 from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
-from ultrascale_jax.sharding.primitives import einsum, embed_lookup, gather_param, reshard
+from ultrascale_jax.sharding.primitives import (
+    einsum,
+    embed_lookup,
+    gather_param,
+    leave_sums,
+    reshard,
+    sums_by_layer,
+)
 from ultrascale_jax.sharding.rules import mesh_size, stored_spec
 
 
@@ -233,10 +247,16 @@ class Transformer(nnx.Module):
                 return x_BRD, jnp.float32(0.0)
             return x_BRD, routed.balance_BR, routed.statistics_Z
 
-        layer = Layer(lambda block, own: block.gather_params(inputs.of_layer(own)), remat(run))
+        def gather(block, own):
+            return block.gather_params(inputs.of_layer(own))
+
+        ring, _ = inputs.context.ranks(mesh_size("cp"))
+        # Where collectives start as early as they can (`EARLY_START`), a sum beside its own scatter would wait for it.
+        late = ring == mesh_size("tp") == 1 and any(each_param(sums_by_layer, block))
+        sums = functools.partial(map_params, leave_sums) if late else None
+        layer = Layer(gather, remat(run), sums)
         # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
         around = dataclasses.replace(inputs, fp8=None)
-        ring, _ = inputs.context.ranks(mesh_size("cp"))
         x_BRD, (balance_LBR, *statistics) = prefetch_scan(
             layer, block, own, x_BRD, around, unroll=ring == 1, delay=delay
         )

@@ -1,12 +1,14 @@
 """A scan over layers that gathers the next layer's parameters ahead and scatters a layer's gradients late (ZeRO-3).
 
 While layer i computes, the parameters of the layer that comes next travel: those of i + 1 in the forward pass, of i - 1
-in the backward pass, where beside them the gradients of layer i + 1 are reduce-scattered. A plain scan gathers what the
-same iteration needs, and XLA's scheduler can hide it only behind the rest of that iteration. The price is memory: one
-more layer of gathered parameters, and one layer of gradients that wait.
+in the backward pass, where beside them the gradients of layer i + 1 are reduce-scattered, and the shards of layer i + 2
+are summed over replicas if each layer does that. A plain scan gathers what the same iteration needs, and XLA's
+scheduler can hide it only behind the rest of that iteration. The price is memory: one more layer of gathered
+parameters, one layer of gradients that wait, and one of shards.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +29,9 @@ class Layer(NamedTuple):
     """`(params, constants) -> gathered`: the all-gathers of one layer; its transpose is the reduce-scatters."""
     run: Callable[[Any, jax.Array, Any, Any], tuple]
     """`(gathered, x, context, constants) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
+    leave_sums: Callable[[Any], Any] | None = None
+    """`params -> params`, typed so that the transpose of `gather` leaves sums over replicas to the transpose of this.
+    Without it `gather` makes such sums itself, if there are any."""
 
 
 class Delay(NamedTuple):
@@ -127,29 +132,48 @@ class _Loop:
             floats, others = _split(now)
             return vjp.backward(floats, (others, (context, constants)), kept, (dy, daux))
 
-        def scatter(waiting):
-            """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
-            own, constant = _row(stacks, 0)
-            pull_back = jax.vjp(lambda own: _split(self.layer.gather(own, constant))[0], own)[1]
-            return pull_back(waiting)[0]
+        late = self.layer.leave_sums is not None
+
+        def reduced(waiting, shards):
+            """Return shards that are to be summed over replicas with the next layer, and a layer's whole gradients."""
+            scattered = self.scattered(stacks, waiting)
+            return (scattered, self.summed(params, shards)) if late else ((), scattered)
 
         def body(carry, given):
-            dx, now, waiting, grads = carry
+            dx, now, waiting, shards, grads = carry
             i, kept, daux = given
             own, dx = gradients(now, _row(constants, i), kept, dx, daux)
             row, waiting = self.delayed(_row(stacks, jnp.maximum(i - 1, 0)), waiting, now, own)
-            grads = _put(grads, scatter(waiting), jnp.minimum(i + 1, self.num - 1))
-            return (dx, self.layer.gather(*row), own, grads), None
+            shards, done = reduced(waiting, shards)
+            grads = _put(grads, done, jnp.minimum(i + 1 + late, self.num - 1))
+            return (dx, self.layer.gather(*row), own, shards, grads), None
 
         waiting, _ = jax.eval_shape(gradients, last, *_row((constants, kept), 0), dy, daux[0])
-        grads = jax.tree.map(lambda a: _zeros(a, self.num), jax.eval_shape(scatter, waiting))
-        carry = dy, last, jax.tree.map(_zeros, waiting), grads
+        shards = jax.eval_shape(functools.partial(self.scattered, stacks), waiting)
+        shards, done = jax.eval_shape(reduced, waiting, shards)
+        grads = jax.tree.map(lambda a: _zeros(a, self.num), done)
+        carry = dy, last, *jax.tree.map(_zeros, (waiting, shards)), grads
         rows = jnp.arange(self.num), kept, daux
         with self.unrolled():
-            (dx, _, waiting, grads), _ = jax.lax.scan(body, carry, rows, reverse=True)
-        grads = _put(grads, scatter(waiting), 0)
+            (dx, _, waiting, shards, grads), _ = jax.lax.scan(body, carry, rows, reverse=True)
+        shards, done = reduced(waiting, shards)
+        grads = _put(grads, done, min(int(late), self.num - 1))
+        if late:
+            grads = _put(grads, self.summed(params, shards), 0)
         nothing = jax.tree.map(_no_gradient, (constants, context))
         return grads, nothing[0], dx, nothing[1]
+
+    def scattered(self, stacks: tuple, waiting: list) -> Any:
+        """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
+        own, constants = _row(stacks, 0)
+        own = own if self.layer.leave_sums is None else self.layer.leave_sums(own)
+        pull_back = jax.vjp(lambda own: _split(self.layer.gather(own, constants))[0], own)[1]
+        return pull_back(waiting)[0]
+
+    def summed(self, params: Any, shards: Any) -> Any:
+        """Sum a layer's scattered gradients over replicas."""
+        assert self.layer.leave_sums is not None
+        return jax.vjp(self.layer.leave_sums, _row(params, 0))[1](shards)[0]
 
     def each(self, body: Callable, carry: Any) -> Any:
         """Run `carry = body(i, carry)` for each layer i: a scan that writes into stacks nobody has set to zero.

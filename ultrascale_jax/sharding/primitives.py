@@ -1,6 +1,7 @@
 """The operations that communicate: one name and one meaning each, with an Explicit and a manual form behind it.
 
     gather_param, keep_sharded         a parameter as the layers use it
+    leave_sums, sums_by_layer         the same, its gradient a partial sum over replicas as long as that helps
     reduce_gradient, scatter_gradient its gradient, summed over the devices
     reshard, einsum                   an activation split as other letters say
     all_reduce, mean                  a reduction over dims that may be split
@@ -197,12 +198,9 @@ def gather_param(
       sizes: of the whole dims that ZeRO splits, by letter (`rules.zero_dim`).
     """
     if not manual():
-        axes = gradient_axes(dims, act_dims)
-        own = jax.typeof(value).sharding.spec
-        # Marked before the cast, so that the transpose sums in the parameter's own type what `keep_sharded` left to it.
-        marked = own.reduced | (axes - set(SHARD))
-        value = jax.reshard(value, P(*own.partitions, reduced=marked))
-        spec = gathered_spec(dims, value.shape, reduced=axes)
+        # Before the cast, so that the transpose sums in the parameter's own type what `keep_sharded` left to it.
+        value = leave_sums(value, dims, act_dims)
+        spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
         return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
     value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
     if not is_matrix(dims) or value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
@@ -228,6 +226,24 @@ def keep_sharded(
         axes = gradient_axes(dims, act_dims) - set(SHARD) - summed
         return jax.reshard(value, stored_spec(dims, value.shape, reduced=axes))
     return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
+
+
+def leave_sums(value: jax.Array, dims: str, act_dims: str) -> jax.Array:
+    """Type a parameter, sharded as it rests, so that its cotangent is a partial sum over the axes that do not shard it.
+
+    The transpose adds up what `keep_sharded` left to each layer, over dp. Pieces stay as they are.
+    """
+    if not sums_by_layer(value, dims, act_dims):
+        return value
+    own = jax.typeof(value).sharding.spec
+    left = gradient_axes(dims, act_dims) - set(SHARD)
+    return jax.reshard(value, P(*own.partitions, reduced=own.reduced | left))
+
+
+def sums_by_layer(value: jax.Array, dims: str, act_dims: str) -> bool:
+    """Return whether each layer sums this parameter's gradient over more axes than those that shard it."""
+    left = gradient_axes(dims, act_dims) - set(SHARD)
+    return not manual() and not left <= jax.typeof(value).sharding.spec.reduced
 
 
 def is_gathered_param(primitive: Any, *inputs: Any, **params: Any) -> bool:

@@ -69,7 +69,7 @@ def summed_by_layer(cfg: Config, dims: str) -> Set[str]:
     """Return the axes over which each layer's backward pass sums this parameter's gradient: dp, or none.
 
     The sum then travels beside the products of the next layer. That of a whole step has nothing to hide behind:
-    llama3_8b with dp=8, fsdp=8 takes 967 ms instead of 1,047 (simulated). With micro-batches each would repeat it
+    llama3_8b with dp=8, fsdp=8 takes 940 ms instead of 1,047 (simulated). With micro-batches each would repeat it
     (dp=2, fsdp=32, two of them: 1,870 instead of 1,806), and with sp the layer's own reductions would wait behind it on
     XLA's one stream (70B, dp=4, fsdp=32, sp=4: 2,454 instead of 2,189).
     """
