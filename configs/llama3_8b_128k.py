@@ -35,7 +35,7 @@ config = Config(
         steps=1000,
         global_batch=32,
         microbatches=AUTO,
-        remat="save:q,k,v,attn_core,attn_out,gate",
+        remat="auto",
         eval_every=100,
     ),
     checkpoint=CheckpointConfig(every=100),

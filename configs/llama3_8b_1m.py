@@ -39,7 +39,7 @@ config = Config(
         steps=250,
         global_batch=4,
         microbatches=AUTO,
-        remat="save:q,k,v,attn_core,attn_out,gate",
+        remat="auto",
         eval_every=50,
         eval_batches=1,
     ),

@@ -20,8 +20,8 @@ from ultrascale_jax.train_step.step import make_train_step
 NUM_DEVICES = 4096
 FIXED = {
     "llama32_1b": {"remat": "selective", "microbatches": 8},
-    "llama3_8b_128k": {"microbatches": 32},
-    "llama3_8b_1m": {"microbatches": 4},
+    "llama3_8b_128k": {"remat": "save:q,k,v,attn_core,attn_out,gate", "microbatches": 32},
+    "llama3_8b_1m": {"remat": "dots", "microbatches": 4},
     "smollm2_135m": {"microbatches": 4},
     "deepseek_v3": {"remat": "full", "microbatches": 120},
 }
