@@ -2,8 +2,8 @@
 
 Installs MaxText into an environment of its own, which sees the JAX, XLA and Flax of this one; compiles the training
 step of both for H100s that are not there; replays both schedules in the planner's simulator; and prints a table. Needs
-the extra `aot` and a package index, and minutes for each program. A program of `RUNS` that FILE has is not compiled
-again, but for those of the trainer that `--again` names. Without RUN, all.
+the extra `aot` and a package index, and up to minutes for each program. Programs that FILE has are kept, so another
+FILE compiles all of them. Without RUN, all of `RUNS`.
 
 Both have the same model, tokens and GPUs, bfloat16 or fp8 products, float32 weights and AdamW, cuDNN's attention and no
 document mask. MaxText has no search: its options here are the fastest of those tried, and the slower ones stay in FILE.
@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,28 +51,22 @@ REQUIREMENTS = (
 SHARED = ("flax", "jax", "jaxlib")
 """Packages that both trainers must have in one version."""
 
-ON = "COLLECTIVE_PIPELINING_MODE_ON"
+PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
 FLAGS: dict[str, dict[str, Any]] = {
     "run": {"xla_disable_hlo_passes": PREFETCH_OPTIONS["xla_disable_hlo_passes"]},
     "script": {
-        "xla_disable_hlo_passes": "rematerialization",
         "xla_gpu_enable_while_loop_double_buffering": True,
-        **{
-            f"xla_gpu_pipeline_{kind}": ON
-            for kind in ("all_gather", "all_reduce", "reduce_scatter")
-        },
+        **{f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in PIPELINED},
         "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
         "xla_gpu_enable_all_gather_combine_by_dim": False,
         "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     },
+    "cublas": {"xla_gpu_enable_triton_gemm": False},
 }
-"""XLA flags for MaxText beside `GPU_FLAGS`, by name: `script` are those of its `configs/gpu/a3/llama_3.1_405b/128vm.sh`
-that change the program. cuBLAS's products are left out on both sides, as nothing tunes them without a GPU."""
-
-FP8_FLAGS = {"xla_gpu_enable_triton_gemm": False}
-"""As this trainer sets it for fp8: Triton's products would be bfloat16."""
+"""XLA flags for MaxText beside `GPU_FLAGS`, by name. `script` are those of its configs/gpu/a3/llama_3.1_405b/128vm.sh
+that change the program, but for `cublas`, which this trainer sets for fp8 alone: nothing tunes cuBLAS without a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ class Program:
     options: str
     """Of the trainer's command line."""
     flags: str = ""
-    """The name of MaxText's XLA flags."""
+    """Names of MaxText's XLA flags in `FLAGS`."""
     step_tokens: int = 0
     gib: float = 0.0
     """XLA's peak and cuDNN's workspace."""
@@ -110,16 +105,159 @@ class Program:
 
 
 LLAMA_8B = "model_name=llama3.1-8b max_target_length=8192 per_device_batch_size=2"
+LLAMA_70B = "model_name=llama3.1-70b max_target_length=8192 ici_data_parallelism=4"
+LLAMA_405B = "model_name=llama3.1-405b max_target_length=8192 gradient_accumulation_steps=2"
+LLAMA_1B = (
+    "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=32 base_num_kv_heads=8 head_dim=64 base_mlp_dim=8192 "
+    "base_num_decoder_layers=16 vocab_size=128256 logits_via_embedding=true enable_dropout=false "
+    "max_target_length=4096 per_device_batch_size=4"
+)
+MIXTRAL = (
+    "model_name=mixtral-8x7b max_target_length=4096 per_device_batch_size=16 remat_policy=full "
+    "megablox=false"
+)
+DEEPSEEK = (
+    "model_name=deepseek3-671b max_target_length=4096 megablox=false sparse_matmul=false "
+    "per_device_batch_size=0.5 gradient_accumulation_steps=15 ici_data_parallelism=2 ici_fsdp_parallelism=8 "
+    "ici_tensor_parallelism=2 ici_expert_parallelism=64"
+)
+LONG_8B = "model_name=llama3.1-8b ici_fsdp_parallelism=1"
+OURS_8B = "llama3_8b --train.global-batch 16 --data.no-document-mask"
+OURS_70B = (
+    "llama3_70b --mesh dp=4,fsdp=64,sp=2 --train.microbatches 2 --train.remat dots "
+    "--data.no-document-mask"
+)
 
 RUNS: dict[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     "8B bf16": (
         8,
-        "llama3_8b --train.global-batch 16 --data.no-document-mask",
+        OURS_8B,
         (
             ("run", f"{LLAMA_8B} remat_policy=full"),
             ("run", f"{LLAMA_8B} remat_policy=minimal_with_context"),
-            ("script", f"{LLAMA_8B} remat_policy=minimal_with_context"),
+            ("run,script", f"{LLAMA_8B} remat_policy=minimal_with_context"),
             ("run", f"{LLAMA_8B} remat_policy=minimal_with_context scan_layers=false"),
+        ),
+    ),
+    "8B fp8": (
+        8,
+        f"{OURS_8B} --train.precision fp8",
+        (
+            ("run", f"{LLAMA_8B} quantization=fp8 remat_policy=minimal_with_context"),
+            ("run,script", f"{LLAMA_8B} quantization=fp8 remat_policy=minimal_with_context"),
+            (
+                "run",
+                f"{LLAMA_8B} quantization=fp8 remat_policy=minimal_with_context scan_layers=false",
+            ),
+        ),
+    ),
+    "70B bf16": (
+        512,
+        OURS_70B,
+        (
+            (
+                "run",
+                f"{LLAMA_70B} ici_fsdp_parallelism=64 ici_tensor_sequence_parallelism=2 per_device_batch_size=0.5 "
+                "gradient_accumulation_steps=2 remat_policy=minimal_with_context",
+            ),
+            (
+                "run,script",
+                f"{LLAMA_70B} ici_fsdp_parallelism=128 per_device_batch_size=1 remat_policy=save_qkv_proj",
+            ),
+            (
+                "run,script",
+                f"{LLAMA_70B} ici_fsdp_parallelism=128 per_device_batch_size=1 "
+                "remat_policy=save_dot_with_context_except_mlp",
+            ),
+        ),
+    ),
+    "70B fp8": (
+        512,
+        f"{OURS_70B} --train.precision fp8",
+        (
+            (
+                "run,script,cublas",
+                f"{LLAMA_70B} ici_fsdp_parallelism=128 per_device_batch_size=1 quantization=fp8 "
+                "remat_policy=save_dot_with_context_except_mlp",
+            ),
+        ),
+    ),
+    "405B bf16": (
+        1024,
+        "llama3_405b --data.no-document-mask",
+        (
+            (
+                "run,script",
+                f"{LLAMA_405B} ici_fsdp_parallelism=1024 per_device_batch_size=1 remat_policy=full",
+            ),
+            (
+                "run",
+                f"{LLAMA_405B} ici_fsdp_parallelism=1024 per_device_batch_size=1 remat_policy=full",
+            ),
+            (
+                "run",
+                f"{LLAMA_405B} ici_fsdp_parallelism=512 ici_tensor_sequence_parallelism=2 per_device_batch_size=1 "
+                "remat_policy=full",
+            ),
+        ),
+    ),
+    "1B bf16": (
+        1,
+        "llama32_1b --mesh fsdp=1 --data.seq-len 4096 --data.no-document-mask --train.global-batch 4 "
+        "--train.remat selective --train.microbatches 1",
+        (
+            ("run", f"{LLAMA_1B} remat_policy=minimal_with_context"),
+            ("run", f"{LLAMA_1B} remat_policy=minimal_with_context scan_layers=false"),
+        ),
+    ),
+    "Mixtral": (
+        64,
+        "mixtral_8x7b --data.no-document-mask",
+        (
+            (
+                "run",
+                f"{MIXTRAL} sparse_matmul=true ici_fsdp_parallelism=8 ici_expert_parallelism=8",
+            ),
+            (
+                "run",
+                f"{MIXTRAL} sparse_matmul=false capacity_factor=1.25 ici_fsdp_parallelism=8 ici_expert_parallelism=8",
+            ),
+            (
+                "run",
+                f"{MIXTRAL} sparse_matmul=false capacity_factor=1.25 ici_fsdp_parallelism=64",
+            ),
+        ),
+    ),
+    "DeepSeek": (
+        2048,
+        "deepseek_v3",
+        (("run", f"{DEEPSEEK} capacity_factor=1.25 remat_policy=full"),),
+    ),
+    "8B 131k": (
+        8,
+        "llama3_8b_128k",
+        (
+            (
+                "run",
+                f"{LONG_8B} max_target_length=131072 per_device_batch_size=0.125 gradient_accumulation_steps=32 "
+                "ici_context_parallelism=8 remat_policy=save_qkv_proj",
+            ),
+            (
+                "run",
+                f"{LONG_8B} max_target_length=131072 per_device_batch_size=0.125 gradient_accumulation_steps=32 "
+                "ici_tensor_sequence_parallelism=8 remat_policy=save_dot_with_context_except_mlp",
+            ),
+        ),
+    ),
+    "8B 1M": (
+        64,
+        "llama3_8b_1m",
+        (
+            (
+                "run",
+                f"{LONG_8B} max_target_length=1048576 per_device_batch_size=0.015625 gradient_accumulation_steps=4 "
+                "ici_context_parallelism=64 remat_policy=save_qkv_proj",
+            ),
         ),
     ),
 }
@@ -161,9 +299,9 @@ def command_of(program: Program, folder: Path) -> list[str]:
         recipe, *rest = options
         gpus = ["--gpus", str(program.gpus), "--json"]
         return [sys.executable, "-m", "scripts.plan", "compile", recipe, *gpus, *rest]
-    flags = {**GPU_FLAGS, **FLAGS[program.flags]}
-    if any(option.startswith("quantization=") for option in options):
-        flags |= FP8_FLAGS
+    flags = GPU_FLAGS.copy()
+    for name in program.flags.split(","):
+        flags |= FLAGS[name]
     python, module = str(make_environment(folder)), "scripts.validation.maxtext_program"
     head = [python, "-m", module, "--gpus", str(program.gpus), "--flags", json.dumps(flags)]
     return [*head, *options]
@@ -186,8 +324,9 @@ def measure(program: Program, folder: Path) -> Program:
         check=False,
     )
     if ran.returncode:
-        lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        return dataclasses.replace(program, reason=lines[-1])
+        errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", ran.stderr, re.MULTILINE)
+        reason = errors[-1] if errors else f"exit code {ran.returncode}"
+        return dataclasses.replace(program, reason=reason[:160])
     found = json.loads(ran.stdout.splitlines()[-1])
     seconds = found["step_s"]
     tokens = found.get("step_tokens") or found["tokens_per_s_gpu"] * seconds * program.gpus
@@ -279,14 +418,14 @@ def figure(rows: Sequence[Program]) -> Bars:
         if theirs and ours and theirs.fits and ours.fits:
             parts = {f"{OURS} over {MAXTEXT}": theirs.step_ms / ours.step_ms}
             note = f"{theirs.step_ms:,.0f} ms and {ours.step_ms:,.0f} ms"
-            bars.append(Bar(label=f"{run}\n{gpus} GPUs", parts=parts, note=note))
+            bars.append(Bar(label="\n".join((*run.split(), f"{gpus:,}")), parts=parts, note=note))
     return Bars(
         name="maxtext",
-        title=f"Throughput of {OURS} over that of {MAXTEXT} {VERSION}, simulated",
+        title=f"Throughput beside {MAXTEXT} {VERSION}, simulated",
         caption="From docs/benchmarks/maxtext.csv: the same model, tokens, GPUs, XLA and simulator.",
         panels={"": bars},
         unit=f"tokens/s/GPU over those of {MAXTEXT}",
-        x="",
+        x="run, GPUs",
         limit=1.0,
         limit_name=f"{MAXTEXT} {VERSION}",
     )
@@ -298,9 +437,8 @@ def main() -> None:
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV")
-    parser.add_argument(
-        "--again", action="append", choices=TRAINERS, default=[], help="compile its programs again"
-    )
+    parser.add_argument("--trainer", choices=TRAINERS, help="compile its programs only")
+    parser.add_argument("--again", action="store_true", help="also those that FILE has")
     parser.add_argument("--environment", type=Path, default=ROOT / "out" / "maxtext", metavar="DIR")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the speedups, a PNG")
     arguments = parser.parse_args()
@@ -308,7 +446,9 @@ def main() -> None:
         parser.error(f"no run is called {', '.join(unknown)}")
     rows = {row.key: row for row in read(arguments.out)}
     for program in programs(arguments.runs or RUNS):
-        if program.key in rows and program.trainer not in arguments.again:
+        if arguments.trainer not in (None, program.trainer):
+            continue
+        if program.key in rows and not arguments.again:
             continue
         print(f"{program.run}, {program.trainer}: {program.options}", file=sys.stderr)
         rows[program.key] = measure(program, arguments.environment)

@@ -84,6 +84,8 @@ def measure(gpus: int, arguments: list[str], flags: dict[str, Any]) -> dict[str,
     with logical_axis_rules(config.logical_axis_rules):
         program = compile_program(step, *args, mesh=mesh, options=flags)
     timeline = simulate_step(program, find_cluster(None, "h100", gpus))
+    if timeline.left_out:
+        raise ValueError("XLA does not know how often a loop of the program runs")
     return {
         "step_tokens": config.global_batch_size_to_train_on * config.max_target_length,
         "peak_bytes": program.peak_bytes,

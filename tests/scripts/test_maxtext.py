@@ -14,7 +14,8 @@ from ultrascale_jax.cli.plan_commands import common, compile
 BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks"
 FILE = BENCHMARKS / "maxtext.csv"
 
-OF_8B = Program(run="8B bf16", trainer=MAXTEXT, gpus=8, options="", step_tokens=131_072, gib=60.0)
+RUN = "8B bf16"
+OF_8B = Program(run=RUN, trainer=MAXTEXT, gpus=8, options="", step_tokens=131_072, gib=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def test_the_fastest_that_fits_is_shown_and_else_the_reason():
         for name, ms, gib in (("slow", 2000.0, 30.0), ("fast", 1800.0, 60.0), ("large", 1.0, 99.0))
     )
     failed = dataclasses.replace(OF_8B, reason="it asks a GPU", gib=0.0)
-    assert maxtext.best([slow, fast, large, failed], "8B bf16", MAXTEXT) == fast
-    assert maxtext.best([failed, large], "8B bf16", MAXTEXT) == large
-    assert maxtext.best([], "8B bf16", MAXTEXT) is None
+    assert maxtext.best([slow, fast, large, failed], RUN, MAXTEXT) == fast
+    assert maxtext.best([failed, large], RUN, MAXTEXT) == large
+    assert maxtext.best([], RUN, MAXTEXT) is None
     ours = dataclasses.replace(fast, trainer=OURS, step_ms=1500.0)
     assert maxtext.table([slow, fast, ours]).endswith(
         "| 1,800 | 9,102 | 60.0 | 1,500 | 10,923 | 1.20 |"
@@ -63,7 +64,7 @@ def test_the_fastest_that_fits_is_shown_and_else_the_reason():
 
 
 def test_rows_are_written_in_order_and_read_back(tmp_path):
-    made = list(maxtext.programs(["8B bf16"]))
+    made = list(maxtext.programs([RUN]))
     gone = dataclasses.replace(made[0], options="of an older version")
     maxtext.write(tmp_path / "a.csv", [*reversed(made), gone])
     assert maxtext.read(tmp_path / "a.csv") == made
@@ -72,18 +73,20 @@ def test_rows_are_written_in_order_and_read_back(tmp_path):
 
 def test_each_trainer_is_compiled_with_the_flags_of_a_run(tmp_path):
     (tmp_path / f".maxtext-{maxtext.VERSION}").touch()  # nothing is installed
-    theirs, *_, ours = maxtext.programs(["8B bf16"])
+    theirs, *_, ours = maxtext.programs([RUN])
     command = maxtext.command_of(theirs, tmp_path)
     assert command[0] == str(tmp_path / "bin" / "python")
     assert json.loads(command[command.index("--flags") + 1]).keys() >= maxtext.GPU_FLAGS.keys()
     assert command[-2:] == shlex.split(theirs.options)[-2:]
-    fp8 = dataclasses.replace(theirs, options="quantization=fp8")
-    assert '"xla_gpu_enable_triton_gemm": false' in " ".join(maxtext.command_of(fp8, tmp_path))
+    cublas = dataclasses.replace(theirs, flags="run,cublas")
+    assert '"xla_gpu_enable_triton_gemm": false' in " ".join(maxtext.command_of(cublas, tmp_path))
     assert maxtext.command_of(ours, tmp_path)[3:7] == ["compile", "llama3_8b", "--gpus", "8"]
 
 
-def test_a_program_that_fails_has_the_last_line_as_its_reason(tmp_path, monkeypatch):
-    command = ["bash", "-c", "echo ValueError: no such mesh >&2; exit 1"]
-    monkeypatch.setattr(maxtext, "command_of", lambda *_: command)
-    assert maxtext.measure(OF_8B, tmp_path).reason == "ValueError: no such mesh"
+def test_a_program_that_fails_has_its_last_error_as_the_reason(tmp_path, monkeypatch):
+    says = "printf 'Traceback:\\nValueError: no such mesh\\n  at [main]\\n' >&2; exit 1"
+    for script, reason in ((says, "ValueError: no such mesh"), ("exit 3", "exit code 3")):
+        command = ["bash", "-c", script]
+        monkeypatch.setattr(maxtext, "command_of", lambda *_, command=command: command)
+        assert maxtext.measure(OF_8B, tmp_path).reason == reason
     assert {program.trainer for program in maxtext.programs(RUNS)} == set(TRAINERS)
