@@ -85,8 +85,7 @@ def test_a_kernel_that_fails_is_left_to_xla(tmp_path, pair, limit_s, reason):
 def test_what_was_not_decided_is_tried_again_by_another_run_but_not_by_this_one(tmp_path, cache):
     late = decide(tmp_path, "hangs", limit_s=0.05)
     assert late.reason == "the trial was not done after 0.05 s" and not list(cache.iterdir())
-    events = Events(tmp_path / "run", 0)
-    events.record(kernel_trial.EVENT, **kernel_trial.event(TRIAL, late))
+    kernel_trial.record({TRIAL: late}, Events(tmp_path / "run", 0))
     assert decide(tmp_path, "fast", module="tests.nobody") == late
     # A resumed run keeps its choice, whatever this host has found since.
     kernel_trial._keep(late.key, MOSAIC, "another start")

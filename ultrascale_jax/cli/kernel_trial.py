@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -39,7 +38,7 @@ from ultrascale_jax.kernels import (
 )
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
-from ultrascale_jax.launch.events import parse_object, read_events
+from ultrascale_jax.launch.events import Events, parse_object, read_events
 from ultrascale_jax.launch.procfs import gpu_kinds
 from ultrascale_jax.plan.auto import cluster_of
 from ultrascale_jax.storage.cache import cache_folder, name_of, write_shared
@@ -68,8 +67,6 @@ STEPS, CALLS = 15, 4
 
 LEAST_ELEMENTS = 2**22
 """Elements of the residual stream on a GPU from which kernels are tried: an H100 reads so many in 3 microseconds."""
-
-EVENT = "kernel_trial"
 
 
 @dataclass(frozen=True)
@@ -307,9 +304,17 @@ def untried(cfg: Config, kind: str) -> str:
     return f"{', '.join(fields)}: XLA's in this program; {after}"
 
 
-def event(trial: Trial, verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of a verdict's event, of kind `EVENT`."""
-    return dataclasses.asdict(trial) | dataclasses.asdict(verdict)
+def record(verdicts: Verdicts, events: Events) -> None:
+    """Record the verdicts of a run that begins."""
+    for trial, verdict in verdicts.items():
+        events.record(
+            "kernel_trial",
+            field=trial.field,
+            shape=trial.shape,
+            implementation=verdict.implementation,
+            reason=verdict.reason,
+            key=verdict.key,
+        )
 
 
 def _key(trial: Trial, kind: str) -> str:
@@ -322,7 +327,7 @@ def _key(trial: Trial, kind: str) -> str:
 
 def _remembered(events: Sequence[dict], key: str) -> Answer | None:
     """Return the answer that an earlier start found: one of this run, or else on this host."""
-    rows = [row for row in events if (row["kind"], row.get("key")) == (EVENT, key)]
+    rows = [row for row in events if (row["kind"], row.get("key")) == ("kernel_trial", key)]
     with contextlib.suppress(OSError):
         rows.insert(0, parse_object(_place(key).read_bytes()))
     for row in reversed(rows):

@@ -185,14 +185,14 @@ def run(cfg: Config, options: Options) -> dict:
 
     launch = options.join()
     rank = 0 if launch is None else launch.process_id
-    record = Events(Path(cfg.log.run_dir), rank).record
-    with command_line.user_errors(), distributed.guarded(record):
+    events = Events(Path(cfg.log.run_dir), rank)
+    with command_line.user_errors(), distributed.guarded(events.record):
         verdicts = kernel_trial.settle(cfg, options, launch, say)
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
         cfg = kernel_trial.settled(cfg, verdicts, say if rank == 0 else lambda text: None)
-        for trial, verdict in verdicts.items() if rank == 0 else ():
-            record(kernel_trial.EVENT, **kernel_trial.event(trial, verdict))
+        if rank == 0:
+            kernel_trial.record(verdicts, events)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
         faults = FaultPlan.none()
