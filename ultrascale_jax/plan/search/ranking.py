@@ -160,7 +160,11 @@ class Search:
             advance(done, len(runs))
 
     def _predict_variants(self, runs: list[Run]) -> None:
-        """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most."""
+        """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
+
+        One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
+        `selective` may be faster (`Step.kept_beyond_names`).
+        """
         least = breakdown(runs[-1]).peak_bytes
         if least > NEAR * self.usable_bytes and all(run.remat in POLICIES for run in runs):
             self.counts["does not fit"] += len(runs)
@@ -178,7 +182,8 @@ class Search:
                 continue
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
-            enough |= peak <= MARGIN * self.usable_bytes and run.remat in POLICIES
+            is_fastest = run.remat in POLICIES and (run.remat != "none" or run.mesh.pp > 1)
+            enough |= is_fastest and peak <= MARGIN * self.usable_bytes
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
         formula = estimate(run, self.cluster, peak_bytes=peak)
