@@ -31,6 +31,7 @@ from ultrascale_jax.train_step.step import (
     make_eval_step,
     make_train_step,
 )
+from ultrascale_jax.train_step.zero import summed_by_layer
 
 CFG = Config(
     model=MODEL,
@@ -167,6 +168,12 @@ def updated(cfg):
         for _ in range(3):
             state, _ = step(state, grads)
         return state
+
+
+def test_layers_sum_gradients_over_replicas_only_where_there_are_any():
+    """Else the scan over layers keeps a layer's shards for a sum of one: 1% of the step of 1B on one GPU."""
+    for dp, axes in (1, set()), (2, {"dp"}):
+        assert summed_by_layer(variant(mesh={"dp": dp, "sp": 1}), "LDF") == axes
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def summed_by_layer(cfg: Config, dims: str) -> Set[str]:
     (dp=2, fsdp=32, two of them: 1,870 instead of 1,806), and with sp the layer's own reductions would wait behind it on
     XLA's one stream (70B, dp=4, fsdp=32, sp=4: 2,454 instead of 2,189).
     """
+    if cfg.mesh.dp == 1:
+        return frozenset()
     hides = prefetches(cfg) and cfg.mesh.sp == 1 and cfg.train.microbatches == 1
     return frozenset({"dp"} if hides and is_gathered_by_layer(cfg, dims) else ())
 
