@@ -23,6 +23,8 @@ def grouped_matmul(
     w: jax.Array,
     sizes: jax.Array,
     *,
+    transposed: bool = False,
+    axis: int = 0,
     capacity_factor: float = 1.5,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -32,6 +34,8 @@ def grouped_matmul(
       x: `[R, D]`, sorted by expert.
       w: `[E, D, F]` in x's type.
       sizes: `[E]` int32, rows of each expert; their sum is at most R.
+      transposed: multiply by the transposes of the experts' matrices, `[E, F, D]`.
+      axis: dim of `w` that counts the experts, 0 or 1: with 1 `w` is `[D, E, F]`, as ZeRO-3 gathers it over D.
       capacity_factor: of the reference: rows of an expert in one turn, as a multiple of R / E.
       implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla.
 
@@ -42,7 +46,7 @@ def grouped_matmul(
     Raises:
       ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
     """
-    (R, D), (E, _, F) = x.shape, w.shape
+    (R, D), E, F = x.shape, w.shape[axis], w.shape[1 - axis if transposed else 2]
     fused = choose(
         implementation,
         fits=mosaic.takes(R, D, F) and x.dtype == w.dtype == jnp.bfloat16,
@@ -52,27 +56,28 @@ def grouped_matmul(
     )
     # An expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all.
     capacity = min(R, 8 * math.ceil(capacity_factor * R / E / 8))
-    return _grouped_matmul(*match_vma(x, w, sizes), capacity, fused)
+    return _grouped_matmul(*match_vma(x, w, sizes), capacity, fused, transposed, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x, w, sizes, capacity: int, fused: bool):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _grouped_matmul(x, w, sizes, capacity: int, fused: bool, transposed: bool, axis: int):
     if fused:
-        return mosaic.products(x, w, sizes)
-    return products(x, w, sizes, capacity)
+        return mosaic.products(x, w, sizes, transposed=transposed, axis=axis)
+    return products(x, jnp.moveaxis(w, axis, 0), sizes, capacity, transposed=transposed)
 
 
-def _forward(x, w, sizes, capacity: int, fused: bool):
-    return _grouped_matmul(x, w, sizes, capacity, fused), (x, w, sizes)
+def _forward(x, w, sizes, *how):
+    return _grouped_matmul(x, w, sizes, *how), (x, w, sizes)
 
 
-def _backward(capacity: int, fused: bool, inputs, dy):
+def _backward(capacity: int, fused: bool, transposed: bool, axis: int, inputs, dy):
     x, w, sizes = inputs
+    dx = _grouped_matmul(dy, w, sizes, capacity, fused, not transposed, axis)
+    rows = (dy, x) if transposed else (x, dy)
     if fused:
-        dx = mosaic.products(dy, w, sizes, transposed=True)
-        return dx, mosaic.weight_gradient(x, dy, sizes), None
-    dx = products(dy, w, sizes, capacity, transposed=True)
-    return dx, weight_gradient(x, dy, sizes, capacity).astype(w.dtype), None
+        return dx, mosaic.weight_gradient(*rows, sizes, axis=axis), None
+    dw = weight_gradient(*rows, sizes, capacity).astype(w.dtype)
+    return dx, jnp.moveaxis(dw, 0, axis), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

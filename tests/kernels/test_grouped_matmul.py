@@ -1,5 +1,6 @@
 """Grouped products against a loop over experts: reference, kernel in the GPU interpreter; and what H100s run."""
 
+import functools
 import re
 
 import jax
@@ -70,6 +71,19 @@ def test_the_reference_equals_a_loop_over_experts_for_any_sizes_and_bounds(ends,
     wanted = looped(x, w, sizes, dy)
     for got, want in zip(references[bound](x, w, sizes, dy), wanted, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_transposes_and_matrices_with_the_experts_second_are_the_same_products(axis):
+    x, w, dy = arrays(ROWS, EXPERTS, 6, 5)
+    sizes = np.array([20, 0, 13, 31], np.int32)
+    dx, y, dw = looped(dy, w.swapaxes(1, 2), sizes, x)
+    run = functools.partial(grouped_matmul, sizes=sizes, transposed=True, axis=axis)
+    found, pull_back = jax.vjp(run, dy, np.moveaxis(w, 0, axis))
+    found_y, found_dw = pull_back(x)
+    wanted = dx, y, dw.swapaxes(1, 2)
+    for got, want in zip((found, found_y, jnp.moveaxis(found_dw, axis, 0)), wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["same experts", "own experts"])
@@ -157,9 +171,11 @@ def relative(got, want) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", [KERNEL_SHAPES[0], pytest.param(KERNEL_SHAPES[1], marks=pytest.mark.wide)], ids=str
+    ("shape", "axis"),
+    [(KERNEL_SHAPES[0], 1), pytest.param(KERNEL_SHAPES[1], 0, marks=pytest.mark.wide)],
+    ids=str,
 )
-def test_the_kernel_in_the_interpreter_equals_a_loop_and_has_no_races(interpreted, shape):
+def test_the_kernel_in_the_interpreter_equals_a_loop_and_has_no_races(interpreted, shape, axis):
     x, w, dy = arrays(*shape, jnp.bfloat16)
     y, dx, dw = looped(x, w, KERNEL_SIZES, dy)
     rest = KERNEL_SIZES.sum()
@@ -168,10 +184,12 @@ def test_the_kernel_in_the_interpreter_equals_a_loop_and_has_no_races(interprete
     unused[rest:] = np.nan
 
     def run(x, w, sizes, dy):
+        w = jnp.moveaxis(w, 0, axis)
+        dw = mosaic.weight_gradient(x, dy, sizes, axis=axis, programs=3)
         return (
-            mosaic.products(x, w, sizes, programs=3),
-            mosaic.products(dy, w, sizes, transposed=True, programs=3),
-            mosaic.weight_gradient(x, dy, sizes, programs=3),
+            mosaic.products(x, w, sizes, axis=axis, programs=3),
+            mosaic.products(dy, w, sizes, transposed=True, axis=axis, programs=3),
+            jnp.moveaxis(dw, axis, 0),
         )
 
     results = [np.asarray(a) for a in interpreted(run, unused, w, KERNEL_SIZES, dy)]
