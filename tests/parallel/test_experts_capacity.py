@@ -5,7 +5,14 @@ import itertools
 import pytest
 
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, hit_fraction
+from ultrascale_jax.parallel.experts.capacity import (
+    A2AStage,
+    a2a_stages,
+    capacity,
+    hit_fraction,
+    later_rows,
+    scaled,
+)
 
 
 def counted(experts: Experts, count: int) -> float:
@@ -45,6 +52,17 @@ def test_several_groups_together_are_taken_for_more_than_they_are():
 )
 def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, bound, rows):
     assert capacity(tokens, expected, bound) == rows
+
+
+@pytest.mark.parametrize(("first", "rows"), [(8, 8), (64, 8), (72, 16), (8704, 1088)])
+def test_a_later_round_has_an_eighth_of_the_first_ones_rows(first, rows):
+    assert later_rows(first) == rows
+
+
+def test_what_a_later_round_sends_finds_room_for_its_share():
+    assert scaled(100, 800, 800) == 100
+    assert scaled(100, 80, 800) == 16
+    assert scaled(100, 8, 800) == 8
 
 
 EXPERTS = Experts(num=8, top_k=2)

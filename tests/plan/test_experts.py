@@ -63,6 +63,12 @@ def test_the_kernel_pads_no_rows():
     )
 
 
+def test_without_ep_the_kernel_needs_no_room_and_no_further_round():
+    ragged = run(kernels=KernelsConfig(grouped_matmul="mosaic"))
+    assert experts.expert_capacity(ragged) == experts.gemm_rows(ragged) == 8192 * 8 / 128
+    assert experts.round_loops(ragged) == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "loops"),
     [

@@ -13,7 +13,7 @@ from flax import nnx
 
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
-from ultrascale_jax.models.fp8 import Fp8Weight, batched, is_variable
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 from ultrascale_jax.parallel.experts.local import Product
@@ -110,10 +110,10 @@ class MoE(nnx.Module):
         matrices = (self.w_gate, self.w_up, self.w_down)
         matrices += (self.b_gate, self.b_up) if biased else ()
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
-        product: Product | None = None if self.kernels.grouped_matmul == "mosaic" else jnp.matmul
+        product: Product | None = None if self.kernels.grouped_matmul == "mosaic" else jnp.einsum
         router, matrices = params
         if isinstance(matrices[0], Fp8Weight):
-            product = functools.partial(batched, matrices[0].recipe)
+            product = functools.partial(_fp8_product, matrices[0].recipe)
             params = router, [w.value if isinstance(w, Fp8Weight) else w for w in matrices]
 
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
@@ -129,6 +129,12 @@ class MoE(nnx.Module):
         if experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
         return y_BRD, routed
+
+
+def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply by `batched`, which wants `[E, M, K]` and `[E, K, N]`, what `subscripts` say: `ECD,DEF->ECF`, say."""
+    rows, matrices, out = subscripts.replace("->", ",").split(",")
+    return batched(recipe, x, jnp.einsum(f"{matrices}->{rows[0]}{rows[-1]}{out[-1]}", w))
 
 
 def _experts(cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):

@@ -107,7 +107,7 @@ def layer_experts(n: int, E: int, D: int, F: int, capacity_factor: float) -> lis
         return x, *matrices, jax.random.permutation(key, ids)[:, None], dy
 
     def both(name: str, *arrays) -> tuple:
-        product = None if name == MOSAIC else jnp.matmul
+        product = None if name == MOSAIC else jnp.einsum
         *floats, ids, dy = (jax.reshard(a, P("ep")) for a in arrays)
 
         def local(x, w_gate, w_up, w_down, ids):

@@ -38,6 +38,16 @@ def capacity(tokens: int, expected: float, capacity_factor: float) -> int:
     return min(tokens, 8 * math.ceil(capacity_factor * expected / 8))
 
 
+def later_rows(rows: int) -> int:
+    """Return the rows of each place in a round after a first one of `rows`: an eighth of them, a multiple of 8."""
+    return 8 * math.ceil(rows / 64)
+
+
+def scaled(rows: int, tokens: int, first: int) -> int:
+    """Return buffer rows for `tokens` of a later round, where the `first` tokens of the first one have `rows`."""
+    return rows if tokens == first else capacity(tokens, rows * tokens / first, 1)
+
+
 def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
     """Return the parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
     return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1

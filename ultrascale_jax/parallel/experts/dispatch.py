@@ -1,8 +1,8 @@
 """Move rows to slots of buffers and back, round by round.
 
 Choices say where copies of a row go: `[n, k]`, k places for each of n rows. Sorted by place, they fill buffers with a
-fixed number of slots for each place; further rows take further rounds. A move is a gather in both directions, forward
-and backward: each slot knows its row and each row its slots, so no gradient is scattered.
+fixed number of slots for each place; further rows take further, smaller rounds. A move is a gather in both directions,
+forward and backward: each slot knows its row and each row its slots, so no gradient is scattered.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ultrascale_jax.parallel.experts.capacity import later_rows
 from ultrascale_jax.sharding.primitives import grad_barrier
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -52,26 +53,27 @@ class Assignment(NamedTuple):
         counts = jnp.sum(flat[:, None] == jnp.arange(num)[None], axis=0, dtype=jnp.int32)
         return cls(places, order, position.reshape(places.shape), counts)
 
-    def padded(self, number: jax.Array | int, rows: int) -> Slots:
-        """Return round `number` of a buffer with `rows` slots for each place."""
+    def padded(self, start: jax.Array | int, rows: int) -> Slots:
+        """Return a buffer with `rows` slots for each place, which takes a place's choices from number `start` on."""
         num, first = self.counts.shape[0], jnp.cumsum(self.counts) - self.counts
-        here = self.position - first[jnp.minimum(self.places, num - 1)] - number * rows
+        here = self.position - first[jnp.minimum(self.places, num - 1)] - start
         inside = (self.places < num) & (here >= 0) & (here < rows)
         slot = jnp.where(inside, self.places * rows + here, num * rows)
-        index = number * rows + jnp.arange(rows, dtype=jnp.int32)
+        index = start + jnp.arange(rows, dtype=jnp.int32)
         filled = index[None] < self.counts[:, None]
-        start = jnp.where(filled, first[:, None] + index[None], self.sorted.size)
-        choice = _pick(self.sorted, start)
+        choice = _pick(
+            self.sorted, jnp.where(filled, first[:, None] + index[None], self.sorted.size)
+        )
         return Slots(choice.reshape(-1), slot)
 
-    def ragged(self, number: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
-        """Return round `number` of a buffer with `size` slots, place after place, and the slots of each place `[P]`."""
-        ends = jnp.clip(jnp.cumsum(self.counts) - number * size, 0, size)
-        here = self.position - number * size
+    def ragged(self, start: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
+        """Return a buffer with `size` slots for the sorted choices from number `start` on, and those of each place."""
+        ends = jnp.clip(jnp.cumsum(self.counts) - start, 0, size)
+        here = self.position - start
         inside = (self.places < self.counts.shape[0]) & (here >= 0) & (here < size)
         index = jnp.arange(size, dtype=jnp.int32)
-        start = jnp.where(index < ends[-1], number * size + index, self.sorted.size)
-        slots = Slots(_pick(self.sorted, start), jnp.where(inside, here, size))
+        choice = _pick(self.sorted, jnp.where(index < ends[-1], start + index, self.sorted.size))
+        slots = Slots(choice, jnp.where(inside, here, size))
         return slots, jnp.diff(ends, prepend=0)
 
 
@@ -157,54 +159,58 @@ def _unpack(packed: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def in_rounds(one_round: Callable, needed: jax.Array, most: int, ints: Any, floats: Any):
-    """Sum `one_round(i, ints, floats)` for i < needed <= most.
+def in_rounds(
+    one_round: Callable, rows: int, busiest: jax.Array, most: int, ints: Any, floats: Any
+) -> Any:
+    """Sum `one_round(rows, start, ints, floats)` until every place has had `busiest` rows, which is at most `most`.
 
-    The first round is plain; the others, if there are any, run in a loop whose length is known only at run time, and
-    their backward pass is another such loop that computes them again.
+    The first round takes `rows` of each place from its start on, and is plain. The others, if there are any, take
+    `later_rows` each and run in a loop whose length is known only at run time; their backward pass is another such
+    loop that computes them again.
     """
-    first = one_round(jnp.int32(0), ints, floats)
-    if most == 1:
+    first = one_round(rows, jnp.int32(0), ints, floats)
+    if most <= rows:
         return first
     # Backward, the first round waits for the loop: else its half-made gradients live on beside it.
     first, floats = grad_barrier((first, floats))
-    return jax.tree.map(jnp.add, first, _later(one_round, needed, ints, floats))
+    later = functools.partial(one_round, later_rows(rows))
+    return jax.tree.map(jnp.add, first, _later(later, rows, busiest, ints, floats))
 
 
-def _sum_later(one_round: Callable, needed: jax.Array, zeros: Any) -> Any:
-    """Sum `one_round(i)` for 1 <= i < needed, in a loop whose length is known only at run time."""
+def _sum_later(one_round: Callable, rows: int, busiest: jax.Array, zeros: Any) -> Any:
+    """Sum `one_round(start)` over the rounds after the first, in a loop whose length is known only at run time."""
 
     def add(state):
-        number, total = state
-        return number + 1, jax.tree.map(jnp.add, total, one_round(number))
+        start, total = state
+        return start + later_rows(rows), jax.tree.map(jnp.add, total, one_round(start))
 
-    return jax.lax.while_loop(lambda state: state[0] < needed, add, (jnp.int32(1), zeros))[1]
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows), zeros))[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _later(one_round, needed, ints, floats):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _later(one_round, rows, busiest, ints, floats):
     """Return the sum over the rounds after the first."""
     axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
-    kinds = jax.eval_shape(lambda: one_round(jnp.int32(1), ints, floats))
+    kinds = jax.eval_shape(lambda: one_round(jnp.int32(rows), ints, floats))
     zeros = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), axes), kinds)
-    return _sum_later(lambda number: one_round(number, ints, floats), needed, zeros)
+    return _sum_later(lambda start: one_round(start, ints, floats), rows, busiest, zeros)
 
 
-def _later_backward(one_round, saved, g):
-    needed, ints, floats = saved
+def _later_backward(one_round, rows, saved, g):
+    busiest, ints, floats = saved
 
-    def gradients(number):
-        _, pull_back = jax.vjp(lambda floats: one_round(number, ints, floats), floats)
+    def gradients(start):
+        _, pull_back = jax.vjp(lambda floats: one_round(start, ints, floats), floats)
         return pull_back(g)[0]
 
     zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), floats)
-    return None, None, _sum_later(gradients, needed, zeros)
+    return None, None, _sum_later(gradients, rows, busiest, zeros)
 
 
 _later.defvjp(
-    lambda one_round, needed, ints, floats: (
-        _later(one_round, needed, ints, floats),
-        (needed, ints, floats),
+    lambda one_round, rows, busiest, ints, floats: (
+        _later(one_round, rows, busiest, ints, floats),
+        (busiest, ints, floats),
     ),
     _later_backward,
 )

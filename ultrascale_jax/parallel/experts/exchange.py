@@ -25,7 +25,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig, require_type
 from ultrascale_jax.config.model import Activation
-from ultrascale_jax.parallel.experts.capacity import A2AStage, a2a_stages, capacity, num_chunks
+from ultrascale_jax.parallel.experts.capacity import (
+    A2AStage,
+    a2a_stages,
+    capacity,
+    num_chunks,
+    scaled,
+)
 from ultrascale_jax.parallel.experts.dispatch import (
     Assignment,
     Slots,
@@ -34,7 +40,12 @@ from ultrascale_jax.parallel.experts.dispatch import (
     exchange_together,
     in_rounds,
 )
-from ultrascale_jax.parallel.experts.local import Product, padded_experts, ragged_experts
+from ultrascale_jax.parallel.experts.local import (
+    Product,
+    model_dim_first,
+    padded_experts,
+    ragged_experts,
+)
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
@@ -47,7 +58,7 @@ type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array
 """A function as above, for the parts of a batch."""
 
 type Matrices = Sequence[jax.Array]
-"""w_gate, w_up, biases of both if there are any, and w_down of the experts at hand."""
+"""w_gate, w_up, biases of both if there are any, and w_down of the experts at hand, the matrices `[D, E, F]`."""
 
 
 def expert_layer(
@@ -61,7 +72,7 @@ def expert_layer(
     moe: MoEConfig,
     experts: Experts,
     axis: str = "ep",
-    product: Product | None = jnp.matmul,
+    product: Product | None = jnp.einsum,
     activation: Activation = "silu",
     biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +88,7 @@ def expert_layer(
       moe: how the tokens travel.
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
-      product: multiplies padded rows and matrices; None: the Mosaic kernel multiplies ragged groups.
+      product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
       activation: what is done with gate and up, in place of SiLU.
       biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
 
@@ -95,6 +106,7 @@ def expert_layer(
     shared = "sp" in varying(w_gate)
     given = x, weights, w_gate, w_up, *(biases or ()), w_down
     x, weights, *matrices = (vary(a, axes) for a in given)
+    matrices = model_dim_first(matrices)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     tokens = x.shape[0] // parts
@@ -145,8 +157,11 @@ def _outer(
     `splits` says whether sp splits the experts' F.
     """
     shared = jax.lax.axis_size("sp") if splits else 1
+    stages = a2a_stages(moe, experts, ranks, tokens)
+    held = [tokens, *(stage.parts * stage.rows for stage in stages)]
     local = _Local(
         rows=tokens * experts.top_k * shared,
+        received=held[-1] * shared * (ranks if moe.dispatch == "allgather" else 1),
         capacity_factor=moe.capacity_factor,
         drops=moe.dispatch == "capacity",
         product=product,
@@ -157,19 +172,19 @@ def _outer(
         return functools.partial(_gather_all, run, axis)
     agreed = (axis, "sp") if shared > 1 else (axis,)
     outer: Outer = functools.partial(_in_turn, run)
-    for stage in reversed(a2a_stages(moe, experts, ranks, tokens)):
+    for stage, first in reversed(list(zip(stages, held[:-1], strict=True))):
         stride = ranks * stage.experts // experts.num
         span = stage.parts * stride
         groups = [
-            [first + part * stride for part in range(stage.parts)]
+            [rank + part * stride for part in range(stage.parts)]
             for start in range(0, ranks, span)
-            for first in range(start, start + stride)
+            for rank in range(start, start + stride)
         ]
         exchange = functools.partial(
             jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
             axis_index_groups=groups if len(groups) > 1 else None,
         )  # fmt: skip
-        one = _Exchange(stage, exchange, run, agreed, moe.dispatch == "capacity")
+        one = _Exchange(stage, first, exchange, run, agreed, moe.dispatch == "capacity")
         run, outer = one.run, one.run_parts
     return outer
 
@@ -201,7 +216,9 @@ class _Local:
     """The experts of this rank, on rows that are here."""
 
     rows: int
-    """Choices that balanced routing would send here."""
+    """Choices that balanced routing would send here in the first round."""
+    received: int
+    """Rows that are here in the first round."""
     capacity_factor: float
     drops: bool
     product: Product | None
@@ -210,24 +227,24 @@ class _Local:
 
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
         x, ids, weights = tokens
-        num, (n, k) = matrices[0].shape[0], ids.shape
-        size = capacity(n, self.rows / num, self.capacity_factor)
+        num, (n, k) = matrices[0].shape[1], ids.shape
+        first = capacity(self.received, self.rows / num, self.capacity_factor)
+        size = scaled(first, n, self.received)
         assignment = Assignment.of(ids, num)
         if self.product is None:
             size = 8 * -(-min(n * k, num * size) // 8)
-            needed, most = -(-jnp.sum(assignment.counts) // size), -(-n * k // size)
-            over = jnp.maximum(jnp.sum(assignment.counts) - size, 0)
+            busiest, most = jnp.sum(assignment.counts), n * k
+            over = jnp.maximum(busiest - size, 0)
         else:
-            needed, most = -(-jnp.max(assignment.counts) // size), -(-n // size)
+            busiest, most = jnp.max(assignment.counts), n
             over = jnp.sum(jnp.maximum(assignment.counts - size, 0))
         experts = functools.partial(ragged_experts, self.activation)
         if self.product is not None:
             experts = functools.partial(padded_experts, self.product, self.activation)
-        one_round = functools.partial(experts, size)
+        given = assignment, (x, weights, *matrices)
         if self.drops:
-            return one_round(jnp.int32(0), assignment, (x, weights, *matrices)), over
-        y = in_rounds(one_round, needed, most, assignment, (x, weights, *matrices))
-        return y, jnp.zeros_like(over)
+            return experts(size, jnp.int32(0), *given), over
+        return in_rounds(experts, size, busiest, most, *given), jnp.zeros_like(over)
 
 
 def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:
@@ -242,7 +259,7 @@ def _gather_all(
     run: Inner, axis: str, batch: list[Tokens], matrices
 ) -> tuple[list[jax.Array], jax.Array]:
     """Gather all tokens of all ranks; each rank keeps those of its experts."""
-    num = matrices[0].shape[0]
+    num = matrices[0].shape[1]
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
     gathered = []
     for x, ids, weights in batch:
@@ -268,6 +285,8 @@ class _Exchange:
     """Sends tokens to the parts of a group that have their experts, runs `inner` there, and returns the results."""
 
     stage: A2AStage
+    first: int
+    """Tokens of the first round."""
     exchange: Callable[[jax.Array], jax.Array]
     inner: Inner
     agreed: tuple[str, ...]
@@ -284,10 +303,11 @@ class _Exchange:
     ) -> tuple[list[jax.Array], jax.Array]:
         """Run the parts of a batch, one in flight while another is computed."""
         x, ids, weights = zip(*batch, strict=True)
-        assignments, parts, rows = [self._assign(a) for a in ids], self.stage.parts, self.stage.rows
+        assignments, parts = [self._assign(a) for a in ids], self.stage.parts
+        rows = scaled(self.stage.rows, x[0].shape[0], self.first)
         ints, floats = (assignments, ids), (x, weights, matrices)
         if self.drops:
-            results, dropped = self._round(jnp.int32(0), ints, floats)
+            results, dropped = self._round(rows, jnp.int32(0), ints, floats)
             for assignment, own in zip(assignments, ids, strict=True):
                 left = (assignment.padded(0, rows).slot == parts * rows) & (
                     assignment.places < parts
@@ -296,14 +316,14 @@ class _Exchange:
                 lost = left[:, None, :] & (part[:, :, None] == part[:, None, :])
                 dropped += jnp.sum(jnp.any(lost, axis=2), dtype=jnp.int32)
             return results, dropped
-        busiest = jnp.max(jnp.stack([assignment.counts for assignment in assignments]))
-        needed = jax.lax.pmax(-(-busiest // rows), self.agreed)
+        counts = jnp.stack([assignment.counts for assignment in assignments])
+        busiest = jax.lax.pmax(jnp.max(counts), self.agreed)
 
-        def one_round(number, ints, floats):
-            return self._round(number, ints, floats)[0]
+        def one_round(rows, start, ints, floats):
+            return self._round(rows, start, ints, floats)[0]
 
-        most = -(-x[0].shape[0] // rows)
-        return in_rounds(one_round, needed, most, ints, floats), jnp.int32(0)
+        results = in_rounds(one_round, rows, busiest, x[0].shape[0], ints, floats)
+        return results, jnp.int32(0)
 
     def _assign(self, ids: jax.Array) -> Assignment:
         """Assign tokens to parts: a token goes once to a part in which it has several experts."""
@@ -312,10 +332,10 @@ class _Exchange:
         again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
         return Assignment.of(jnp.where(again, parts, part), parts)
 
-    def _round(self, number, ints, floats) -> tuple[list[jax.Array], jax.Array]:
-        """Run one round of at most `rows` rows from each part to each other."""
+    def _round(self, rows: int, start, ints, floats) -> tuple[list[jax.Array], jax.Array]:
+        """Send at most `rows` rows from each part to each other, of those for it from number `start` on."""
         x, weights, matrices = floats
-        slots = [assignment.padded(number, self.stage.rows) for assignment in ints[0]]
+        slots = [assignment.padded(start, rows) for assignment in ints[0]]
         received = []
         for tokens in map(self._fill, slots, x, ints[1], weights):
             if received:
@@ -328,8 +348,8 @@ class _Exchange:
 
     def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
         """Fill the send buffers: rows for all parts, expert ids counted from each part's first expert, weights."""
-        num, rows = self.stage.experts, self.stage.rows
-        part = jnp.arange(self.stage.parts * rows, dtype=jnp.int32) // rows
+        num, size = self.stage.experts, slots.choice.shape[0]
+        part = jnp.arange(size, dtype=jnp.int32) // (size // self.stage.parts)
         theirs = _pick_rows(ids, slots.token, self.stage.parts * num) - part[:, None] * num
         theirs, sent = _local_choices(theirs, dispatch(weights, slots.token, slots.slot), num)
         return dispatch(x, slots.token, slots.slot), theirs, sent

@@ -1,7 +1,7 @@
 """Compute one round of this rank's experts on local rows, by padded batched products or the grouped kernel."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,21 @@ from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.parallel.experts.dispatch import Assignment, Slots, combine, dispatch
 from ultrascale_jax.parallel.gate import gated
 
-type Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""`[E, C, D]` times `[E, D, F]`, of each expert."""
+type Product = Callable[[str, jax.Array, jax.Array], jax.Array]
+"""`(subscripts, rows, matrices)` as `jnp.einsum` takes them: `[E, C, D]` or `[E, C, F]` times `[D, E, F]`."""
+
+
+def model_dim_first(matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return w_gate, w_up and w_down as `[D, E, F]`, and biases as they are.
+
+    So they lie in memory where ZeRO-3 has gathered them over D. Products take them so, but a loop or a kernel that gets
+    `[E, D, F]` has them turned first: 13.75 s instead of 13.44 for Mixtral on 64 GPUs with fsdp=64 (simulated).
+    """
+    *hidden, w_down = matrices
+    return [
+        *(jnp.moveaxis(w, 1, 0) if w.ndim == 3 else w for w in hidden),
+        jnp.moveaxis(w_down, 2, 0),
+    ]
 
 
 def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
@@ -25,37 +38,37 @@ def padded_experts(
     product: Product,
     activation: Activation,
     size: int,
-    number: jax.Array,
+    start: jax.Array,
     assignment: Assignment,
     floats,
 ) -> jax.Array:
-    """Compute one round of at most `size` rows for each expert, by batched products."""
+    """Compute at most `size` rows of each expert, from its row number `start` on, by batched products."""
     x, weights, w_gate, w_up, *biases, w_down = floats
-    slots = assignment.padded(number, size)
+    slots = assignment.padded(start, size)
     x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
-    gate_ECF, up_ECF = product(x_ECD, w_gate), product(x_ECD, w_up)
+    gate_ECF, up_ECF = (product("ECD,DEF->ECF", x_ECD, w) for w in (w_gate, w_up))
     if biases:
         b_gate, b_up = (bias.astype(x.dtype)[:, None] for bias in biases)
         gate_ECF, up_ECF = gate_ECF + b_gate, up_ECF + b_up
     gate_ECF, up_ECF = checkpoint_name(gate_ECF, "gate"), checkpoint_name(up_ECF, "up")
     weight_EC = take_weights(weights, slots).reshape(-1, size)
     h_ECF = _weighed(gated(activation, gate_ECF, up_ECF), weight_EC)
-    y_ECD = product(h_ECF, w_down)
+    y_ECD = product("ECF,DEF->ECD", h_ECF, w_down)
     return combine(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
 
 
 def ragged_experts(
-    activation: Activation, size: int, number: jax.Array, assignment: Assignment, floats
+    activation: Activation, size: int, start: jax.Array, assignment: Assignment, floats
 ) -> jax.Array:
-    """Compute one round of at most `size` rows of all experts together, by the grouped kernel."""
+    """Compute at most `size` rows of all experts together, from number `start` on, by the grouped kernel."""
     x, weights, w_gate, w_up, w_down = floats
-    slots, sizes = assignment.ragged(number, size)
-    product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
+    slots, sizes = assignment.ragged(start, size)
+    product = functools.partial(grouped_matmul, sizes=sizes, axis=1, implementation="mosaic")
     x_SD = dispatch(x, slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
     h_SF = _weighed(gated(activation, gate_SF, up_SF), take_weights(weights, slots))
-    return combine(product(h_SF, w_down), slots.token, slots.slot)
+    return combine(product(h_SF, w_down, transposed=True), slots.token, slots.slot)
 
 
 def _weighed(hidden: jax.Array, weight: jax.Array) -> jax.Array:

@@ -47,14 +47,30 @@ def balanced_rows(run: Run) -> float:
 
 
 def expert_capacity(run: Run) -> int:
-    """Count the rows for which one expert has room: `moe.capacity_factor` times the balanced ones."""
-    return capacity.capacity(received_rows(run), balanced_rows(run), run.moe.capacity_factor)
+    """Count the rows for which one expert has room: `moe.capacity_factor` times the balanced ones.
+
+    With the kernel at most its part of all choices, which is exactly that without ep: nothing is padded there.
+    """
+    rows = capacity.capacity(received_rows(run), balanced_rows(run), run.moe.capacity_factor)
+    return min(rows, math.ceil(_most_rows(run))) if ragged(run) else rows
+
+
+def ragged(run: Run) -> bool:
+    """Return whether the kernel multiplies the rows of all experts together."""
+    return run.kernels.grouped_matmul == "mosaic"
+
+
+def _most_rows(run: Run) -> float:
+    """Count the rows of one expert where all tokens choose it, or with the kernel its part of all choices."""
+    experts = run.shape.experts
+    assert experts is not None
+    chosen = experts.top_k * run.mesh.ep / experts.num if ragged(run) else 1
+    return received_rows(run) * chosen
 
 
 def gemm_rows(run: Run) -> int:
     """Count the rows of one expert in the products of those tokens: padded to its room, but by the kernel."""
-    ragged = run.kernels.grouped_matmul == "mosaic"
-    return math.ceil(balanced_rows(run)) if ragged else expert_capacity(run)
+    return math.ceil(balanced_rows(run)) if ragged(run) else expert_capacity(run)
 
 
 def a2a_rows(run: Run) -> int:
@@ -72,7 +88,7 @@ def round_loops(run: Run) -> int:
     for hop in a2a_stages(run):
         count += hop.rows < held
         held = hop.parts * hop.rows
-    return count + (expert_capacity(run) < received_rows(run))
+    return count + (expert_capacity(run) < _most_rows(run))
 
 
 def expert_values(run: Run) -> tuple[float, float]:
@@ -89,7 +105,7 @@ def traffic_bytes(run: Run) -> float:
 
     Read off XLA's programs for 11 runs of Mixtral, Qwen3 and DeepSeek-V3, and fitted to within 8%: so many passes over
     the rows as they come and by expert, over gate, and over the matrices, which are cast and cut out of their stack,
-    turned where they are gathered, and whose gradients are added to those of each loop for further rounds.
+    and whose gradients are added to those of each loop for further rounds.
     """
     shape, mesh = run.shape, run.mesh
     if shape.experts is None:
@@ -98,9 +114,8 @@ def traffic_bytes(run: Run) -> float:
     came = num_chunks(run) * received_rows(run) * shape.d_model
     matrices = shape.experts.num * shape.expert_params / (mesh.ep * mesh.tensor)
     parts = mesh.fsdp * mesh.cp if run.zero == 3 else 1
-    turned = 3.6 if parts > 1 and shape.experts.num > mesh.ep else 0.0
     passes = 2 * by_expert + 11 * gate + (17 + 5 * depth) * came
-    return 2 * (passes + (turned + 2.8 * depth + 9 / parts) * matrices)
+    return 2 * (passes + (2.8 * depth + 9 / parts) * matrices)
 
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:

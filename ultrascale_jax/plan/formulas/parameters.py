@@ -78,15 +78,13 @@ def layer_params(run: Run, weights: Weights) -> float:
 def expert_matrices(run: Run) -> int:
     """Count the copies of one matrix of the routed experts in their backward pass.
 
-    All matrices gathered or cut out, where several experts are gathered at once the same in another order, and the
-    gradients of each loop for further rounds; those of a loop in another begin with zeros.
+    All matrices gathered or cut out, and the gradients of each loop for further rounds; those of a loop in another
+    begin with zeros.
     """
     found, matrices, loops = run.shape.experts, run.shape.matrices, experts.round_loops(run)
     if found is None:
         return 0
-    gathered = run.zero == 3 and run.mesh.fsdp * run.mesh.cp > 1
-    copies = 2 if gathered and found.num > run.mesh.ep else 1
-    return matrices * (copies + loops) + 2 * max(loops - 1, 0)
+    return matrices * (1 + loops) + 2 * max(loops - 1, 0)
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
