@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
@@ -37,6 +38,7 @@ def run(gathered, x, context, constant):
     spec = jax.typeof(x).sharding.spec
     product = functools.partial(jnp.einsum, "bd,de->be", out_sharding=spec)
     y = product(product(x, gathered["up"]), gathered["down"]) + gathered["constant"] * x + constant
+    y = checkpoint_name(y, "y")
     return x + jnp.tanh(y) * context, jnp.sum(jnp.square(y), axis=1), jnp.max(y, axis=1)
 
 
@@ -50,16 +52,16 @@ def plain_scan(layer, params, constants, x, context):
 
 @pytest.mark.parametrize("num", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("unroll", "delay", "dp"),
+    ("unroll", "delay", "dp", "offload"),
     [
-        (True, None, 1),
-        (False, None, 1),
-        (True, Delay("down", ("down",), scatters=False), 1),
-        (True, Delay("down", ("up", "down"), scatters=True), 1),
-        (True, None, 2),
+        (True, None, 1, ()),
+        (False, None, 1, ("y",)),
+        (True, Delay("down", ("down",), scatters=False), 1, ()),
+        (True, Delay("down", ("up", "down"), scatters=True), 1, ()),
+        (True, None, 2, ()),
     ],
 )
-def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp):
+def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp, offload):
     keys = jax.random.split(jax.random.key(0), 4)
     split = "fsdp" if dp == 1 else ("dp", "fsdp")
     with jax.set_mesh(make_mesh(MeshConfig(dp=dp, fsdp=2), jax.devices()[: 2 * dp])):
@@ -79,7 +81,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp):
 
             return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-        found = value_and_grad(prefetch_scan, unroll=unroll, delay=delay)
+        found = value_and_grad(prefetch_scan, unroll=unroll, delay=delay, offload=offload)
         expected = value_and_grad(plain_scan)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected

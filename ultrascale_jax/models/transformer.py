@@ -182,12 +182,13 @@ class Transformer(nnx.Module):
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         prefetch: bool = False,
         delay: Delay | None = None,
+        offload: Sequence[str] = (),
     ) -> ModelOutputs:
         """Run the model on token ids (int32).
 
         `remat` wraps a layer's function, to say what its backward pass recomputes. With `prefetch` a layer's parameters
         are gathered while the one before computes (`parallel/prefetch.py`), in the backward pass with `delay`; not with
-        a cache.
+        a cache. What `remat` keeps by the names in `offload` then waits in the host's memory.
         """
         assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
@@ -201,7 +202,7 @@ class Transformer(nnx.Module):
             first_of_kind = start - self.layers_with(kind).start
             block = self.blocks.layers(kind, count, start, first_of_kind)
             part = block, cut(alike.stacked, start, start + count)
-            ahead = functools.partial(self._prefetched, delay=delay)
+            ahead = functools.partial(self._prefetched, delay=delay, offload=offload)
             scan = ahead if prefetch and count > 1 else self._scanned
             with jax.named_scope("layers"):
                 x_BRD, out = scan(x_BRD, part, alike, remat)
@@ -237,6 +238,7 @@ class Transformer(nnx.Module):
         inputs: LayerInputs,
         remat: Callable,
         delay: Delay | None,
+        offload: Sequence[str],
     ):
         """Run layers that are alike, the parameters of the next one gathered while this one computes."""
         block, own = part
@@ -258,7 +260,7 @@ class Transformer(nnx.Module):
         # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
         around = dataclasses.replace(inputs, fp8=None)
         x_BRD, (balance_LBR, *statistics) = prefetch_scan(
-            layer, block, own, x_BRD, around, unroll=ring == 1, delay=delay
+            layer, block, own, x_BRD, around, unroll=ring == 1, delay=delay, offload=offload
         )
         return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 

@@ -9,7 +9,7 @@ parameters, one layer of gradients that wait, and one of shards.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +59,7 @@ def prefetch_scan(
     *,
     unroll: bool,
     delay: Delay | None = None,
+    offload: Collection[str] = (),
 ) -> tuple[jax.Array, tuple]:
     """Run `layer` for each row of `params` and `constants`, in order.
 
@@ -72,11 +73,13 @@ def prefetch_scan(
         next is copied. Not where the layer has loops of its own, which would be unrolled too: the hops of a ring then
         wait in the open.
       delay: what travels later in the backward pass; by default all of it starts with the layer.
+      offload: names of what `layer.run` keeps (`checkpoint_name`) that wait for the backward pass in the host's memory.
+        They go there while the next layer computes, and return one layer ahead; the last layer's stay.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
     """
-    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll, delay)
+    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll, delay, offload)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -92,8 +95,16 @@ def prefetch_scan(
 class _Loop:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(self, layer: Layer, num: int, unroll: bool, delay: Delay | None):
+    def __init__(
+        self,
+        layer: Layer,
+        num: int,
+        unroll: bool,
+        delay: Delay | None,
+        offload: Collection[str],
+    ):
         self.layer, self.num, self.unroll, self.delay = layer, num, unroll, delay
+        self.offload = offload
 
     def forward(self, params, constants, x, context, *, keep: bool):
         """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
@@ -104,25 +115,28 @@ class _Loop:
         def run(x, now, around):
             if vjp is None:
                 y, *out = self.layer.run(now, x, *around)
-                return y, (tuple(out), None)
+                return y, (tuple(out), None), []
             floats, others = _split(now)
             y, aux, statistics, kept = vjp.forward(floats, x, (others, around))
-            return y, ((aux, *statistics), kept)
+            here, away = self.parted(vjp, kept)
+            return y, ((aux, *statistics), here), away
 
         def body(i, carry):
-            x, now, rows = carry
+            x, now, rows, before, host = carry
             following = self.gathered(stacks, jnp.minimum(i + 1, self.num - 1))
-            y, row = run(x, now, (context, _row(constants, i)))
-            return y, following, _put(rows, row, i)
+            host = _put(host, _to(jax.memory.Space.Host, before), jnp.maximum(i - 1, 0))
+            y, row, away = run(x, now, (context, _row(constants, i)))
+            return y, following, _put(rows, row, i), away, host
 
-        _, row = jax.eval_shape(run, x, first, (context, _row(constants, 0)))
+        _, row, away = jax.eval_shape(run, x, first, (context, _row(constants, 0)))
         rows = jax.tree.map(lambda a: _empty(a, self.num), row)
-        y, _, (out, kept) = self.each(body, (x, first, rows))
-        return (y, out), (params, constants, x, context, kept)
+        start = x, first, rows, jax.tree.map(_zeros, away), _on_host(away, self.num)
+        y, _, (out, kept), last, host = self.each(body, start)
+        return (y, out), (params, constants, x, context, (kept, last, host))
 
     def backward(self, saved, cotangents):
         """Return gradients of the arguments; the last layer comes first."""
-        params, constants, x, context, kept = saved
+        params, constants, x, context, (kept, ahead, host) = saved
         dy, (daux, *_) = cotangents
         stacks = params, constants
         last = self.gathered(stacks, self.num - 1)
@@ -130,6 +144,7 @@ class _Loop:
 
         def gradients(now, constants, kept, dy, daux):
             floats, others = _split(now)
+            kept = self.joined(vjp, *kept)
             return vjp.backward(floats, (others, (context, constants)), kept, (dy, daux))
 
         late = self.layer.leave_sums is not None
@@ -140,28 +155,41 @@ class _Loop:
             return (scattered, self.summed(params, shards)) if late else ((), scattered)
 
         def body(carry, given):
-            dx, now, waiting, shards, grads = carry
+            dx, now, waiting, shards, grads, away = carry
             i, kept, daux = given
-            own, dx = gradients(now, _row(constants, i), kept, dx, daux)
+            ahead = _to(jax.memory.Space.Device, _row(host, jnp.maximum(i - 1, 0)))
+            own, dx = gradients(now, _row(constants, i), (kept, away), dx, daux)
             row, waiting = self.delayed(_row(stacks, jnp.maximum(i - 1, 0)), waiting, now, own)
             shards, done = reduced(waiting, shards)
             grads = _put(grads, done, jnp.minimum(i + 1 + late, self.num - 1))
-            return (dx, self.layer.gather(*row), own, shards, grads), None
+            return (dx, self.layer.gather(*row), own, shards, grads, ahead), None
 
-        waiting, _ = jax.eval_shape(gradients, last, *_row((constants, kept), 0), dy, daux[0])
+        constant, row = _row((constants, kept), 0)
+        waiting, _ = jax.eval_shape(gradients, last, constant, (row, ahead), dy, daux[0])
         shards = jax.eval_shape(functools.partial(self.scattered, stacks), waiting)
         shards, done = jax.eval_shape(reduced, waiting, shards)
         grads = jax.tree.map(lambda a: _zeros(a, self.num), done)
-        carry = dy, last, *jax.tree.map(_zeros, (waiting, shards)), grads
+        carry = dy, last, *jax.tree.map(_zeros, (waiting, shards)), grads, ahead
         rows = jnp.arange(self.num), kept, daux
         with self.unrolled():
-            (dx, _, waiting, shards, grads), _ = jax.lax.scan(body, carry, rows, reverse=True)
+            (dx, _, waiting, shards, grads, _), _ = jax.lax.scan(body, carry, rows, reverse=True)
         shards, done = reduced(waiting, shards)
         grads = _put(grads, done, min(int(late), self.num - 1))
         if late:
             grads = _put(grads, self.summed(params, shards), 0)
         nothing = jax.tree.map(_no_gradient, (constants, context))
         return grads, nothing[0], dx, nothing[1]
+
+    def parted(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
+        """Return what of `vjp.kept` stays on the device, and what goes to the host."""
+        away = [name in self.offload for name in vjp.names]
+        pairs = list(zip(kept, away, strict=True))
+        return [a for a, goes in pairs if not goes], [a for a, goes in pairs if goes]
+
+    def joined(self, vjp: LayerVJP, here: list, away: list) -> list:
+        """Undo `parted`."""
+        rest = {False: iter(here), True: iter(away)}
+        return [next(rest[name in self.offload]) for name in vjp.names]
 
     def scattered(self, stacks: tuple, waiting: list) -> Any:
         """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
@@ -289,6 +317,23 @@ def _empty(like: Any, num: int) -> jax.Array:
     shape = jax.sharding.NamedSharding(mesh, spec).shard_shape((num, *like.shape))
     # Outside of a region XLA would allocate the whole on each device.
     return smap(lambda: jax.lax.empty(shape, like.dtype), in_specs=(), out_specs=spec)()
+
+
+def _on_host(rows: list, num: int) -> list:
+    """Make a stack of `num` rows of each type in the host's memory; XLA does not fill it.
+
+    The values differ, for XLA would take equal ones for one stack and copy it.
+    """
+    stacks = [
+        jnp.full((num, *a.shape), n, a.dtype, out_sharding=_stacked(a, 1))
+        for n, a in enumerate(rows)
+    ]
+    return _to(jax.memory.Space.Host, stacks)
+
+
+def _to(space: jax.memory.Space, rows: list) -> list:
+    """Move arrays to the memory of the device, or of the host."""
+    return [jax.device_put(a, space) for a in rows]
 
 
 def _stacked(like: Any, dims: int) -> P:

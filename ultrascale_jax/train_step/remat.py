@@ -16,6 +16,7 @@ import jax
 from ultrascale_jax.config import REMAT_NAMES, Config, remat_names
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
+from ultrascale_jax.train_step.zero import prefetches
 
 
 def remat(cfg: Config) -> Callable[[Callable], Callable]:
@@ -30,6 +31,8 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
         policy = policies.nothing_saveable
     elif name == "dots":
         policy = policies.save_only_these_names(PRODUCT, ATTENTION_RESIDUAL)
+    elif prefetches(cfg):  # whose loop takes them to the host, while the next layer computes
+        policy = policies.save_only_these_names(*saved, *offloaded)
     else:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(saved),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import FP8, Config, require, require_type
+from ultrascale_jax.config import FP8, Config, remat_names, require, require_type
 from ultrascale_jax.config.dpo import Dpo, has_reference
 from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.fp8 import Fp8
@@ -68,6 +68,10 @@ PREFETCH_OPTIONS: dict[str, int | bool | str] = {
 }
 """XLA options of a step whose layers gather ahead and scatter late; measured as `docs/benchmarks` says."""
 
+PIPELINERS = "collective-pipeliner-forward,collective-pipeliner-backward"
+"""Passes that from level O1 on would fetch a layer's activations from the host ahead once more: they take a layer out
+of the loop, which is then not unrolled."""
+
 EARLY_START: dict[str, int | bool | str] = {
     # XLA has one stream for all: what starts late holds up what comes behind it (70B on 512: 8.7 s, not 7.7).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -108,6 +112,8 @@ def xla_options(cfg: Config) -> dict[str, int | bool | str]:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     if prefetches(cfg):
         options |= PREFETCH_OPTIONS
+        if remat_names(cfg.train.remat)[1]:
+            options["xla_disable_hlo_passes"] = f"{options['xla_disable_hlo_passes']},{PIPELINERS}"
     gathers = cfg.train.zero == 3 and (cfg.mesh.pp > 1 or prefetches(cfg))
     ring, _ = cfg.cp.ranks(cfg.mesh.cp)
     if gathers and ring == cfg.mesh.tp == 1 and cfg.model.experts is None:
@@ -392,6 +398,7 @@ def run_layers(cfg: Config, used: Transformer, batch: Batch, inputs: LayerInputs
         remat=remat(cfg),
         prefetch=prefetches(cfg),
         delay=delay_of(cfg),
+        offload=remat_names(cfg.train.remat)[1],
     )
 
 

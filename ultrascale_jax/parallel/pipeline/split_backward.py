@@ -119,6 +119,9 @@ class LayerVJP:
         outputs = traced.outputs
         first = {v: i for i, v in reversed(list(enumerate(outputs))) if _is_var(v) and v in moved}
         self._keep = sorted(first.values())
+        names = traced.names()
+        self.names = [names.get(outputs[i]) for i in self._keep]
+        """What `checkpoint_name` calls each of `kept`; None without a name."""
         places = {i: n for n, i in enumerate(self._keep)}
         again = [i for i, v in enumerate(outputs) if not (_is_var(v) and v in moved)]
         self._sources = [
@@ -187,6 +190,16 @@ class _Traced:
         for eqn in self.eqns:
             if any(_is_var(v) and v in found for v in eqn.invars):
                 found.update(eqn.outvars)
+        return found
+
+    def names(self) -> dict:
+        """Return the names of variables that have one, and of what only rounds them."""
+        found = {}
+        for eqn in self.eqns:
+            if eqn.primitive.name == "name":
+                found |= dict.fromkeys((*eqn.invars, *eqn.outvars), eqn.params["name"])
+            elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in found:
+                found[eqn.outvars[0]] = found[eqn.invars[0]]
         return found
 
     def needed(self, outputs: Iterable, stop: Collection = ()) -> list:

@@ -196,7 +196,11 @@ def compile_program(
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
+        # XLA's is the highest of all memories, the host's too.
+        peak_bytes=min(
+            memory.peak_memory_in_bytes,
+            memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        ),
         compile_s=compilation.seconds,
         comm_streams=compilation.streams,
         memory_plan=compilation.memory,

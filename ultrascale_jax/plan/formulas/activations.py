@@ -5,6 +5,7 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import remat_names
@@ -122,13 +123,26 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = 3 * mlp
         parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
-        saved = remat_names(run.remat)[0]
-        sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_core": core}
-        sizes |= {"attn_out": a * residual}
-        parts["attention"] = sum(sizes.get(name, 0) for name in saved)
-        parts["mlp"] = a * layer.ffn * sum(name in ("gate", "up") for name in saved)
-        parts["norms"] = a * residual * sum(name in ("attn_norm", "mlp_norm") for name in saved)
+        parts |= _named_bytes(layer, remat_names(run.remat)[0])
     return parts
+
+
+def _named_bytes(layer: Layer, names: Sequence[str]) -> dict[str, float]:
+    """Count the bytes of a dense layer's tensors of these names, by kind."""
+    a, query, key, residual = layer.width, layer.query, layer.key, layer.residual
+    sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_out": a * residual}
+    sizes |= {"attn_core": a * query + 4 * layer.statistics}
+    return {
+        "attention": sum(sizes.get(name, 0) for name in names),
+        "mlp": a * layer.ffn * sum(name in ("gate", "up") for name in names),
+        "norms": a * residual * sum(name in ("attn_norm", "mlp_norm") for name in names),
+    }
+
+
+def returning_bytes(run: Run, layer: Layer) -> float:
+    """Count the bytes of a layer's activations that return from the host while the layer behind it computes."""
+    names = remat_names(run.remat)[1] if run.prefetches else ()
+    return sum(_named_bytes(layer, names).values())
 
 
 def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:

@@ -17,6 +17,7 @@ from ultrascale_jax.plan.formulas.activations import (
     layer_of,
     loss_chunks,
     mtp_saved_bytes,
+    returning_bytes,
     saved_bytes,
     working_set,
 )
@@ -147,7 +148,9 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     return {
         "gradients": gradients,
         "communication buffers": used if gathered else 0,
-        "workspace": working_set(run, layer) + (0 if gathered else used),
+        "workspace": working_set(run, layer)
+        + returning_bytes(run, layer)
+        + (0 if gathered else used),
     }
 
 
