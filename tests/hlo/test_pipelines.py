@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Experts, MeshConfig
 from ultrascale_jax.configs import llama3_405b
+from ultrascale_jax.hlo.classes import block_of
+from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline.program import assemble
 from ultrascale_jax.parallel.pipeline.schedules import of_config
+from ultrascale_jax.plan.formulas.pipeline import shares
 from ultrascale_jax.plan.hardware import find_gpu
 
 BF16, MIB = 2, 2**20
@@ -129,6 +132,26 @@ def test_zero_bubble_keeps_no_more_than_1f1b_and_its_queue(piped):
     entry = cfg.data.seq_len * width * BF16 * m.num_layers // mesh.pp
     queue = (program.slots.weights + 1) * entry
     assert split.temporary_bytes - plain.temporary_bytes < queue + 8 * MIB
+
+
+@pytest.mark.slow
+def test_tokens_travel_outside_of_the_conditional_where_layers_of_both_kinds_are_in_a_stage(
+    compiled,
+):
+    experts = Experts(num=8, top_k=2, d_ff=512, shared=1, dense_layers=1)
+    batch = {"microbatches": 4, "global_batch": 16, "zero": 1, "remat": "full"}
+    mesh = {"pp": 2, "fsdp": 2, "ep": 2}
+    cfg, step = compiled(8, mesh, {}, experts=experts, **batch)
+    computations, module = step.module.computations, step.module
+    conditionals = [i for body in computations.values() for i in body if i.opcode == "conditional"]
+    conditionals = [i for i in conditionals if block_of(module, i) == "moe"]
+    branches = {name for i in conditionals for name in i.called}
+    assert branches and not branches & {c.computation for c in step.collectives}
+    # In lock step all ranks wait for the experts, which have wider products than the dense layer of another rank.
+    assert cfg.model.d_ff <= (experts.top_k + experts.shared) * cfg.model.expert_d_ff
+    share = shares(step.run, module)
+    expected = [float(DENSE_OR_SHARED not in i.op_name) for i in conditionals]
+    assert [share(i, (4,)) for i in conditionals] == expected and set(expected) == {0.0, 1.0}
 
 
 # That nothing waits is proved on a small pipeline above; that it fits is planned in seconds (plan/test_memory.py).

@@ -24,7 +24,7 @@ from ultrascale_jax.models.layers import (
     zero_sizes,
 )
 from ultrascale_jax.models.mla import MLA
-from ultrascale_jax.models.moe import MoE, Routed
+from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.sharding.primitives import gather_param, grad_barrier, partial_axes
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
@@ -212,14 +212,17 @@ class Block(_Parts):
             return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward
 
     def feed(
-        self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig
+        self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig, dense: Dense | None = None
     ) -> tuple[jax.Array, Routed | None]:
-        """Run the second half: the residual stream, and what the router of experts did."""
+        """Run the second half: the residual stream, and what the router of experts did.
+
+        With `dense` the layer has experts or not, as an array says (`MoE.__call__`).
+        """
         routed = None
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
-                h, routed = feed_forward(h, moe)
+                h, routed = feed_forward(h, moe, dense)
             else:
                 h = feed_forward(h)
                 _check_result("mlp", feed_forward, h, x_BRD)

@@ -6,15 +6,18 @@ over its tokens, added up over micro-batches like gradients, and over devices on
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
+from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 from ultrascale_jax.parallel.experts.local import Product
 from ultrascale_jax.sharding.manual import leave_partial, smap
@@ -74,6 +77,10 @@ STATISTICS_AXES = "BR"
 """Dims of an activation over whose axes `Routed.statistics_Z` is a partial sum."""
 
 
+type Dense = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
+"""Whether a layer has no experts, a boolean scalar, and the layer that it then has in their place."""
+
+
 class MoE(nnx.Module):
     """A layer of experts; routed ones are split over ep, each one's F and the shared ones' over the tensor group."""
 
@@ -97,8 +104,14 @@ class MoE(nnx.Module):
         if experts.shared:
             self.shared = MLP(cfg, k_shared, experts.shared * F)
 
-    def __call__(self, x_BRD: jax.Array, moe: MoEConfig) -> tuple[jax.Array, Routed]:
-        """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did."""
+    def __call__(
+        self, x_BRD: jax.Array, moe: MoEConfig, dense: Dense | None = None
+    ) -> tuple[jax.Array, Routed]:
+        """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did.
+
+        Where `dense` says so, another layer takes the place of all experts. A pipeline's ranks differ in that: the
+        exchange of tokens stays outside of the branches, empty for such a layer, and so beside other work.
+        """
         experts = self.cfg.experts
         assert experts is not None
         biased = experts.biases
@@ -118,15 +131,21 @@ class MoE(nnx.Module):
 
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
-        def run(x_BRD, params):
+        def run(x_BRD, params, is_dense):
             given = self.cfg, moe, product, x_BRD, *params
-            y_BRD, balance_BR, statistics_Z = _experts(*given)
+            y_BRD, balance_BR, statistics_Z = _experts(*given, is_dense=is_dense)
             return y_BRD, Routed(balance_BR, leave_partial(statistics_Z, partial.unreduced))
 
         out_specs = act("BRD"), Routed(act("BR"), partial)  # pyrefly: ignore
-        run = smap(run, in_specs=(act("BRD"), specs(params)), out_specs=out_specs)
-        y_BRD, routed = run(x_BRD, params)
-        if experts.shared:
+        run = smap(run, in_specs=(act("BRD"), specs(params), P()), out_specs=out_specs)
+        y_BRD, routed = run(x_BRD, params, None if dense is None else dense[0])
+        if dense is not None:
+            is_dense, instead = dense
+            shared = self.shared if experts.shared else jnp.zeros_like
+            with jax.named_scope(DENSE_OR_SHARED):
+                y_BRD = y_BRD + _either(is_dense, instead, shared, x_BRD)
+            routed = jax.tree.map(lambda a: jnp.where(is_dense, 0, a), routed)
+        elif experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
         return y_BRD, routed
 
@@ -137,7 +156,18 @@ def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) ->
     return batched(recipe, x, jnp.einsum(f"{matrices}->{rows[0]}{rows[-1]}{out[-1]}", w))
 
 
-def _experts(cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, router, matrices):
+def _either(chosen: jax.Array, first: Callable, second: Callable, x: jax.Array) -> jax.Array:
+    """Return `first(x)` where `chosen`, else `second(x)`; the results vary over the axes of x at least."""
+
+    def alike(fn):
+        return lambda x: vary(fn(x), varying(x) | varying(chosen))
+
+    return jax.lax.cond(chosen, alike(first), alike(second), x)
+
+
+def _experts(
+    cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, router, matrices, is_dense
+):
     """Run the layer on this device's tokens, without shared experts; return the result and both parts of `Routed`."""
     experts, (B, R, D) = cfg.experts, x_BRD.shape
     assert experts is not None
@@ -147,11 +177,12 @@ def _experts(cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, r
     logits = logits if biases is None else logits + biases[0][None]
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
-    ids = jnp.where(jnp.any(x != 0, axis=1, keepdims=True), ids, experts.num)
+    routed = jnp.any(x != 0, axis=1, keepdims=True)
+    ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, experts.num)
     w_gate, w_up, w_down, *hidden_biases = matrices
     y, dropped = expert_layer(
         x, ids, weights, w_gate, w_up, w_down, moe=moe, experts=experts, product=product,
-        activation=cfg.activation, biases=tuple(hidden_biases) or None,
+        activation=cfg.activation, biases=tuple(hidden_biases) or None, idles=is_dense is not None,
     )  # fmt: skip
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")

@@ -5,7 +5,6 @@ inside, the model's own code runs on this device's pieces, and gathers them as w
 Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,15 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.models.block import (
-    ATTENTION_PARTS,
-    FEED_FORWARDS,
-    MLP_NORMS,
-    PARTS,
-    BlockStack,
-)
+from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
 from ultrascale_jax.models.layers import each_param
-from ultrascale_jax.models.moe import num_statistics
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
@@ -31,7 +23,7 @@ from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
-from ultrascale_jax.sharding.rules import act, specs, vary, varying
+from ultrascale_jax.sharding.rules import act, specs, varying
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -134,27 +126,22 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         inputs, position_weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
 
-        def finished(x_BRD, routed):
-            if cfg.model.experts is None:
-                return x_BRD, jnp.float32(0.0)
-            if routed is None:
-                statistics_Z = jnp.zeros(num_statistics(cfg.model.experts), jnp.float32)
-                return x_BRD, jnp.float32(0.0), statistics_Z
-            return x_BRD, position_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
+        if _is_mixed(cfg):
+            x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
+            block = blocks.block(*MLP_NORMS, "moe").gather_params(inputs)
 
-        if not _is_mixed(cfg):
-            return finished(*blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)[:2])
-        x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
-        axes = varying(x_BRD)
+            def mlp(x_BRD):
+                with jax.named_scope("mlp"):
+                    return blocks.block("mlp").gather_params(inputs).parts["mlp"](x_BRD)
 
-        def feed(kind, blocks, x_BRD):
-            block = blocks.block(*MLP_NORMS, kind).gather_params(inputs)
-            out = finished(*block.feed(x_BRD, getattr(block, kind), inputs.moe))
-            return jax.tree.map(lambda a: vary(a, axes), out)
-
-        # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-        kinds = (functools.partial(feed, kind) for kind in FEED_FORWARDS)
-        return jax.lax.cond(number < dense, *kinds, blocks.only(*MLP_NORMS, *FEED_FORWARDS), x_BRD)
+            # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
+            is_dense = number < dense
+            x_BRD, routed = block.feed(x_BRD, block.parts["moe"], inputs.moe, (is_dense, mlp))
+        else:
+            x_BRD, routed, _ = blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)
+        if routed is None:
+            return x_BRD, jnp.float32(0.0)
+        return x_BRD, position_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):

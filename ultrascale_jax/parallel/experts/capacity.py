@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import Experts, MoEConfig
 
+DENSE_OR_SHARED = "dense_or_shared"
+"""Scope of the conditional in which a layer of a pipeline computes a dense layer in place of shared experts."""
+
 
 @dataclass(frozen=True)
 class A2AStage:

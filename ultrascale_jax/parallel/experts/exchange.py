@@ -75,6 +75,7 @@ def expert_layer(
     product: Product | None = jnp.einsum,
     activation: Activation = "silu",
     biases: tuple[jax.Array, jax.Array] | None = None,
+    idles: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
@@ -91,6 +92,7 @@ def expert_layer(
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
       activation: what is done with gate and up, in place of SiLU.
       biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
+      idles: a rank that gets no row skips the products, by a conditional (layers that have no experts on some ranks).
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
     splits F (`tp`) results are partial sums, which the caller adds.
@@ -110,7 +112,7 @@ def expert_layer(
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     tokens = x.shape[0] // parts
-    run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation)
+    run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation, idles)
     results, dropped = run(batch, matrices)
     return jnp.concatenate(results), dropped
 
@@ -151,6 +153,7 @@ def _outer(
     splits: bool,
     product: Product | None,
     activation: Activation,
+    idles: bool,
 ) -> Outer:
     """Compose nested all-to-alls around the local experts.
 
@@ -166,6 +169,7 @@ def _outer(
         drops=moe.dispatch == "capacity",
         product=product,
         activation=activation,
+        idles=idles,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     if moe.dispatch == "allgather" and ranks > 1:
@@ -224,6 +228,8 @@ class _Local:
     product: Product | None
     """None is the grouped kernel."""
     activation: Activation
+    idles: bool
+    """Whether there may be no rows at all, and nothing is computed then."""
 
     def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
         x, ids, weights = tokens
@@ -242,9 +248,18 @@ class _Local:
         if self.product is not None:
             experts = functools.partial(padded_experts, self.product, self.activation)
         given = assignment, (x, weights, *matrices)
-        if self.drops:
-            return experts(size, jnp.int32(0), *given), over
-        return in_rounds(experts, size, busiest, most, *given), jnp.zeros_like(over)
+
+        def compute():
+            if self.drops:
+                return experts(size, jnp.int32(0), *given)
+            return in_rounds(experts, size, busiest, most, *given)
+
+        def nothing():
+            return vary(jnp.zeros_like(x), varying(x))
+
+        some = jnp.sum(assignment.counts) > 0
+        y = jax.lax.cond(some, compute, nothing) if self.idles else compute()
+        return y, over if self.drops else jnp.zeros_like(over)
 
 
 def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ultrascale_jax.config import GROUPED
+from ultrascale_jax.hlo.classes import block_of
+from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from ultrascale_jax.hlo import Instruction, Module
@@ -81,7 +84,8 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
 
     Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
     has as many, or else the nearest. Of layers of both kinds it is the share of those with experts, and of attention
-    with and without a window the share of the layers without.
+    with and without a window the share of the layers without. A pipeline's stages have layers of both kinds in one
+    iteration, and all wait for the slower kind: for the experts, or for the dense layer in their place.
     """
     shape = run.shape
     mixed = 0 < shape.dense_layers < shape.num_layers
@@ -94,12 +98,20 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
             return shape.expert_share if mixed else 1 - shape.window_share
         if program is None:
             return 1.0
+        if block_of(module, conditional) == "moe":
+            return float((DENSE_OR_SHARED in conditional.op_name) == _dense_is_slower(shape))
         column = "head" if any("loss" in name for name in inside) else "embed_gradient"
         ticks = trips[0] if trips else 1
         segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))
         return float(program.every[column][segment.start : segment.stop].mean())
 
     return share
+
+
+def _dense_is_slower(shape: ModelShape) -> bool:
+    """Return whether a dense layer has wider products for a token than a layer of experts."""
+    experts = shape.experts
+    return experts is None or shape.d_ff > (experts.top_k + experts.shared) * shape.expert_d_ff
 
 
 class Key(NamedTuple):
