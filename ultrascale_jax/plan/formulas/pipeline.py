@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ultrascale_jax.config import GROUPED
-from ultrascale_jax.hlo.classes import block_of
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
@@ -87,6 +86,9 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
     with and without a window the share of the layers without. A pipeline's stages have layers of both kinds in one
     iteration, and all wait for the slower kind: for the experts, or for the dense layer in their place.
     """
+    # It imports numpy, which no formula does without a pipeline.
+    from ultrascale_jax.hlo.classes import block_of
+
     shape = run.shape
     mixed = 0 < shape.dense_layers < shape.num_layers
     program = None if run.mesh.pp == 1 else _assembled(_table(_key(run)), run.stash)
