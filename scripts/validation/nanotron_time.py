@@ -99,9 +99,10 @@ class NanotronStep(Step):
         size = 2 * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return self.collective("collective-permute", size, self.group("pp"))
 
-    def copies(self) -> float:
-        """Return 0: no program has both passes."""
-        return 0.0
+    @property
+    def passes_overlap(self) -> bool:
+        """Return false: no program has both passes."""
+        return False
 
     def tensor_group(self) -> float:
         """Return the exposed share of the tensor group's communication."""

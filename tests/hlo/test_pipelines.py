@@ -79,6 +79,20 @@ def test_gradients_are_reduced_once_a_step_or_scattered_layer_by_layer(piped, ze
 
 
 @pytest.mark.slow
+def test_gradients_are_added_in_place_and_no_buffer_is_copied(piped):
+    """No loop cuts a float32 row out of the sums of gradients, or copies the buffer of what layers keep."""
+    cfg, step = piped(8)
+    m, tensor = cfg.model, cfg.mesh.tensor
+    rows = {(1, m.d_model, m.d_ff // tensor), (1, m.d_ff // tensor, m.d_model)}
+    inside = [name for name, trips in step.module.walk() if trips]
+    made = [i for name in inside for i in step.module.computations[name]]
+    assert not [i for i in made for a in i.arrays if a.dtype == "f32" and tuple(a.dims) in rows]
+    stage = m.num_layers // cfg.mesh.pp * activation(cfg)
+    copied = [i for i in made if i.opcode in ("copy", "copy-start")]
+    assert all(a.bytes < stage for i in copied for a in i.arrays)
+
+
+@pytest.mark.slow
 def test_one_loop_holds_forward_and_backward_so_that_they_overlap(piped):
     cfg, step = piped(8)
     depth = cfg.model.num_layers // cfg.mesh.pp

@@ -53,6 +53,12 @@ class Auxiliary(NamedTuple):
 
 NO_AUXILIARY = Auxiliary()
 
+KEEP_RESULTS: dict[str, int | bool | str] = {
+    # XLA takes the unrolled loop for 76 GiB where it needs 53, and runs products again (8B, selective: 5% slower).
+    "xla_disable_hlo_passes": "rematerialization",
+}
+"""`train.remat` alone chooses what runs again; XLA repeats products and copies for memory that it does not save."""
+
 PREFETCH_OPTIONS: dict[str, int | bool | str] = {
     # A layer's gathers and the last one's scatters are in flight together; with 4 or 6 some wait in line (70B on 512).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
@@ -63,8 +69,7 @@ PREFETCH_OPTIONS: dict[str, int | bool | str] = {
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
     "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_OFF",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
-    # XLA takes the unrolled loop for 76 GiB where it needs 53, and runs products again (8B, selective: 5% slower).
-    "xla_disable_hlo_passes": "rematerialization",
+    **KEEP_RESULTS,
 }
 """XLA options of a step whose layers gather ahead and scatter late; measured as `docs/benchmarks` says."""
 
@@ -110,6 +115,7 @@ def xla_options(cfg: Config) -> dict[str, int | bool | str]:
     options: dict[str, int | bool | str] = {}
     if cfg.mesh.pp > 1:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+        options |= KEEP_RESULTS
     if prefetches(cfg):
         options |= PREFETCH_OPTIONS
         if remat_names(cfg.train.remat)[1]:

@@ -218,8 +218,8 @@ class _Executor:
         state = state | mine
         arrived = self._send("forward", y) if forward else []
         arrived += self._send("backward", dx) if backward else []
-        soon = self.every["next_embed"][segment.start : segment.stop].any()
-        x = self._embed(tick) if soon else state["x_forward"]
+        before = state["x_forward"]
+        x = self._if(segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, before)
         dy = y
         if forward:
             state, dy = self._head(segment, state, tick, y)
@@ -258,7 +258,7 @@ class _Executor:
         needed = self.every[name][segment.start : segment.stop]
         if not needed.any():
             return skip(operand)
-        if needed.mean() >= ENOUGH[name]:
+        if needed.mean() >= ENOUGH[name.removeprefix("next_")]:
             return run(operand)
         return lax.cond(tick[name] > 0, run, skip, operand)
 

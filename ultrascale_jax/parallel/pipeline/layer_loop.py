@@ -131,16 +131,14 @@ class LayerLoop:
         carry = {name: state[name] for name in written} | {"x": x, "g": g}
         if backward and not self.stashes:
             rest["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
-        if backward and "residuals" in written:
-            # Read ahead: a read beside the write of the same iteration would make XLA copy the whole buffer.
-            carry["kept"] = at(carry["residuals"], tick["backward_residuals"], self.depth - 1)
 
         def layer(carry, index):
-            after, back = dict(carry), self.depth - 1 - index
+            after, back, new = dict(carry), self.depth - 1 - index, []
             if forward:
-                after |= self._forward_layer(carry, tick, index, contexts["forward"])
+                more, new = self._forward_layer(carry, tick, index, contexts["forward"])
+                after |= more
             if backward:
-                kept = self._kept(carry, rest, tick, back)
+                kept = self._kept(carry | rest, tick, back)
                 self._backward_layer(carry["g"], kept, after, tick, back, contexts["backward"])
             if weights:
                 waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
@@ -149,16 +147,20 @@ class LayerLoop:
                 grads = self.vjp.weight_gradient(params, around, waiting)
                 on = self._real(tick["weight_chunk"], back) & (tick["weight_on"] > 0)
                 self._add(after, grads, on, tick["weight_chunk"], back)
-            if "kept" in carry:
-                after["kept"] = at(
-                    after["residuals"], tick["backward_residuals"], jnp.maximum(back - 1, 0)
-                )
+            if "residuals" in written:
+                if backward:
+                    # Written after the backward pass has read its own, or XLA would copy the whole buffer.
+                    names = {"residuals", "g", "blocks", "weights"} & set(after)
+                    after |= lax.optimization_barrier({name: after[name] for name in names})
+                place = tick["forward_residuals"], index
+                after["residuals"] = put(after["residuals"], new, *place)
             return after, None
 
         carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
         return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
 
-    def _forward_layer(self, carry: dict, tick: Tick, index, context) -> dict:
+    def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
+        """Return new state, and what the backward pass needs."""
         position = tick["forward_chunk"] * self.depth + index
         params = self._params(tick["forward_chunk"], index)
         context = context, self._layer_number(tick["forward_chunk"], index)
@@ -171,7 +173,7 @@ class LayerLoop:
         if not self.trains:
             y, aux, *_ = self._layer(params, carry["x"], context)
             sums = {"auxiliary": add(carry["auxiliary"], aux)}
-            return sums | {"x": jnp.where(real, y, carry["x"])}
+            return sums | {"x": jnp.where(real, y, carry["x"])}, []
         y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
         statistics = add(at(carry["statistics"], position), statistics)
         after = {
@@ -179,9 +181,7 @@ class LayerLoop:
             "auxiliary": add(carry["auxiliary"], aux),
             "statistics": put(carry["statistics"], statistics, position),
         }
-        if self.stashes:
-            after["residuals"] = put(carry["residuals"], kept, tick["forward_residuals"], index)
-        return after
+        return after, kept
 
     def _backward_layer(self, g, kept, after: dict, tick: Tick, back, context) -> None:
         params = self._params(tick["backward_chunk"], back)
@@ -197,13 +197,11 @@ class LayerLoop:
         after["g"] = jnp.where(on, dx, g)
         self._add(after, grads, on, tick["backward_chunk"], back)
 
-    def _kept(self, carry: dict, rest: dict, tick: Tick, back) -> list[jax.Array]:
-        """Return this layer's residuals: read ahead, in the buffer, or from the repeated forward pass."""
-        if "kept" in carry:
-            return carry["kept"]
+    def _kept(self, state: dict, tick: Tick, back) -> list[jax.Array]:
+        """Return this layer's residuals: in the buffer, or from the repeated forward pass."""
         if self.stashes:
-            return at(rest["residuals"], tick["backward_residuals"], back)
-        return at(rest["repeated"], back)
+            return at(state["residuals"], tick["backward_residuals"], back)
+        return at(state["repeated"], back)
 
     def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
         """Run the forward pass of a stage once more, for its layers' residuals."""
@@ -253,7 +251,10 @@ class LayerLoop:
         sums, rows = list(after["blocks"]), self._rows_of(chunk, index)
         for i, (grad, accumulate, row) in enumerate(zip(grads, self.accumulate, rows, strict=True)):
             if grad is not None:
-                sums[i] = put(sums[i], at(sums[i], row) + jnp.where(on, accumulate(grad), 0), row)
+                # As rows of the stack: a reshape between reading and adding would make XLA copy the row first.
+                more = jnp.where(on, accumulate(grad), 0)[None]
+                total = lax.dynamic_slice_in_dim(sums[i], row, 1) + more
+                sums[i] = lax.dynamic_update_slice_in_dim(sums[i], total, row, 0)
         after["blocks"] = sums
 
 

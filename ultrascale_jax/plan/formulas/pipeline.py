@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ultrascale_jax.config import GROUPED
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
@@ -102,7 +102,8 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
             return 1.0
         if block_of(module, conditional) == "moe":
             return float((DENSE_OR_SHARED in conditional.op_name) == _dense_is_slower(shape))
-        column = "head" if any("loss" in name for name in inside) else "embed_gradient"
+        column = "embed_gradient" if any("transpose" in name for name in inside) else "embed"
+        column = "head" if any("loss" in name for name in inside) else column
         ticks = trips[0] if trips else 1
         segment = min(program.segments, key=lambda s: abs(s.stop - s.start - ticks))
         return float(program.every[column][segment.start : segment.stop].mean())
@@ -146,14 +147,31 @@ def _key(run: Run) -> Key:
 @functools.cache
 def _counts(key: Key, stash: str) -> Counts:
     if key.fewer is None:
-        return _counted(key, stash)
+        return _joined(*_counted(key, stash))
     small, larger, steps = key.fewer
-    first, second = (vars(_counted(key._replace(microbatches=m), stash)) for m in (small, larger))
-    line = {
-        field: {name: n + steps * (second[field][name] - n) for name, n in numbers.items()}
-        for field, numbers in first.items()
-    }
-    return Counts(**line)
+    first, second = (_counted(key._replace(microbatches=m), stash) for m in (small, larger))
+    pairs = zip(first[1], second[1], strict=True)
+    segments = [_continued(a, b, steps) for a, b in pairs]
+    return _joined(_continued(first[0], second[0], steps), segments)
+
+
+def _joined(counted: dict[str, dict], segments: list[dict[str, int]]) -> Counts:
+    """Make `Counts` of what `_counted` returns."""
+    from ultrascale_jax.parallel.pipeline.program import ENOUGH
+
+    times = dict.fromkeys(ENOUGH, 0)
+    for segment in segments:
+        for name, enough in ENOUGH.items():
+            needed, every = segment[name], segment["ticks"]
+            times[name] += every if needed and needed >= enough * every else needed
+    return Counts(times=times, **counted)
+
+
+def _continued(first: Any, second: Any, steps: int) -> Any:
+    """Continue numbers, or dicts of them, by `steps` times the way from the first to the second."""
+    if isinstance(first, dict):
+        return {name: _continued(first[name], second[name], steps) for name in first}
+    return first + steps * (second - first)
 
 
 @functools.cache
@@ -181,22 +199,23 @@ def _assembled(schedule: Schedule, stash: str) -> "Program":
 
 
 @functools.cache
-def _counted(key: Key, stash: str) -> Counts:
+def _counted(key: Key, stash: str) -> tuple[dict[str, dict], list[dict[str, int]]]:
+    """Count the fields of `Counts` but `times`, and of each segment the ticks, and those that need each of `ENOUGH`."""
     from ultrascale_jax.parallel.pipeline.program import ENOUGH
 
     schedule = _table(key)
     program = _assembled(schedule, stash)
     ticks = {"all": len(schedule.ticks)} | dict.fromkeys(KINDS, 0)
-    times = dict.fromkeys(ENOUGH, 0)
+    segments = []
     for segment in program.segments:
         length = segment.stop - segment.start
         for kind in segment.kinds:
             ticks[kind] += length
-        for name, enough in ENOUGH.items():
-            needed = int(program.every[name][segment.start : segment.stop].sum())
-            times[name] += length if needed and needed >= enough * length else needed
+        part = slice(segment.start, segment.stop)
+        needed = {name: int(program.every[name][part].sum()) for name in ENOUGH}
+        segments.append({"ticks": length} | needed)
     peaks = {"in_flight": max(schedule.in_flight), "w_queue": max(schedule.w_queue)}
-    return Counts(ticks, times, vars(program.slots), peaks)
+    return {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks}, segments
 
 
 @functools.cache

@@ -94,19 +94,16 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the backward pass of one layer, and beside it the forward pass of another where a tick has both.
 
-    Under ZeRO-3 they gather their matrices one by one, a layer's together; the sums of the layer's gradients are read
-    and written; what the next layer's backward pass reads is read ahead. A stage of which the input alone is stashed
-    has its forward pass repeated.
+    Under ZeRO-3 they gather their matrices one by one, a layer's together. A gradient is added to its sum as it comes.
+    A stage of which the input alone is stashed has its forward pass repeated.
     """
     a, both = layer.width, overlaps_passes(run)
     params = layer_params(run, weights)
-    ahead = sum(saved_bytes(run, layer).values()) if both and run.stash == "residuals" else 0
     forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run, layer)
     copies = a * expert_matrices(run) * weights.routed
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
-        "gradients": 4 * params / (run.shards if run.zero >= 2 else 1),
-        "workspace": working_set(run, layer) + both * forward + ahead + copies,
+        "workspace": working_set(run, layer) + both * forward + copies,
         "activations: document mask": (1 + both) * document_mask(run, layer),
         **(_saved(run, layer, 1) if run.stash == "input" else {}),
     }

@@ -90,20 +90,38 @@ class Step:
     def copies(self) -> float:
         """Time the copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.
 
-        What a layer kept is read ahead, its part of the stacks of parameters and of the sums of gradients is cut out,
-        and the W queue is written and read.
+        A layer's part of the stacks of parameters is cut out for either pass, what it keeps is written to its slot, and
+        the W queue is written and read.
         """
         run = self.run
-        if run.mesh.pp == 1 or not pipeline_memory.overlaps_passes(run):
+        if not self.passes_overlap:
             return 0.0
         count = sum(n for n, _ in self.layer_params())
         params = count / (self.shards.ranks if run.zero == 3 else 1)
-        sums = count / (self.shards.ranks if run.zero >= 2 else 1)
         layer = layer_of(run)
         activations = 2 * sum(saved_bytes(run, layer).values())
         if pipeline.counts(run).slots["weights"]:
             activations += 2 * pipeline_memory.w_queue_bytes(run, layer)
-        return costs.memory_seconds(self.gpu, activations + 8 * params + 8 * sums)
+        return costs.memory_seconds(self.gpu, activations + 8 * params)
+
+    @property
+    def passes_overlap(self) -> bool:
+        """Return whether ticks of a pipeline run one stage's forward pass beside another's backward pass."""
+        return self.mesh.pp > 1 and pipeline_memory.overlaps_passes(self.run)
+
+    @property
+    def waited_share(self) -> float:
+        """Return the share of the tensor group's communication that a layer waits for.
+
+        Where a tick runs a forward and a backward pass, one's travels beside the products of the other, as far as these
+        last. With ZeRO-3 parameters take that time.
+        """
+        passes = self.passes
+        if not self.passes_overlap or self.run.zero == 3 or self.tensor.ranks == 1:
+            return 1.0
+        beside = sum(passes.products.values()) + passes.backward_products
+        beside += passes.attention + passes.attention_backward
+        return max(0.0, 1 - self.profile.hide * beside / self.tensor_group())
 
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
         """Time what the executor's table adds to a rank's own work; its share of head and loss takes `head_s`.
@@ -141,7 +159,7 @@ class Step:
             + self.accumulation(self.layer_params())
             + self.copies(),
             "recomputation": repeated,
-            self.tensor_axes: self.tensor_group(),
+            self.tensor_axes: self.waited_share * self.tensor_group(),
             "exposed cp": sum(self.exchanged()),
             "exposed ep": self.experts(),
             "exposed fsdp": self.layer_parameters(forward_s, backward_s),
@@ -149,6 +167,7 @@ class Step:
         }
         moved = self.moved(self.layer_params())
         hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
+        hidden += (1 - self.waited_share) * self.tensor_group()
         parts["cores lent to NCCL"] = self.profile.nccl_cores / self.gpu.cores * max(0.0, hidden)
         parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
         return parts
@@ -203,7 +222,7 @@ class Step:
         """
         remat, passes, seconds = self.run.remat, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
-            seconds = passes.forward + self.tensor_group() / 2
+            seconds = passes.forward + self.waited_share * self.tensor_group() / 2
         if remat == "none":
             return seconds if self.mesh.pp > 1 else self.kept_beyond_names()
         kept = self.kept
@@ -215,7 +234,8 @@ class Step:
             again = sum(name not in own for name in names) / len(names)
             seconds += passes.products[product] * again
         gathered = 2 if "attn_out" in kept else 3
-        return seconds + gathered / self.profile.tensor_passes * self.tensor_group()
+        again = gathered / self.profile.tensor_passes
+        return seconds + again * self.waited_share * self.tensor_group()
 
     def kept_beyond_names(self) -> float:
         """Time writing and reading what a layer keeps with `none` and not with `selective`."""
