@@ -1,13 +1,12 @@
-"""What each change brought: `python -m scripts.validation.changes --out docs/benchmarks/changes.csv --figure FILE.png`.
+"""Time what each change brought: `python -m scripts.validation.changes --out docs/benchmarks/changes.csv`.
 
 The rows of docs/benchmarks/changes.csv are the programs: a new one is a line without figures. Checks a row's commit out
 beside this checkout, lets its own code compile the training step for H100s that are not there, and replays the program
 in the simulator of this checkout, so that all rows are timed alike. Rows that FILE has with their figures are kept.
-Prints a table; the figure shows each step and what its change took off the one before. Needs the history of git.
+Prints a table; `--figure FILE.png` draws each step and what its change took off the one before. Needs git's history.
 """
 
 import argparse
-import csv
 import json
 import os
 import shlex
@@ -17,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.validation.xla_tables import Row, markdown, read
+from scripts.validation.xla_tables import Row, markdown, read, write
 from ultrascale_jax.cli import output
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.figures.charts import Bar, Bars
@@ -87,16 +86,8 @@ def fill(path: Path, runs: Sequence[Row]) -> list[Row]:
         if not row["step_ms"]:
             print(f"{row['commit']} {row['options']}", file=sys.stderr)
             rows[rank] = measure(row)
-            write(path, rows)
+            write(path, list(row), rows)
     return rows
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a file."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def of_run(rows: Sequence[Row]) -> dict[str, list[Row]]:

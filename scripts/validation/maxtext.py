@@ -10,7 +10,6 @@ document mask. MaxText has no search: its options here are the fastest of those 
 """
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
@@ -26,13 +25,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scripts.validation.xla_tables import markdown
+from scripts.validation import xla_tables
 from ultrascale_jax.cli import output
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.workload import GIB
-from ultrascale_jax.train_step.step import PREFETCH_OPTIONS
+from ultrascale_jax.train_step.step import KEEP_RESULTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,14 +45,14 @@ REQUIREMENTS = (
     *("absl-py", "aqtp", "drjax", "jaxtyping", "ml-collections", "omegaconf", "pathwaysutils"),
     *("qwix", "sentencepiece", "tensorflow", "tiktoken", "tokamax"),
 )
-"""What MaxText's training step imports beside `SHARED`; its own extras bring some 300 packages and another JAX."""
+"""Packages that MaxText's training step imports beside `SHARED`; its own extras bring some 300, and another JAX."""
 
 SHARED = ("flax", "jax", "jaxlib")
 """Packages that both trainers must have in one version."""
 
 PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
 FLAGS: dict[str, dict[str, Any]] = {
-    "run": {"xla_disable_hlo_passes": PREFETCH_OPTIONS["xla_disable_hlo_passes"]},
+    "run": KEEP_RESULTS,
     "script": {
         "xla_gpu_enable_while_loop_double_buffering": True,
         **{f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in PIPELINED},
@@ -340,36 +339,28 @@ def measure(program: Program, folder: Path) -> Program:
 
 def read(path: Path) -> list[Program]:
     """Read the programs of a file, if there is one."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Program(
-                run=row["run"],
-                trainer=row["trainer"],
-                gpus=int(row["gpus"]),
-                options=row["options"],
-                flags=row["flags"],
-                step_tokens=int(row["step_tokens"]),
-                gib=float(row["gib"]),
-                step_ms=float(row["step_ms"]),
-                reason=row["reason"],
-            )
-            for row in csv.DictReader(file)
-        ]
+    return [
+        Program(
+            run=row["run"],
+            trainer=row["trainer"],
+            gpus=int(row["gpus"]),
+            options=row["options"],
+            flags=row["flags"],
+            step_tokens=int(row["step_tokens"]),
+            gib=float(row["gib"]),
+            step_ms=float(row["step_ms"]),
+            reason=row["reason"],
+        )
+        for row in xla_tables.read(path)
+    ]
 
 
 def write(path: Path, rows: Iterable[Program]) -> None:
     """Write programs to a file, in the order of `RUNS`."""
     order = {program.key: rank for rank, program in enumerate(programs(RUNS))}
     kept = sorted((row for row in rows if row.key in order), key=lambda row: order[row.key])
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        names = [field.name for field in dataclasses.fields(Program)]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(dataclasses.asdict, kept))
-    partial.replace(path)
+    names = [field.name for field in dataclasses.fields(Program)]
+    xla_tables.write(path, names, map(dataclasses.asdict, kept))
 
 
 def best(rows: Iterable[Program], run: str, trainer: str) -> Program | None:
@@ -390,7 +381,7 @@ def table(rows: Sequence[Program]) -> str:
         lines.append((run, gpus, *(cell for one in (theirs, ours) for cell in figures(one)), ratio))
     columns = ("GiB", "step ms", "tokens/s/GPU")
     head = [f"{trainer}: {name}" for trainer in TRAINERS for name in columns]
-    return markdown(("run", "GPUs", *head, "speedup"), lines)
+    return xla_tables.markdown(("run", "GPUs", *head, "speedup"), lines)
 
 
 def options(rows: Sequence[Program]) -> str:
@@ -399,7 +390,7 @@ def options(rows: Sequence[Program]) -> str:
     for run in RUNS:
         for row in filter(None, (best(rows, run, trainer) for trainer in TRAINERS)):
             lines.append((run, row.trainer, f"`{row.options}`", row.flags))
-    return markdown(("run", "trainer", "options", "XLA flags"), lines)
+    return xla_tables.markdown(("run", "trainer", "options", "XLA flags"), lines)
 
 
 def figures(program: Program) -> tuple[str, str, str]:

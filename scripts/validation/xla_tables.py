@@ -18,7 +18,7 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -89,6 +89,16 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Write rows to a file, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
 def key(row: Row) -> tuple[str, ...]:
     """Identify a row's run: its columns between `held` and the figures."""
     names = list(row)
@@ -101,21 +111,16 @@ def fill(
     """Measure up to `limit` of `runs` that `path` lacks; write each at once, in their order, with all formulas."""
     known = {key(row): row for row in read(path) if row[BYTES[0]]}
 
-    def write() -> list[Row]:
+    def finished() -> list[Row]:
         rows = [with_formula(run | known[key(run)]) for run in runs if key(run) in known]
-        partial = path.with_suffix(".partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(runs[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        partial.replace(path)
+        write(path, list(runs[0]), rows)
         return rows
 
     for run in [run for run in runs if key(run) not in known][:limit]:
         print(" ".join(key(run)), file=sys.stderr)
         known[key(run)] = measure(run)
-        write()
-    return write()
+        finished()
+    return finished()
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
