@@ -48,7 +48,7 @@ def remat_names(remat: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return by_kind["save"], by_kind["offload"]
 
 
-def gathers_ahead(*, zero: int, remat: str, pp: int) -> bool:
+def gathers_ahead(*, zero: int, pp: int) -> bool:
     """Return whether layers gather ahead and scatter late (`parallel/prefetch.py`).
 
     They do on one device too, where nothing travels: its stacks are not set to zero (1B on an H100: 2% faster).

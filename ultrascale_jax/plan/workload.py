@@ -149,7 +149,7 @@ class Run:
     @property
     def prefetches(self) -> bool:
         """Whether layers gather ahead and scatter late."""
-        ahead = gathers_ahead(zero=self.zero, remat=self.remat, pp=self.mesh.pp)
+        ahead = gathers_ahead(zero=self.zero, pp=self.mesh.pp)
         return ahead and not self.adapter_params
 
     @property

@@ -60,7 +60,7 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
 
 def prefetches(cfg: Config) -> bool:
     """Return whether the scan over layers gathers ahead and scatters late."""
-    ahead = gathers_ahead(zero=cfg.train.zero, remat=cfg.train.remat, pp=cfg.mesh.pp)
+    ahead = gathers_ahead(zero=cfg.train.zero, pp=cfg.mesh.pp)
     # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
     return ahead and not cfg.train.lora
 

@@ -100,14 +100,15 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """
     a, i = layer.width, layer.input_width
     residual, query, key = layer.residual, layer.query, layer.key
-    core = a * query + 4 * layer.statistics
+    held = _attention_bytes(layer)
+    core = held["attn_core"]
     mlp = a * layer.ffn * (2 if run.shape.gated else 1)
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     parts = {"layer inputs": a * residual}
     if run.remat == "full":
         return parts
     if run.remat == "selective":
-        parts["attention"] = a * (query + 2 * key + residual) + core
+        parts["attention"] = sum(held.values())
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
     elif run.remat == "dots":
@@ -129,13 +130,23 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 def _named_bytes(layer: Layer, names: Sequence[str]) -> dict[str, float]:
     """Count the bytes of a dense layer's tensors of these names, by kind."""
-    a, query, key, residual = layer.width, layer.query, layer.key, layer.residual
-    sizes = {"q": a * query, "k": a * key, "v": a * key, "attn_out": a * residual}
-    sizes |= {"attn_core": a * query + 4 * layer.statistics}
+    a, attention = layer.width, _attention_bytes(layer)
     return {
-        "attention": sum(sizes.get(name, 0) for name in names),
+        "attention": sum(attention.get(name, 0) for name in names),
         "mlp": a * layer.ffn * sum(name in ("gate", "up") for name in names),
-        "norms": a * residual * sum(name in ("attn_norm", "mlp_norm") for name in names),
+        "norms": a * layer.residual * sum(name in ("attn_norm", "mlp_norm") for name in names),
+    }
+
+
+def _attention_bytes(layer: Layer) -> dict[str, float]:
+    """Count the bytes of the named tensors of a layer's attention."""
+    a, query, key = layer.width, layer.query, layer.key
+    return {
+        "q": a * query,
+        "k": a * key,
+        "v": a * key,
+        "attn_core": a * query + 4 * layer.statistics,
+        "attn_out": a * layer.residual,
     }
 
 
