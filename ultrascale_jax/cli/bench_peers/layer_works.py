@@ -32,6 +32,8 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import gather_param
 from ultrascale_jax.sharding.rules import act, stored_spec
 
+_compared = functools.partial(Work, contestants=(XLA, MOSAIC))
+
 
 def layer_norm(M: int, D: int) -> list[Work]:
     """Return the backward pass of a norm of `[M, D]`, with the addition of the residual stream's gradient.
@@ -52,16 +54,7 @@ def layer_norm(M: int, D: int) -> list[Work]:
         more, dw = jax.vjp(norm, x, weight)[1](dy)
         return dx + more, dw
 
-    return [
-        Work(
-            name="layer_norm",
-            contestants=(XLA, MOSAIC),
-            make=make,
-            run=backward,
-            limit=COPY,
-            amount=4 * M * D * 2,
-        )
-    ]
+    return [_compared(name="layer_norm", make=make, run=backward, limit=COPY, amount=4 * M * D * 2)]
 
 
 def layer_loss(M: int, D: int, V: int) -> list[Work]:
@@ -83,16 +76,7 @@ def layer_loss(M: int, D: int, V: int) -> list[Work]:
         (value, bare), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(x, head)
         return value, bare, *grads
 
-    return [
-        Work(
-            name="layer_loss",
-            contestants=(XLA, MOSAIC),
-            make=make,
-            run=both,
-            limit=BF16,
-            amount=3 * 2 * M * D * V,
-        )
-    ]
+    return [_compared(name="layer_loss", make=make, run=both, limit=BF16, amount=3 * 2 * M * D * V)]
 
 
 def layer_experts(n: int, E: int, D: int, F: int, capacity_factor: float) -> list[Work]:
@@ -119,13 +103,8 @@ def layer_experts(n: int, E: int, D: int, F: int, capacity_factor: float) -> lis
         return y, *pull_back(dy)
 
     return [
-        Work(
-            name="layer_experts",
-            contestants=(XLA, MOSAIC),
-            make=make,
-            run=both,
-            limit=BF16,
-            amount=3 * 3 * 2 * n * D * F,
+        _compared(
+            name="layer_experts", make=make, run=both, limit=BF16, amount=3 * 3 * 2 * n * D * F
         )
     ]
 
@@ -142,14 +121,10 @@ def layer_fp8_block(M: int, N: int, K: int) -> list[Work]:
         y, pull_back = jax.vjp(multiply, x, w)
         return y, *pull_back(dy)
 
+    amount, sides = 3 * 2 * M * N * K, (XLA, MOSAIC, BF16_DOT)
     return [
         Work(
-            name="layer_fp8_block",
-            contestants=(XLA, MOSAIC, BF16_DOT),
-            make=make,
-            run=both,
-            limit=FP8,
-            amount=3 * 2 * M * N * K,
+            name="layer_fp8_block", contestants=sides, make=make, run=both, limit=FP8, amount=amount
         )
     ]
 
