@@ -35,8 +35,7 @@ def of_all_layers(step: CompiledStep) -> CompiledStep:
     trips = '"known_trip_count":{"n":"%d"}'
     few, all_of_them = (trips % (num // LAYERS) for num in (RUN.model.num_layers, LAYERS_OF_ALL))
     assert step.text.count(few) == 2
-    kept = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
-    return CompiledStep(**kept | {"text": step.text.replace(few, all_of_them)})
+    return dataclasses.replace(step, text=step.text.replace(few, all_of_them))
 
 
 def test_no_collective_over_fsdp_waits_in_the_steady_state(step):

@@ -87,7 +87,7 @@ def backward(q, k, v, lse, out, dout, q_lengths, kv_lengths, q_offsets, kv_offse
 
 
 def stand_in(model):
-    """What `attention_cudnn.py` binds, computed by `model`."""
+    """Return a primitive for `attention_cudnn.py` to bind, which `model` computes."""
 
     def bind(q, k, v, bias, *rest, mask_type, scale, **params):
         assert mask_type == private.MaskType.PADDING_CAUSAL and scale == H**-0.5

@@ -148,7 +148,6 @@ def test_the_reason_is_the_part_that_costs_the_most(predicted):
         assert verdict.endswith(f"slower: {name} {costs[name] / best.formula.step_s:+.1%}")
 
 
-@pytest.mark.slow
 def test_of_several_global_batches_the_one_with_the_most_tokens_a_second_wins():
     fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch="
     small, large, both = (searched(llama3_8b, 8, f"{fixed}{n}") for n in ("8", "16", "8,16"))
@@ -162,6 +161,7 @@ def test_of_several_global_batches_the_one_with_the_most_tokens_a_second_wins():
     assert verdict.startswith(f"{lost:.1%} slower: ")
 
 
+@pytest.mark.slow
 def test_what_is_compiled_replaces_the_formula():
     search = searched(llama3_8b, 8, "dp=1,tp=1")
     seen = []

@@ -121,7 +121,7 @@ class LayerVJP:
         self._keep = sorted(first.values())
         names = traced.names()
         self.names = [names.get(outputs[i]) for i in self._keep]
-        """What `checkpoint_name` calls each of `kept`; None without a name."""
+        """Names that `checkpoint_name` gave to each of `kept`; None without one."""
         places = {i: n for n, i in enumerate(self._keep)}
         again = [i for i, v in enumerate(outputs) if not (_is_var(v) and v in moved)]
         self._sources = [
