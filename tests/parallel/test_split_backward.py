@@ -4,8 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import make_mesh
 
 POLICIES = jax.checkpoint_policies
 
@@ -79,6 +84,21 @@ def test_neither_parameters_nor_what_follows_from_the_context_is_kept(parts):
     if name == "full":
         assert made["kept"] == [(4, 8)]
     assert len(made["kept"]) == {"full": 1, "dots": 3, "plain": len(made["kept"])}[name]
+
+
+def test_what_is_kept_has_the_name_that_a_region_gave_it():
+    def named(x):
+        return checkpoint_name(jnp.sin(x), "inner") + 1
+
+    def layer(p, x, context):
+        y = smap(named, in_specs=P("fsdp"), out_specs=P("fsdp"))(checkpoint_name(x * p, "outer"))
+        return y * y, jnp.float32(0.0)
+
+    policy = POLICIES.save_only_these_names("inner", "outer")
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])):
+        x = jax.reshard(X, P("fsdp"))
+        vjp = LayerVJP(jax.checkpoint(layer, policy=policy), jnp.float32(2.0), x, (), split=False)
+    assert vjp.names == [None, "outer", "inner"]
 
 
 def test_vectors_are_finished_with_the_input_gradient():

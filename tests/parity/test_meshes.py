@@ -186,7 +186,10 @@ TABLE = {
     "fsdp2_cp2_sp2_dpo_ulysses": (FSDP_CP_SP, {"remat": "full"}, "dpo_lora", ULYSSES),
     "cp4_tp2_dpo_zero0": ({"cp": 4, "tp": 2}, {"zero": 0, "remat": "dots"}, "dpo"),
     # Experts.
-    "ep4_fsdp2_rounds": ({"ep": 4, "fsdp": 2}, {}, "mixtral_batch", {}, {"capacity_factor": 1.0}),
+    "ep4_fsdp2_rounds": (
+        {"ep": 4, "fsdp": 2}, {"remat": "save:up+offload:dispatched,gate"}, "mixtral_batch", {},
+        {"capacity_factor": 1.0},
+    ),
     "ep2_sp2_fsdp2_overlap": (
         {"ep": 2, "sp": 2, "fsdp": 2}, {"remat": "selective"}, "mixtral", {}, {"overlap": True},
     ),

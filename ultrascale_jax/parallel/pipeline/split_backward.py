@@ -119,7 +119,7 @@ class LayerVJP:
         outputs = traced.outputs
         first = {v: i for i, v in reversed(list(enumerate(outputs))) if _is_var(v) and v in moved}
         self._keep = sorted(first.values())
-        names = traced.names()
+        names = _names(traced.eqns)
         self.names = [names.get(outputs[i]) for i in self._keep]
         """Names that `checkpoint_name` gave to each of `kept`; None without one."""
         places = {i: n for n, i in enumerate(self._keep)}
@@ -192,16 +192,6 @@ class _Traced:
                 found.update(eqn.outvars)
         return found
 
-    def names(self) -> dict:
-        """Return the names of variables that have one, and of what only rounds them."""
-        found = {}
-        for eqn in self.eqns:
-            if eqn.primitive.name == "name":
-                found |= dict.fromkeys((*eqn.invars, *eqn.outvars), eqn.params["name"])
-            elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in found:
-                found[eqn.outvars[0]] = found[eqn.invars[0]]
-        return found
-
     def needed(self, outputs: Iterable, stop: Collection = ()) -> list:
         """Return the equations that `outputs` depend on, without going behind the variables in `stop`."""
         live = {v for v in outputs if _is_var(v)} - set(stop)
@@ -247,6 +237,23 @@ class _Traced:
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self._closed.consts))
+
+
+def _names(eqns: Iterable) -> dict:
+    """Return the names of variables that have one, of what only rounds them, and of what a region or a call returns."""
+    found = {}
+    for eqn in eqns:
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name == "name":
+            found |= dict.fromkeys((*eqn.invars, *eqn.outvars), eqn.params["name"])
+        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in found:
+            found[eqn.outvars[0]] = found[eqn.invars[0]]
+        elif inner is not None and eqn.primitive.name in ("shard_map", *_CALLS):
+            body = getattr(inner, "jaxpr", inner)
+            own = _names(body.eqns)
+            results = zip(eqn.outvars, body.outvars, strict=True)
+            found |= {out: own[v] for out, v in results if _is_var(v) and v in own}
+    return found
 
 
 def _write_out(jaxpr, consts, inputs, barriers: bool) -> list:

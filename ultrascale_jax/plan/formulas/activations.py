@@ -225,7 +225,9 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     rows, ffn = experts.expert_values(run)
     got = experts.num_chunks(run) * experts.received_rows(run) * run.shape.d_model
     came = max(got, experts.a2a_rows(run) * run.shape.d_model)
-    first = 4 if run.remat in ("none", "selective") else 6
+    saved, offloaded = remat_names(run.remat)
+    kept = run.remat in ("none", "selective") or {"gate", "up"} <= {*saved, *offloaded}
+    first = 4 if kept else 6
     found = [first * ffn + 2 * rows + 2 * came]
     if experts.round_loops(run):
         found += [4 * ffn + 2 * rows + 2 * came, 3 * ffn + 3 * rows + 3 * came]
