@@ -177,7 +177,7 @@ def run(name: str) -> Layer:
                 ),
                 params,
             )
-            y, routed = used(x, moe)
+            y, routed, _ = used(x, moe)
             return (y, routed.balance_BR), jax.reshard(routed.statistics_Z, P())
 
         (y, aux), pull_back, statistics = jax.vjp(layer, start, has_aux=True)
@@ -265,7 +265,7 @@ def test_rows_of_zeros_go_to_no_expert():
     rows[1] = np.random.default_rng(0).normal(size=(8, D))
 
     def total(moe):
-        y_BRD, routed = moe(jax.reshard(rows, act("BRD")), MoEConfig())
+        y_BRD, routed, _ = moe(jax.reshard(rows, act("BRD")), MoEConfig())
         return jnp.sum(y_BRD), (y_BRD, routed.statistics_Z)
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):

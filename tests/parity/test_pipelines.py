@@ -73,7 +73,9 @@ TABLE = {
     "zb_uniform_cp4_ring": (
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},
     ),
-    "1f1b_ep_fsdp_mixed": ({"pp": 2, "ep": 2, "fsdp": 2}, {}, {"zero": 3, "microbatches": 4}, MIXED),
+    "zb_h1_ep_fsdp_mixed": (
+        {"pp": 2, "ep": 2, "fsdp": 2}, {"schedule": "zb_h1"}, {"zero": 3, "microbatches": 4}, MIXED,
+    ),
     "1f1b_ep_cp_mixed_input": (
         {"pp": 2, "ep": 2, "cp": 2}, {"stash": "input"}, {"zero": 2, "remat": "full"}, MIXED,
     ),

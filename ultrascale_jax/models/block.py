@@ -189,7 +189,7 @@ class Block(_Parts):
         """
         kind = "moe" if hasattr(self, "moe") else "mlp"
         x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, getattr(self, kind))
-        return *self.feed(x_BRD, feed_forward, inputs.moe), cache
+        return *self.feed(x_BRD, feed_forward, inputs.moe)[:2], cache
 
     def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward: Any = None):
         """Run the first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
@@ -213,21 +213,21 @@ class Block(_Parts):
 
     def feed(
         self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig, dense: Dense | None = None
-    ) -> tuple[jax.Array, Routed | None]:
-        """Run the second half: the residual stream, and what the router of experts did.
+    ) -> tuple[jax.Array, Routed | None, Any]:
+        """Run the second half: the residual stream, what the router of experts did, and what `dense` returns besides.
 
         With `dense` the layer has experts or not, as an array says (`MoE.__call__`).
         """
-        routed = None
+        routed = more = None
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
-                h, routed = feed_forward(h, moe, dense)
+                h, routed, more = feed_forward(h, moe, dense)
             else:
                 h = feed_forward(h)
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed
+            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, more
 
     def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:
         """Normalise the input of a half-block, where its norm stands there."""

@@ -7,6 +7,7 @@ over its tokens, added up over micro-batches like gradients, and over devices on
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,9 @@ STATISTICS_AXES = "BR"
 """Dims of an activation over whose axes `Routed.statistics_Z` is a partial sum."""
 
 
-type Dense = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
-"""Whether a layer has no experts, a boolean scalar, and the layer that it then has in their place."""
+type Dense = tuple[jax.Array, Callable[[MLP | None, jax.Array], tuple[jax.Array, Any]]]
+"""Whether a layer has no experts, a boolean scalar, and a function of the shared experts and x that gives, for x, the
+result of the layer in place of all experts, or else of the shared ones, and something to return."""
 
 
 class MoE(nnx.Module):
@@ -106,8 +108,9 @@ class MoE(nnx.Module):
 
     def __call__(
         self, x_BRD: jax.Array, moe: MoEConfig, dense: Dense | None = None
-    ) -> tuple[jax.Array, Routed]:
-        """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did.
+    ) -> tuple[jax.Array, Routed, Any]:
+        """Map `[B, R, D]` to `[B, R, D]`; return also what the router adds to the objective and did, and what `dense`
+        returns besides.
 
         Where `dense` says so, another layer takes the place of all experts. A pipeline's ranks differ in that: the
         exchange of tokens stays outside of the branches, empty for such a layer, and so beside other work.
@@ -139,30 +142,22 @@ class MoE(nnx.Module):
         out_specs = act("BRD"), Routed(act("BR"), partial)  # pyrefly: ignore
         run = smap(run, in_specs=(act("BRD"), specs(params), P()), out_specs=out_specs)
         y_BRD, routed = run(x_BRD, params, None if dense is None else dense[0])
+        more = None
         if dense is not None:
-            is_dense, instead = dense
-            shared = self.shared if experts.shared else jnp.zeros_like
+            is_dense, either = dense
             with jax.named_scope(DENSE_OR_SHARED):
-                y_BRD = y_BRD + _either(is_dense, instead, shared, x_BRD)
+                more_BRD, more = either(self.shared if experts.shared else None, x_BRD)
+            y_BRD = y_BRD + more_BRD
             routed = jax.tree.map(lambda a: jnp.where(is_dense, 0, a), routed)
         elif experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
-        return y_BRD, routed
+        return y_BRD, routed, more
 
 
 def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply by `batched`, which wants `[E, M, K]` and `[E, K, N]`, what `subscripts` say: `ECD,DEF->ECF`, say."""
     rows, matrices, out = subscripts.replace("->", ",").split(",")
     return batched(recipe, x, jnp.einsum(f"{matrices}->{rows[0]}{rows[-1]}{out[-1]}", w))
-
-
-def _either(chosen: jax.Array, first: Callable, second: Callable, x: jax.Array) -> jax.Array:
-    """Return `first(x)` where `chosen`, else `second(x)`; the results vary over the axes of x at least."""
-
-    def alike(fn):
-        return lambda x: vary(fn(x), varying(x) | varying(chosen))
-
-    return jax.lax.cond(chosen, alike(first), alike(second), x)
 
 
 def _experts(

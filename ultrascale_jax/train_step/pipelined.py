@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
-from ultrascale_jax.models.layers import each_param
+from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.layers import MLP, each_param
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
+from ultrascale_jax.parallel.pipeline.rows import Rows, either
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
@@ -122,26 +124,19 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
-    def layer(blocks: BlockStack, x_BRD, context, number):
+    def layer(blocks: BlockStack, x_BRD, context, number, rows: Rows | None = None):
         inputs, position_weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
 
-        if _is_mixed(cfg):
-            x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
-            block = blocks.block(*MLP_NORMS, "moe").gather_params(inputs)
-
-            def mlp(x_BRD):
-                with jax.named_scope("mlp"):
-                    return blocks.block("mlp").gather_params(inputs).parts["mlp"](x_BRD)
-
-            # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-            is_dense = number < dense
-            x_BRD, routed = block.feed(x_BRD, block.parts["moe"], inputs.moe, (is_dense, mlp))
+        if rows is None:
+            x_BRD, routed, sums = blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)
         else:
-            x_BRD, routed, _ = blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)
+            x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
+            x_BRD, routed, sums = _feed_forward(blocks, x_BRD, inputs, number < dense, rows)
         if routed is None:
             return x_BRD, jnp.float32(0.0)
-        return x_BRD, position_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
+        aux = position_weight * jnp.sum(routed.balance_BR)
+        return x_BRD, aux, routed.statistics_Z, *(() if rows is None else (sums,))
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):
@@ -157,6 +152,9 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
     def scatter(value, dims, act_dims) -> Callable:
         return lambda g: scatter_gradient(g, dims, act_dims, value).astype(jnp.float32)
 
+    def is_dense_part(path, _) -> bool:
+        return jax.tree_util.keystr(path[:1], simple=True) == "mlp"
+
     one, shared = jax.tree.map(lambda p: p[0], params.blocks), params.with_blocks(None)
     return Stages(
         layer=remat(cfg)(layer),
@@ -167,4 +165,26 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         accumulate=each_param(scatter, one) if cfg.train.zero == 2 else None,
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
+        # Of a stage with layers of both kinds only the branch of dense layers reads their parameters.
+        in_place=jax.tree.map_with_path(is_dense_part, one) if _is_mixed(cfg) else None,
     )
+
+
+def _feed_forward(blocks: BlockStack, x_BRD, inputs: LayerInputs, is_dense: jax.Array, rows: Rows):
+    """Run the second half of a layer with experts or without: as `Block.feed`, with the sums of `rows.either`."""
+    sums, tree = jax.tree.flatten(blocks.block("mlp"))
+    block = blocks.block(*MLP_NORMS, "moe").gather_params(inputs)
+
+    def mlp(leaves, inputs, x_BRD):
+        with jax.named_scope("mlp"):
+            return jax.tree.unflatten(tree, leaves).gather_params(inputs).parts["mlp"](x_BRD)
+
+    def run_shared(shared: MLP | None, x_BRD):
+        return jnp.zeros_like(x_BRD) if shared is None else shared(x_BRD)
+
+    def dense_or_shared(shared: MLP | None, x_BRD):
+        return either(mlp, run_shared, is_dense, rows, inputs, sums, shared, x_BRD)
+
+    # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
+    dense = is_dense, dense_or_shared
+    return block.feed(x_BRD, block.parts["moe"], inputs.moe, dense)

@@ -1,6 +1,6 @@
 """Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
+from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
-from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Tree, float32
+from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tick = dict[str, jax.Array]
@@ -29,11 +30,12 @@ class LayerLoop:
         self.blocks, self.microbatches = call.blocks, call.microbatches
         self.divergent = call.divergent
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
-        leaves, layer = jax.tree.leaves(call.blocks), stages.layer
-        self.layer = (
-            layer if stages.numbered else lambda params, x, context, _: layer(params, x, context)
-        )
+        leaves = jax.tree.leaves(call.blocks)
+        self.layer = _with_all_arguments(stages)
         self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
+        in_place = [i for i, here in enumerate(jax.tree.leaves(stages.in_place)) if here]
+        grads = {i: self.accumulate[i](at(leaves[i], 0)) for i in in_place}
+        self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
         self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
@@ -55,8 +57,9 @@ class LayerLoop:
         """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
-        params = self._params(here, here)
-        context = self.context(at(self.microbatches, here)), self._layer_number(here, here)
+        tick = {"forward_chunk": here, "forward_on": here}
+        params = self._params(tick, "forward", here)
+        context = self._around(tick, "forward", here, self.context(at(self.microbatches, here)))
         traced = jax.make_jaxpr(self.layer)(params, x, *context).jaxpr if self.divergent else None
         if traced and "ppermute" in _primitives(traced):
             raise ValueError(
@@ -64,6 +67,7 @@ class LayerLoop:
                 "in silence; use lock step (divergent=False), or gather instead"
             )
         y, aux, *statistics = self.layer(params, x, *context)
+        statistics = statistics[:-1] if self.in_place else statistics
         kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves((y, aux))]
         if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
             raise ValueError(
@@ -77,13 +81,18 @@ class LayerLoop:
         state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
         if not self.trains:
             return x, state
-        self.vjp = LayerVJP(self._layer, params, x, context, split=self.schedule.split)
+        self.vjp = LayerVJP(
+            self._layer, params, x, context, split=self.schedule.split, in_place=[*self.in_place]
+        )
         y, aux, statistics, kept = self.vjp.forward(params, x, context)
         state["statistics"] = self._buffers(statistics, self.schedule.virtual * self.depth)
-        cotangents = (empty(y), empty(aux))
+        cotangents = (empty(y), empty(aux), *self.in_place.values())
         grads, _ = self.vjp.backward(params, context, kept, cotangents)
-        leaves = zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True)
-        state["blocks"] = [self._buffers(fn(g), len(leaf)) for fn, g, leaf in leaves]
+        leaves = enumerate(zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True))
+        state["blocks"] = [
+            self.in_place[i] if i in self.in_place else self._buffers(fn(g), len(leaf))
+            for i, (fn, g, leaf) in leaves
+        ]
         if self.stashes:
             state["residuals"] = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
         if self.schedule.split:
@@ -142,11 +151,11 @@ class LayerLoop:
                 self._backward_layer(carry["g"], kept, after, tick, back, contexts["backward"])
             if weights:
                 waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
-                params = self._params(tick["weight_chunk"], back)
-                around = contexts["weight"], self._layer_number(tick["weight_chunk"], back)
-                grads = self.vjp.weight_gradient(params, around, waiting)
-                on = self._real(tick["weight_chunk"], back) & (tick["weight_on"] > 0)
-                self._add(after, grads, on, tick["weight_chunk"], back)
+                params = self._params(tick, "weight", back)
+                around = self._around(tick, "weight", back, contexts["weight"])
+                self._add(
+                    after, self.vjp.weight_gradient(params, around, waiting), tick, "weight", back
+                )
             if "residuals" in written:
                 if backward:
                     # Written after the backward pass has read its own, or XLA would copy the whole buffer.
@@ -162,40 +171,39 @@ class LayerLoop:
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
         """Return new state, and what the backward pass needs."""
         position = tick["forward_chunk"] * self.depth + index
-        params = self._params(tick["forward_chunk"], index)
-        context = context, self._layer_number(tick["forward_chunk"], index)
-        real = self._real(tick["forward_chunk"], index)
+        params = self._params(tick, "forward", index)
+        context = self._around(tick, "forward", index, context)
+        real, on = self._real(tick, "forward", index), self._on(tick, "forward", index)
 
-        def add(sums: Tree, more: Tree) -> Tree:
-            on = real & (tick["forward_on"] > 0)
+        def total(sums: Tree, more: Tree) -> Tree:
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, more)
 
         if not self.trains:
             y, aux, *_ = self._layer(params, carry["x"], context)
-            sums = {"auxiliary": add(carry["auxiliary"], aux)}
+            sums = {"auxiliary": total(carry["auxiliary"], aux)}
             return sums | {"x": jnp.where(real, y, carry["x"])}, []
         y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
-        statistics = add(at(carry["statistics"], position), statistics)
+        statistics = total(at(carry["statistics"], position), statistics)
         after = {
             "x": jnp.where(real, y, carry["x"]),
-            "auxiliary": add(carry["auxiliary"], aux),
+            "auxiliary": total(carry["auxiliary"], aux),
             "statistics": put(carry["statistics"], statistics, position),
         }
         return after, kept
 
     def _backward_layer(self, g, kept, after: dict, tick: Tick, back, context) -> None:
-        params = self._params(tick["backward_chunk"], back)
-        context = context, self._layer_number(tick["backward_chunk"], back)
-        real = self._real(tick["backward_chunk"], back)
-        on = real & (tick["backward_on"] > 0)
-        cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes))
+        params = self._params(tick, "backward", back)
+        context = self._around(tick, "backward", back, context)
+        on = self._on(tick, "backward", back)
+        sums = [after["blocks"][i] for i in self.in_place]
+        cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes), *sums)
         if self.schedule.split:
             grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
             after["weights"] = put(after["weights"], waiting, tick["backward_queue"], back)
         else:
             grads, dx = self.vjp.backward(params, context, kept, cotangents)
         after["g"] = jnp.where(on, dx, g)
-        self._add(after, grads, on, tick["backward_chunk"], back)
+        self._add(after, grads, tick, "backward", back)
 
     def _kept(self, state: dict, tick: Tick, back) -> list[jax.Array]:
         """Return this layer's residuals: in the buffer, or from the repeated forward pass."""
@@ -207,55 +215,81 @@ class LayerLoop:
         """Run the forward pass of a stage once more, for its layers' residuals."""
 
         def layer(x, index):
-            params = self._params(tick["backward_chunk"], index)
-            around = context, self._layer_number(tick["backward_chunk"], index)
+            params = self._params(tick, "backward", index)
+            around = self._around(tick, "backward", index, context)
             y, _, _, kept = self.vjp.forward(params, x, around)
-            return jnp.where(self._real(tick["backward_chunk"], index), y, x), kept
+            return jnp.where(self._real(tick, "backward", index), y, x), kept
 
         x = jnp.where(tick["backward_on"] > 0, x, 0)
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:
         """Run the layer, its results typed as the state that holds them."""
-        y, aux, *statistics = self.layer(params, x, *context)
+        y, aux, *rest = self.layer(params, x, *context)
+        statistics, sums = (rest[:-1], rest[-1:]) if self.in_place else (rest, [])
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
-        return vary(y, self.axes), vary(aux, self.aux_axes), *statistics
+        return vary(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
-    def _params(self, chunk, index) -> Tree:
-        """Return the parameters of a layer; of stacks that it is not in, another layer's."""
+    def _params(self, tick: Tick, k: str, index) -> Tree:
+        """Return the parameters of a layer; of stacks that it is not in, another layer's.
+
+        Those that the layer reads itself are zeros, shaped like the sums of their gradients.
+        """
         leaves, tree = jax.tree.flatten(self.blocks)
-        rows = self._rows_of(chunk, index)
-        return jax.tree.unflatten(tree, [at(a, row) for a, row in zip(leaves, rows, strict=True)])
+        rows = enumerate(zip(leaves, self._rows_of(tick, k, index), strict=True))
+        read = [self.in_place[i] if i in self.in_place else at(a, row) for i, (a, row) in rows]
+        return jax.tree.unflatten(tree, read)
 
-    def _rows_of(self, chunk, index) -> list:
+    def _around(self, tick: Tick, k: str, index, context) -> tuple:
+        """Return the arguments of a layer that are not differentiated: context, number, and rows that it reads."""
+        around = context, self.starts[tick[f"{k}_chunk"]] + index
+        if not self.in_place:
+            return *around, None
+        leaves, places = jax.tree.leaves(self.blocks), list(self.in_place)
+        rows = Rows(
+            stacks=[leaves[i] for i in places],
+            index=self._rows_of(tick, k, index)[places[0]],
+            on=self._on(tick, k, index),
+            accumulate=tuple(self.accumulate[i] for i in places),
+        )
+        return *around, rows
+
+    def _rows_of(self, tick: Tick, k: str, index) -> list:
         """Return the row of a layer in each leaf of the blocks."""
-        position = chunk * self.depth + index
+        position = tick[f"{k}_chunk"] * self.depth + index
         if self.rows is None:
             return [position] * len(self.accumulate)
         return [table[position] for table in self.rows]
 
-    def _layer_number(self, chunk, index) -> jax.Array:
-        """Return the number of a layer in the model."""
-        return self.starts[chunk] + index
-
-    def _real(self, chunk, index) -> jax.Array:
+    def _real(self, tick: Tick, k: str, index) -> jax.Array:
         """Return whether this layer is not padding."""
-        return jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
+        return jnp.bool_(True) if self.lengths is None else index < self.lengths[tick[f"{k}_chunk"]]
 
-    def _add(self, after: dict, grads: list, on, chunk, index) -> None:
+    def _on(self, tick: Tick, k: str, index) -> jax.Array:
+        """Return whether this layer is not padding, and its rank not idle."""
+        return self._real(tick, k, index) & (tick[f"{k}_on"] > 0)
+
+    def _add(self, after: dict, grads: list, tick: Tick, k: str, index) -> None:
         """Add one layer's gradients, none for those that come at another time.
 
-        An idle rank's are selected away and not multiplied by zero: what it computes from empty buffers may be NaN. Of
-        stacks that the layer is not in they are zeros.
+        Of stacks that the layer is not in they are zeros. What the layer reads itself it has added itself.
         """
-        sums, rows = list(after["blocks"]), self._rows_of(chunk, index)
+        sums, on = list(after["blocks"]), self._on(tick, k, index)
+        rows = self._rows_of(tick, k, index)
         for i, (grad, accumulate, row) in enumerate(zip(grads, self.accumulate, rows, strict=True)):
             if grad is not None:
-                # As rows of the stack: a reshape between reading and adding would make XLA copy the row first.
-                more = jnp.where(on, accumulate(grad), 0)[None]
-                total = lax.dynamic_slice_in_dim(sums[i], row, 1) + more
-                sums[i] = lax.dynamic_update_slice_in_dim(sums[i], total, row, 0)
+                sums[i] = grad if i in self.in_place else add(sums[i], accumulate(grad), on, row)
         after["blocks"] = sums
+
+
+def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
+    """Return the layer of `stages`, called with the arguments that it does not have, too."""
+
+    def layer(params, x, context, number, rows):
+        more = (number,) if stages.numbered else ()
+        return stages.layer(params, x, context, *more, *(() if rows is None else (rows,)))
+
+    return layer
 
 
 def _primitives(jaxpr: Any) -> Iterator[str]:
@@ -266,35 +300,3 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _primitives(inner)
-
-
-def at(tree: Tree, *index) -> Tree:
-    """Return each leaf at these positions of its leading dims."""
-
-    def leaf(a):
-        start = (*index, *([0] * (a.ndim - len(index))))
-        part = lax.dynamic_slice(a, start, (*([1] * len(index)), *a.shape[len(index) :]))
-        return lax.reshape(part, a.shape[len(index) :])
-
-    return jax.tree.map(leaf, tree)
-
-
-def put(tree: Tree, values: Tree, *index) -> Tree:
-    """Write a value at these positions of each leaf's leading dims."""
-
-    def leaf(a, value):
-        start = (*index, *([0] * (a.ndim - len(index))))
-        part = lax.reshape(value.astype(a.dtype), (*([1] * len(index)), *value.shape))
-        return lax.dynamic_update_slice(a, part, start)
-
-    return jax.tree.map(leaf, tree, values)
-
-
-def empty(a: jax.Array) -> jax.Array:
-    """Make zeros like `a`, typed like it."""
-    return vary(jnp.zeros(a.shape, a.dtype), varying(a))
-
-
-def buffer(a: jax.Array, count: int, axis: str) -> jax.Array:
-    """Make zeros for `count` values like `a`, written by rank."""
-    return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})

@@ -41,16 +41,26 @@ _AGAIN = (
 
 
 class LayerVJP:
-    """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss[, statistics])`.
+    """The parts of the gradient of `layer(params, x, context) -> (y, auxiliary loss[, statistics][, sums])`.
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
     are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
     differentiated. Without `split` there is no `input_gradient` and no `weight_gradient`, and nothing is traced for
-    them.
+    them. For the leaves `in_place` of `params`, by number, the layer returns a list of `sums` (`Stages.in_place`): the
+    cotangents have one more for each.
     """
 
-    def __init__(self, layer: Callable, params: Any, x: jax.Array, context: Any, *, split: bool):
-        self._layer = layer
+    def __init__(
+        self,
+        layer: Callable,
+        params: Any,
+        x: jax.Array,
+        context: Any,
+        *,
+        split: bool,
+        in_place: Sequence[int] = (),
+    ):
+        self._layer, self._in_place = layer, in_place
         leaves, self._params_tree = jax.tree.flatten(params)
         around, self._context_tree = jax.tree.flatten(context)
         y, aux, _, residuals = self._run(leaves, x, around)
@@ -58,7 +68,8 @@ class LayerVJP:
         self.kept = [residuals[i] for i in self._keep]
         """Examples of what `forward` keeps, for their types."""
         if split:
-            self._split_backward(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux)))
+            sums = [leaves[i] for i in in_place]
+            self._split_backward(leaves, around, (jnp.zeros_like(y), jnp.zeros_like(aux), *sums))
 
     def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
         """Return y, the auxiliary loss, a list of the statistics (empty if the layer has none), and what the backward
@@ -75,21 +86,21 @@ class LayerVJP:
         return dparams, dx
 
     def input_gradient(self, params, context, kept, cotangents) -> tuple[list, jax.Array, list]:
-        """Return gradients of the vectors among the leaves of `params` (none for the others) and of x, and what
-        `weight_gradient` needs."""
+        """Return gradients of the vectors among the leaves of `params` and of those in place (none for the others) and
+        of x, and what `weight_gradient` needs."""
         inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *kept, *cotangents)
         values = self._input_part(*inputs)
-        dx, vectors, waiting = (
+        dx, early, waiting = (
             values[0],
-            values[1 : 1 + len(self._vectors)],
-            values[1 + len(self._vectors) :],
+            values[1 : 1 + len(self._early)],
+            values[1 + len(self._early) :],
         )
-        return self._only(self._vectors, vectors), dx, waiting
+        return self._only(self._early, early), dx, waiting
 
     def weight_gradient(self, params, context, waiting) -> list:
-        """Return gradients of the matrices among the leaves of `params` (none for the others)."""
+        """Return gradients of the other leaves of `params` (none for those that `input_gradient` returns)."""
         inputs = (*jax.tree.leaves(params), *jax.tree.leaves(context), *waiting)
-        return self._only(self._matrices, self._weight_part(*inputs))
+        return self._only(self._late, self._weight_part(*inputs))
 
     def _only(self, indices: Sequence[int], values: Sequence[jax.Array]) -> list:
         found = dict(zip(indices, values, strict=True))
@@ -101,9 +112,10 @@ class LayerVJP:
         def call(leaves, x):
             params = jax.tree.unflatten(self._params_tree, leaves)
             y, aux, *statistics = self._layer(params, x, context)
-            return (y, aux), statistics
+            sums = statistics.pop() if self._in_place else []
+            return (y, aux, *sums), statistics
 
-        (y, aux), pull_back, statistics = jax.vjp(call, leaves, x, has_aux=True)
+        (y, aux, *_), pull_back, statistics = jax.vjp(call, leaves, x, has_aux=True)
         residuals, self._pull_back_tree = jax.tree.flatten(pull_back)
         return y, aux, statistics, residuals
 
@@ -148,10 +160,10 @@ class LayerVJP:
 
         traced = _Traced(pull_back, *leaves, *around, *self.kept, *cotangents, barriers=False)
         *dparams, dx = traced.outputs
-        self._vectors = [i for i, v in enumerate(dparams) if v.aval.ndim <= 1]
-        self._matrices = [i for i in range(n) if i not in self._vectors]
-        needed = [dx, *(dparams[i] for i in self._vectors)]
-        weights = [dparams[i] for i in self._matrices]
+        self._early = [i for i, v in enumerate(dparams) if v.aval.ndim <= 1 or i in self._in_place]
+        self._late = [i for i in range(n) if i not in self._early]
+        needed = [dx, *(dparams[i] for i in self._early)]
+        weights = [dparams[i] for i in self._late]
         early = set(map(id, traced.needed(needed)))
         moved = traced.descendants(traced.inputs[n + c :])
         made = {v for eqn in traced.eqns if id(eqn) in early for v in eqn.outvars}

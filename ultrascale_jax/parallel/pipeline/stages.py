@@ -42,6 +42,11 @@ class Stages:
     """As `accumulate`, for all gradients of `shared` at once."""
     numbered: bool = False
     """Whether layers depend on their number."""
+    in_place: Tree = None
+    """For each leaf of a layer's parameters whether the layer reads it itself, in a branch; none does so by default.
+
+    These leaves have the same row for a layer, and come as a last argument, `rows.Rows`. In `params` sums of gradients
+    stand in their place, of all layers of the rank, and a list of them is a last result, for `rows.either`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

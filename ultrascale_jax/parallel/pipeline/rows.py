@@ -1,0 +1,135 @@
+"""Read and write rows of stacks, and read a layer's parameters only in the branch that needs them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultrascale_jax.sharding.rules import vary, varying
+
+type Tree = Any
+
+
+def at(tree: Tree, *index) -> Tree:
+    """Return each leaf at these positions of its leading dims."""
+
+    def leaf(a):
+        start = (*index, *([0] * (a.ndim - len(index))))
+        part = lax.dynamic_slice(a, start, (*([1] * len(index)), *a.shape[len(index) :]))
+        return lax.reshape(part, a.shape[len(index) :])
+
+    return jax.tree.map(leaf, tree)
+
+
+def put(tree: Tree, values: Tree, *index) -> Tree:
+    """Write a value at these positions of each leaf's leading dims."""
+
+    def leaf(a, value):
+        start = (*index, *([0] * (a.ndim - len(index))))
+        part = lax.reshape(value.astype(a.dtype), (*([1] * len(index)), *value.shape))
+        return lax.dynamic_update_slice(a, part, start)
+
+    return jax.tree.map(leaf, tree, values)
+
+
+def empty(a: jax.Array) -> jax.Array:
+    """Make zeros like `a`, typed like it."""
+    return vary(jnp.zeros(a.shape, a.dtype), varying(a))
+
+
+def buffer(a: jax.Array, count: int, axis: str) -> jax.Array:
+    """Make zeros for `count` values like `a`, written by rank."""
+    return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})
+
+
+def add(sums: jax.Array, value: jax.Array, on: jax.Array, row: jax.Array) -> jax.Array:
+    """Add a value to a row of a stack, where `on`.
+
+    An idle rank's value is selected away and not multiplied by zero: what it computes from empty buffers may be NaN.
+    """
+    # As rows of the stack: a reshape between reading and adding would make XLA copy the row first.
+    total = lax.dynamic_slice_in_dim(sums, row, 1) + jnp.where(on, value, 0)[None]
+    return lax.dynamic_update_slice_in_dim(sums, total, row, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One layer's row of some stacks of parameters, cut out of them where the layer reads it."""
+
+    stacks: list[jax.Array]
+    """Each `[rows, ...]`; not differentiated."""
+    index: jax.Array
+    """The row, an int32 scalar."""
+    on: jax.Array
+    """Whether the layer's gradients count, a bool scalar."""
+    accumulate: tuple[Callable, ...] = dataclasses.field(metadata={"static": True})
+    """For each stack the function that makes of the row's gradient what is added up."""
+
+    def read(self) -> list[jax.Array]:
+        """Return the row of each stack."""
+        return at(self.stacks, self.index)
+
+    def add(self, sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
+        """Add the gradients of the row to the stacks' `sums`."""
+        more = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
+        return [add(a, g, self.on, self.index) for a, g in zip(sums, more, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def either(
+    first: Callable,
+    second: Callable,
+    chosen: jax.Array,
+    rows: Rows,
+    context: Tree,
+    sums: list[jax.Array],
+    params: Tree,
+    x: jax.Array,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Return `first(parameters in the rows, context, x)` where `chosen`, else `second(params, x)`; and `sums`.
+
+    The rows are read in the first branch only. So are their gradients added there: the cotangents of the returned
+    `sums` are the sums of the gradients of the stacks up to here, and those of the argument `sums` have this layer's
+    added. Between the two passes nothing is kept but the arguments: a branch runs again before its backward pass.
+    """
+    branches = _branches(first, second, chosen, context, x)
+    run = lambda _, x: branches[0](rows.read(), x)  # noqa: E731
+    return lax.cond(chosen, run, branches[1], params, x), sums
+
+
+def _branches(
+    first: Callable, second: Callable, chosen: jax.Array, context: Tree, x: jax.Array
+) -> tuple[Callable, Callable]:
+    """Return both branches as functions of parameters and x; results vary over the axes of x and `chosen` at least."""
+    axes = varying(x) | varying(chosen)
+    return (
+        lambda params, x: vary(first(params, context, x), axes),
+        lambda params, x: vary(second(params, x), axes),
+    )
+
+
+def _forward(first, second, chosen, rows, context, sums, params, x):
+    kept = chosen, rows, context, params, x
+    return either(first, second, chosen, rows, context, sums, params, x), kept
+
+
+def _backward(first, second, kept, cotangents):
+    chosen, rows, context, params, x = kept
+    branches = _branches(first, second, chosen, context, x)
+
+    def of_first(dy, sums):
+        grads, dx = jax.vjp(branches[0], rows.read(), x)[1](dy)
+        return rows.add(sums, grads), jax.tree.map(empty, params), dx
+
+    def of_second(dy, sums):
+        return sums, *jax.vjp(branches[1], params, x)[1](dy)
+
+    return None, None, None, *lax.cond(chosen, of_first, of_second, *cotangents)
+
+
+either.defvjp(_forward, _backward)
