@@ -1,5 +1,6 @@
 """`train.remat` keeps what it says: in the memory of the compiled step and in the work of its loops."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -101,6 +102,15 @@ def test_offloaded_tensors_live_on_the_host(run):
     cfg, step = run(NAMED)
     assert step.host_bytes == 2 * cfg.model.num_layers * tokens(cfg) * 2 * cfg.model.d_ff
     assert run("full")[1].host_bytes == 0
+
+
+def test_copy_engines_move_offloaded_tensors(run):
+    # XLA notes the place of a slice that is linear in the loop's counter; any other is the work of a kernel.
+    text = run(NAMED)[1].text
+    bodies = re.findall(r"^%\S*dynamic-\S*slice\S* \(.*?^}", text, re.DOTALL | re.MULTILINE)
+    slices = [body for body in bodies if "S(5)" in body]
+    assert len(slices) >= 4  # gate and up, there and back
+    assert all("dynamic_slice_config" in one for one in slices)
 
 
 def test_offloaded_tensors_travel_beside_the_layers(run):

@@ -124,7 +124,9 @@ class _Loop:
         def body(i, carry):
             x, now, rows, before, host = carry
             following = self.gathered(stacks, jnp.minimum(i + 1, self.num - 1))
-            host = _put(host, _to(jax.memory.Space.Host, before), jnp.maximum(i - 1, 0))
+            # Row i is that of layer i - 1: only where a row's place is linear in the loop's counter, here and in the
+            # backward pass, does a copy engine of the GPU move it, and not a kernel that waits for PCIe.
+            host = _put(host, _to(jax.memory.Space.Host, before), i)
             y, row, away = run(x, now, (context, _row(constants, i)))
             return y, following, _put(rows, row, i), away, host
 
@@ -156,8 +158,8 @@ class _Loop:
 
         def body(carry, given):
             dx, now, waiting, shards, grads, away = carry
-            i, kept, daux = given
-            ahead = _to(jax.memory.Space.Device, _row(host, jnp.maximum(i - 1, 0)))
+            i, kept, daux, before = given
+            ahead = _to(jax.memory.Space.Device, before)
             own, dx = gradients(now, _row(constants, i), (kept, away), dx, daux)
             row, waiting = self.delayed(_row(stacks, jnp.maximum(i - 1, 0)), waiting, now, own)
             shards, done = reduced(waiting, shards)
@@ -170,7 +172,7 @@ class _Loop:
         shards, done = jax.eval_shape(reduced, waiting, shards)
         grads = jax.tree.map(lambda a: _zeros(a, self.num), done)
         carry = dy, last, *jax.tree.map(_zeros, (waiting, shards)), grads, ahead
-        rows = jnp.arange(self.num), kept, daux
+        rows = jnp.arange(self.num), kept, daux, host
         with self.unrolled():
             (dx, _, waiting, shards, grads, _), _ = jax.lax.scan(body, carry, rows, reverse=True)
         shards, done = reduced(waiting, shards)

@@ -77,6 +77,12 @@ PIPELINERS = "collective-pipeliner-forward,collective-pipeliner-backward"
 """Passes that from level O1 on would fetch a layer's activations from the host ahead once more: they take a layer out
 of the loop, which is then not unrolled."""
 
+MANY_COPIES: dict[str, int | bool | str] = {
+    # XLA counts copies into stacks and out of them as computations, of which two may be in flight (405B: 86 s, not 80).
+    "xla_gpu_experimental_parallel_async_compute_limit": 8,
+}
+"""For activations on their way to the host and back."""
+
 EARLY_START: dict[str, int | bool | str] = {
     # XLA has one stream for all: what starts late holds up what comes behind it (70B on 512: 8.7 s, not 7.7).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -120,6 +126,7 @@ def xla_options(cfg: Config) -> dict[str, int | bool | str]:
         options |= PREFETCH_OPTIONS
         if remat_names(cfg.train.remat)[1]:
             options["xla_disable_hlo_passes"] = f"{options['xla_disable_hlo_passes']},{PIPELINERS}"
+            options |= MANY_COPIES
     gathers = cfg.train.zero == 3 and (cfg.mesh.pp > 1 or prefetches(cfg))
     ring, _ = cfg.cp.ranks(cfg.mesh.cp)
     if gathers and ring == cfg.mesh.tp == 1 and cfg.model.experts is None:
