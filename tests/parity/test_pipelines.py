@@ -81,7 +81,7 @@ TABLE = {
     ),
     "zb_h1_ep_sp_experts": ({"pp": 2, "ep": 2, "sp": 2}, {"schedule": "zb_h1"}, {}, MIXTRAL),
     "zb_h1_ep_cp_experts": (
-        {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"remat": "selective"}, MIXTRAL | QWEN3,
+        {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"zero": 2, "remat": "selective"}, MIXTRAL | QWEN3,
     ),
     "1f1b_fsdp_sp_gemma3": (FSDP_SP, {}, {"zero": 3, "remat": "selective"}, GEMMA3),
     "1f1b_ep_tp_gpt_oss": ({"pp": 2, "ep": 2, "tp": 2}, {}, {"remat": "selective"}, GPT_OSS),

@@ -89,6 +89,16 @@ def _run(
     return loss, grads, routed
 
 
+def hides_exchanges(cfg: Config) -> bool:
+    """Return whether the passes of a tick hide each other's exchanges of tokens (`parallel/pipeline/interleave.py`).
+
+    Not with ZeRO-3, whose gathers of parameters are part of the layers, and were not ordered.
+    """
+    travels = cfg.model.experts is not None and cfg.mesh.ep > 1 and cfg.moe.dispatch != "allgather"
+    lock_step = cfg.mesh.pp > 1 and not cfg.pp.per_rank_control_flow
+    return travels and lock_step and cfg.train.zero < 3
+
+
 def _is_mixed(cfg: Config) -> bool:
     """Return whether some layers have experts and others do not."""
     return 0 < cfg.model.dense_layers < cfg.model.num_layers
@@ -167,6 +177,7 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         numbered=True,
         # Of a stage with layers of both kinds only the branch of dense layers reads their parameters.
         in_place=jax.tree.map_with_path(is_dense_part, one) if _is_mixed(cfg) else None,
+        hides_exchanges=hides_exchanges(cfg),
     )
 
 

@@ -87,9 +87,10 @@ EARLY_START: dict[str, int | bool | str] = {
     # XLA has one stream for all: what starts late holds up what comes behind it (70B on 512: 8.7 s, not 7.7).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
 }
-"""For gathers and scatters of parameters. Everything else starts early too, and waits: a ring's sends, tokens on their
-way to experts (Mixtral on 64: 18.2 s, not 15.8), a tensor group's reductions (70B, tp 2: 8.5 s, not 8.4) and, in stages
-that gather nothing, its gathers and scatters (70B, pp 4 x sp 8, ZeRO-1: 10.6 s, not 9.5)."""
+"""For gathers and scatters of parameters, and for exchanges whose order `parallel/pipeline/interleave.py` gives.
+Everything else starts early too, and waits: a ring's sends, tokens on their way to experts elsewhere (Mixtral on 64:
+18.2 s, not 15.8), a tensor group's reductions (70B, tp 2: 8.5 s, not 8.4) and, in stages that gather nothing, its
+gathers and scatters (70B, pp 4 x sp 8, ZeRO-1: 10.6 s, not 9.5)."""
 
 
 def delay_of(cfg: Config) -> Delay | None:
@@ -129,7 +130,8 @@ def xla_options(cfg: Config) -> dict[str, int | bool | str]:
             options |= MANY_COPIES
     gathers = cfg.train.zero == 3 and (cfg.mesh.pp > 1 or prefetches(cfg))
     ring, _ = cfg.cp.ranks(cfg.mesh.cp)
-    if gathers and ring == cfg.mesh.tp == 1 and cfg.model.experts is None:
+    gathers &= ring == cfg.mesh.tp == 1 and cfg.model.experts is None
+    if gathers or (pipelined.hides_exchanges(cfg) and ring == cfg.mesh.tensor == 1):
         options |= EARLY_START
     if cfg.train.precision in FP8:
         options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
@@ -29,6 +30,7 @@ class LayerLoop:
         self.schedule, self.context, self.axis = schedule, stages.context, call.axis
         self.blocks, self.microbatches = call.blocks, call.microbatches
         self.divergent = call.divergent
+        self.hides_exchanges = stages.hides_exchanges and trains
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
         leaves = jax.tree.leaves(call.blocks)
         self.layer = _with_all_arguments(stages)
@@ -142,13 +144,8 @@ class LayerLoop:
             rest["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
 
         def layer(carry, index):
-            after, back, new = dict(carry), self.depth - 1 - index, []
-            if forward:
-                more, new = self._forward_layer(carry, tick, index, contexts["forward"])
-                after |= more
-            if backward:
-                kept = self._kept(carry | rest, tick, back)
-                self._backward_layer(carry["g"], kept, after, tick, back, contexts["backward"])
+            after, new = self._passes(kinds, carry, rest, tick, index, contexts)
+            back = self.depth - 1 - index
             if weights:
                 waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
                 params = self._params(tick, "weight", back)
@@ -167,6 +164,32 @@ class LayerLoop:
 
         carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
         return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
+
+    def _passes(self, kinds, carry: dict, rest: dict, tick: Tick, index, contexts: dict):
+        """Run a layer forward and one backward: return the carry after them, and what the first one's backward pass
+        needs."""
+        back = self.depth - 1 - index
+
+        def forward(x):
+            return self._forward_layer(carry | {"x": x}, tick, index, contexts["forward"])
+
+        def backward(given):
+            g, kept = given
+            after = {name: carry[name] for name in ("blocks", "weights") if name in carry}
+            self._backward_layer(g, kept, after, tick, back, contexts["backward"])
+            return after, []
+
+        runs: list[tuple] = [(forward, carry["x"])] if "F" in kinds else []
+        if "B" in kinds:
+            runs.append((backward, (carry["g"], self._kept(carry | rest, tick, back))))
+        if self.hides_exchanges and runs:
+            results = interleave(*runs)
+        else:
+            results = [fn(activations) for fn, activations in runs]
+        after, new = dict(carry), []
+        for more, kept in results:
+            after, new = after | more, new + kept
+        return after, new
 
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
         """Return new state, and what the backward pass needs."""

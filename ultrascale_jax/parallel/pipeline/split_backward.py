@@ -7,12 +7,13 @@ module cuts them out of the traced program equation by equation, so any layer wo
 need runs once, with the first of them.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 _CALLS = (
     "jit",
@@ -126,16 +127,16 @@ class LayerVJP:
             leaves_and_x = inputs[: len(leaves)], inputs[len(leaves)]
             return self._run(*leaves_and_x, inputs[len(leaves) + 1 :])[3]
 
-        traced = _Traced(residuals, *leaves, x, *around)
+        traced = Traced(residuals, *leaves, x, *around)
         moved = traced.descendants(traced.inputs[len(leaves) : len(leaves) + 1])
         outputs = traced.outputs
-        first = {v: i for i, v in reversed(list(enumerate(outputs))) if _is_var(v) and v in moved}
+        first = {v: i for i, v in reversed(list(enumerate(outputs))) if is_var(v) and v in moved}
         self._keep = sorted(first.values())
         names = _names(traced.eqns)
         self.names = [names.get(outputs[i]) for i in self._keep]
         """Names that `checkpoint_name` gave to each of `kept`; None without one."""
         places = {i: n for n, i in enumerate(self._keep)}
-        again = [i for i, v in enumerate(outputs) if not (_is_var(v) and v in moved)]
+        again = [i for i, v in enumerate(outputs) if not (is_var(v) and v in moved)]
         self._sources = [
             (False, again.index(i)) if i in set(again) else (True, places[first[v]])
             for i, v in enumerate(outputs)
@@ -158,7 +159,7 @@ class LayerVJP:
                 inputs[:n], inputs[n : n + c], inputs[n + c : n + c + k], *inputs[n + c + k :]
             )
 
-        traced = _Traced(pull_back, *leaves, *around, *self.kept, *cotangents, barriers=False)
+        traced = Traced(pull_back, *leaves, *around, *self.kept, *cotangents, barriers=False)
         *dparams, dx = traced.outputs
         self._early = [i for i, v in enumerate(dparams) if v.aval.ndim <= 1 or i in self._in_place]
         self._late = [i for i in range(n) if i not in self._early]
@@ -175,15 +176,15 @@ class LayerVJP:
         self._weight_part = traced.part([*traced.inputs[: n + c], *waiting], weights)
 
 
-def _bytes(variable) -> int:
+def num_bytes(variable) -> int:
     return variable.aval.size * variable.aval.dtype.itemsize
 
 
-def _is_var(atom) -> bool:
+def is_var(atom) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-class _Traced:
+class Traced:
     """A function as equations with every call written out."""
 
     def __init__(self, fn: Callable, *inputs: jax.Array, barriers: bool = True):
@@ -195,29 +196,30 @@ class _Traced:
         self.eqns: list = list(closed.jaxpr.eqns)
         self.inputs: list = list(closed.jaxpr.invars)
         self.outputs: list = list(closed.jaxpr.outvars)
+        self.constants: list[tuple] = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
     def descendants(self, sources: Iterable) -> set:
         """Return the variables that depend on `sources`, these included."""
         found = set(sources)
         for eqn in self.eqns:
-            if any(_is_var(v) and v in found for v in eqn.invars):
+            if any(is_var(v) and v in found for v in eqn.invars):
                 found.update(eqn.outvars)
         return found
 
     def needed(self, outputs: Iterable, stop: Collection = ()) -> list:
         """Return the equations that `outputs` depend on, without going behind the variables in `stop`."""
-        live = {v for v in outputs if _is_var(v)} - set(stop)
+        live = {v for v in outputs if is_var(v)} - set(stop)
         found = []
         for eqn in reversed(self.eqns):
             if any(v in live for v in eqn.outvars):
                 found.append(eqn)
-                live.update(v for v in eqn.invars if _is_var(v) and v not in stop)
+                live.update(v for v in eqn.invars if is_var(v) and v not in stop)
         return found[::-1]
 
     def read(self, outputs: Sequence, stop: Collection = ()) -> list:
         """Return the variables that those equations read, and `outputs`."""
         eqns = self.needed(outputs, stop)
-        return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if _is_var(v)]
+        return [v for v in (*(v for eqn in eqns for v in eqn.invars), *outputs) if is_var(v)]
 
     def shrink_residuals(self, variables: Iterable, moved: set) -> list:
         """Replace those `variables` that a collective or an elementwise operation makes of fewer bytes by these.
@@ -228,9 +230,9 @@ class _Traced:
         found = dict.fromkeys(variables)
         for variable in list(found):
             while (eqn := makers.get(variable)) is not None and len(eqn.outvars) == 1:
-                sources = {v for v in eqn.invars if _is_var(v) and v in moved and v not in found}
+                sources = {v for v in eqn.invars if is_var(v) and v in moved and v not in found}
                 again = eqn.primitive.name in _AGAIN and len(sources) <= 1
-                if not again or sum(map(_bytes, sources)) > _bytes(variable):
+                if not again or sum(map(num_bytes, sources)) > num_bytes(variable):
                     break
                 del found[variable]
                 if not sources:
@@ -264,8 +266,21 @@ def _names(eqns: Iterable) -> dict:
             body = getattr(inner, "jaxpr", inner)
             own = _names(body.eqns)
             results = zip(eqn.outvars, body.outvars, strict=True)
-            found |= {out: own[v] for out, v in results if _is_var(v) and v in own}
+            found |= {out: own[v] for out, v in results if is_var(v) and v in own}
     return found
+
+
+def run_equation(eqn, arguments: Sequence) -> list:
+    """Run an equation as part of what is traced now, under its own named scopes."""
+    with _place(eqn), eqn.ctx.manager:
+        out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _place(eqn) -> contextlib.AbstractContextManager:
+    """Enter the named scopes and the line of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def _write_out(jaxpr, consts, inputs, barriers: bool) -> list:
@@ -274,19 +289,15 @@ def _write_out(jaxpr, consts, inputs, barriers: bool) -> list:
         zip(jaxpr.invars, inputs, strict=True)
     )
     for eqn in jaxpr.eqns:
-        arguments = [values[v] if _is_var(v) else v.val for v in eqn.invars]
+        arguments = [values[v] if is_var(v) else v.val for v in eqn.invars]
         name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if name == "optimization_barrier" and not barriers:
             results = arguments
         elif name in _CALLS and inner is not None:
-            results = _write_out(
-                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments, barriers
-            )
+            inner, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            with _place(eqn):
+                results = _write_out(inner, consts, arguments, barriers)
         else:
-            with eqn.ctx.manager:
-                results = eqn.primitive.bind(
-                    *arguments, **eqn.primitive.get_bind_params(eqn.params)
-                )
-            results = results if eqn.primitive.multiple_results else [results]
+            results = run_equation(eqn, arguments)
         values |= zip(eqn.outvars, results, strict=True)
-    return [values[v] if _is_var(v) else v.val for v in jaxpr.outvars]
+    return [values[v] if is_var(v) else v.val for v in jaxpr.outvars]

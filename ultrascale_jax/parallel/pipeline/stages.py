@@ -47,6 +47,8 @@ class Stages:
 
     These leaves have the same row for a layer, and come as a last argument, `rows.Rows`. In `params` sums of gradients
     stand in their place, of all layers of the rank, and a list of them is a last result, for `rows.either`."""
+    hides_exchanges: bool = False
+    """Whether layers have all-to-alls, which `interleave.py` then hides behind the other pass of a tick."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,270 @@
+"""Order the operations of independent functions so that the exchanges of one travel while another computes.
+
+In a tick a stage runs a layer forward and another backward, of two micro-batches. Left alone, XLA's scheduler, which
+counts operations and not their time, computes the attention of both and then waits for the exchanges of both. Here both
+are written out, equation by equation; a list scheduler puts those that take time into one order, by rough durations;
+and barriers hold XLA to it, where an exchange starts and where its result is first read. The order that comes out is
+much like DualPipe's (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from ultrascale_jax.parallel.pipeline.split_backward import (
+    Traced,
+    is_var,
+    num_bytes,
+    run_equation,
+)
+
+EXCHANGE = "all_to_all"
+
+FLOPS, MEMORY, NODE, NETWORK = 6e14, 2e12, 4e11, 5e10
+"""Operations and bytes a second: about an H100, its memory, its links in a node and between nodes. They decide the
+order, and no result."""
+
+LIGHT = 1e-3
+"""An equation with a smaller share of all the time is not scheduled, but runs where its result is needed."""
+
+
+def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
+    """Return `fn(activations)` for each `(fn, activations)`, in an order that hides their exchanges.
+
+    Barriers hold activations, and what is made of them. What else the functions use, such as parameters, XLA may read
+    at any time.
+    """
+    functions = [_Function(*run) for run in runs]
+    if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
+        _Program(functions).run()
+        return [fn.results() for fn in functions]
+    return [fn(activations) for fn, activations in runs]
+
+
+class _Function:
+    """A function as equations, and the values that they have made so far."""
+
+    def __init__(self, fn: Callable, activations: Any):
+        leaves, tree = jax.tree.flatten(activations)
+
+        def flat(*leaves):
+            results, self.tree = jax.tree.flatten(fn(jax.tree.unflatten(tree, leaves)))
+            return results
+
+        traced = Traced(flat, *leaves)
+        self.eqns, self.inputs, self.outputs = traced.eqns, traced.inputs, traced.outputs
+        self.values = dict(zip(traced.inputs, leaves, strict=True)) | dict(traced.constants)
+        self.itemsize = max(a.dtype.itemsize for a in leaves)
+
+    def run(self, eqn) -> None:
+        out = run_equation(eqn, [self.read(v) for v in eqn.invars])
+        self.values |= zip(eqn.outvars, out, strict=True)
+
+    def read(self, atom) -> Any:
+        return self.values[atom] if is_var(atom) else atom.val
+
+    def results(self) -> Any:
+        return jax.tree.unflatten(self.tree, map(self.read, self.outputs))
+
+
+class _Program:
+    """The equations of all functions by number, and the order of those that take time."""
+
+    def __init__(self, functions: list[_Function]):
+        self.functions = functions
+        self.owners = [fn for fn in functions for _ in fn.eqns]
+        self.eqns = [eqn for fn in functions for eqn in fn.eqns]
+        makers = {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.before = [
+            {makers[v] for v in eqn.invars if is_var(v) and v in makers} for eqn in self.eqns
+        ]
+        self.seconds = [_seconds(eqn) for eqn in self.eqns]
+        self.exchanges = {n for n, eqn in enumerate(self.eqns) if _is_exchange(eqn)}
+        least = LIGHT * sum(self.seconds)
+        heavy = {n for n, s in enumerate(self.seconds) if s > least} | self.exchanges
+        behind: list[set[int]] = []
+        for sources in self.before:
+            behind.append(set().union(*({m} if m in heavy else behind[m] for m in sources)))
+        self.sources = {n: behind[n] for n in sorted(heavy)}
+        """Of each equation that takes time those that it waits for, directly or through light ones."""
+
+    def run(self) -> None:
+        """Run all equations: each that takes time in its turn, behind the light ones that it needs."""
+        self.todo = set(range(len(self.eqns)))
+        self.held = {v: fn for fn in self.functions for v in fn.inputs}
+        least = min(num_bytes(v) for n in self.exchanges for v in self.eqns[n].outvars)
+        self.large = least / 64
+        flying: dict = {}
+        for n in _Schedule(self).order():
+            needed = self.needed(n)
+            read = {v for m in needed for v in self.eqns[m].invars if is_var(v)}
+            arrived = {v: flying.pop(v) for v in [*flying] if v in read}
+            if arrived:
+                self.barrier(arrived)
+            for m in needed[:-1]:
+                self.execute(m)
+            if n in self.exchanges:
+                self.barrier({v: self.owners[n] for v in self.eqns[n].invars if is_var(v)})
+                flying |= dict.fromkeys(self.eqns[n].outvars, self.owners[n])
+            self.execute(n)
+        for n in sorted(self.todo):
+            self.execute(n)
+
+    def needed(self, n: int) -> list[int]:
+        """Return equation n and those in front of it that have not run, in order."""
+        found, stack = {n}, [n]
+        while stack:
+            more = (self.before[stack.pop()] & self.todo) - found
+            found |= more
+            stack += more
+        return sorted(found)
+
+    def execute(self, n: int) -> None:
+        """Run an equation. Barriers hold what it makes, except elementwise values wider than the activations, which XLA
+        would have to write to memory, and what is in flight."""
+        eqn, fn = self.eqns[n], self.owners[n]
+        fn.run(eqn)
+        self.todo.remove(n)
+        wide = any(v.aval.dtype.itemsize > fn.itemsize for v in eqn.outvars)
+        if n not in self.exchanges and (n in self.sources or not wide):
+            self.held |= dict.fromkeys(eqn.outvars, fn)
+
+    def barrier(self, more: dict) -> None:
+        """Let what comes now wait for what was computed, and for the values `more`."""
+        later = {v for n in self.todo for v in self.eqns[n].invars if is_var(v)}
+        later |= {v for fn in self.functions for v in fn.outputs if is_var(v)}
+        self.held = {
+            v: fn for v, fn in self.held.items() if v in later and num_bytes(v) >= self.large
+        }
+        self.held |= more
+        values = lax.optimization_barrier([fn.values[v] for v, fn in self.held.items()])
+        for (v, fn), value in zip(self.held.items(), values, strict=True):
+            fn.values[v] = value
+
+
+class _Schedule:
+    """A list scheduler: one computation and one exchange at a time, each as soon as its inputs are there.
+
+    First comes what has the longest way to the end. The exchanges of a function keep their order. Time is in seconds.
+    """
+
+    def __init__(self, program: _Program):
+        self.seconds, self.sources, self.exchanges = (
+            program.seconds, program.sources, program.exchanges,
+        )  # fmt: skip
+        self.way = dict.fromkeys(self.sources, 0.0)
+        """From the start of an equation to the end of all that waits for it."""
+        for n in reversed(self.sources):
+            self.way[n] += self.seconds[n]
+            for m in self.sources[n]:
+                self.way[m] = max(self.way[m], self.way[n])
+        self.queues = [
+            [n for n in sorted(self.exchanges) if program.owners[n] is fn]
+            for fn in program.functions
+        ]
+        self.done: dict[int, float] = {}
+        self.now = 0.0
+
+    def order(self) -> list[int]:
+        """Return the equations that take time, exchanges where they start."""
+        free, left = 0.0, dict.fromkeys(self.sources)
+        while left:
+            heads = [queue[0] for queue in self.queues if queue]
+            starts = {n: self.start(n) for n in heads}
+            soon = {n: (t, m) for n, (t, m) in starts.items() if t - self.now < self.seconds[n] / 2}
+            later = [t for t in (*self.done.values(), free) if t > self.now]
+            ready = [n for n in left if n not in self.exchanges and self.is_ready(n)]
+            ready = [n for n in ready if self.may_run(n, soon)] or (ready if not later else [])
+            best = max(ready, key=self.urgency, default=None)
+            end = math.inf if best is None else self.now + self.seconds[best]
+            first = max(filter(self.is_ready, heads), key=self.urgency, default=None)
+            if first is not None:
+                # None goes early just to wait in line, nor before a more urgent one: that would wait for it.
+                in_time = free <= self.now or end - free > self.seconds[first] / 2
+                goes = in_time and all(self.way[n] <= self.way[first] for n in soon)
+                first = first if goes else None
+            if first is not None:
+                free = self.done[first] = max(free, self.now) + self.seconds[first]
+                self.queues = [[n for n in queue if n != first] for queue in self.queues]
+                del left[first]
+            elif best is not None:
+                self.now = self.done[best] = end
+                del left[best]
+            else:
+                self.now = min(later)
+        return list(self.done)
+
+    def is_ready(self, n: int) -> bool:
+        return all(self.done.get(m, math.inf) <= self.now for m in self.sources[n])
+
+    def may_run(self, n: int, soon: dict[int, tuple[float, set[int]]]) -> bool:
+        """Return whether computation n would not run on when an exchange could start, which then runs beside it."""
+        return all(
+            at == self.now or n in before or self.seconds[n] <= at - self.now
+            for at, before in soon.values()
+        )
+
+    def urgency(self, n: int) -> tuple[float, int]:
+        return self.way[n], -n
+
+    def start(self, exchange: int) -> tuple[float, set[int]]:
+        """Return when an exchange can start at the earliest, and the computations until then; never behind another."""
+        rest, at, stack = set[int](), self.now, [exchange]
+        while stack:
+            sources = self.sources[stack.pop()]
+            at = max(at, *(self.done.get(m, at) for m in sources), at)
+            more = {m for m in sources if m not in self.done} - rest
+            rest |= more
+            stack += more
+        behind = not rest.isdisjoint(self.exchanges)
+        return math.inf if behind else at + sum(self.seconds[m] for m in rest), rest
+
+
+def _is_exchange(eqn) -> bool:
+    return eqn.primitive.name == EXCHANGE
+
+
+def _inner(eqn) -> list[list]:
+    """Return the equations of each jaxpr that an equation holds."""
+    held = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+    found = [getattr(x, "jaxpr", x) for x in held]
+    return [jaxpr.eqns for jaxpr in found if hasattr(jaxpr, "eqns")]
+
+
+def _multiplies(eqn) -> bool:
+    """Return whether an equation has a matrix product."""
+    within = itertools.chain.from_iterable(_inner(eqn))
+    return eqn.primitive.name == "dot_general" or any(map(_multiplies, within))
+
+
+def _seconds(eqn) -> float:
+    """Estimate the duration of an equation: none if it is elementwise, which XLA fuses, or a loop of further rounds."""
+    name, out = eqn.primitive.name, sum(map(num_bytes, eqn.outvars))
+    match name:
+        case "all_to_all":
+            groups = eqn.params["axis_index_groups"]
+            near = groups is not None and all(g[-1] - g[0] == len(g) - 1 for g in groups)
+            return out / (NODE if near else NETWORK)
+        case "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            sizes = (eqn.invars[0].aval.shape[d] for d in contracted)
+            return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / FLOPS
+        case "gather" | "concatenate" | "sort":
+            return out / MEMORY
+        case "dynamic_update_slice":
+            return 3 * num_bytes(eqn.invars[1]) / MEMORY
+        case "while":
+            return 0.0
+        case "cond":
+            # Of layers of two kinds the smaller one, which most layers have.
+            branches = _inner(eqn)
+            busy = [branch for branch in branches if any(map(_multiplies, branch))]
+            return min(sum(map(_seconds, branch)) for branch in busy or branches)
+    if name.startswith("dot_product_attention"):
+        queries = eqn.invars[0].aval
+        return len(eqn.outvars) * queries.size * queries.shape[1] / FLOPS
+    return sum(map(_seconds, itertools.chain.from_iterable(_inner(eqn))))
