@@ -1,9 +1,9 @@
 """DeepSeek-V3 671B on 2,048 GPUs of 80 GB, laid out as in its report (arXiv 2412.19437, sections 3.2 and 4.2).
 
 16 pipeline stages, 64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. Recomputation and micro-batches are the
-fastest that fit the GPUs at hand; on H100s all is recomputed, and 120 micro-batches have a sequence each. Experts are
-balanced by their biases, and each sequence by a small loss. Not of the report: FP8, DualPipe, batches that grow, the
-token after the next.
+fastest that fit the GPUs at hand; on H100s all is recomputed but attention's result, and 120 micro-batches have a
+sequence each. Experts are balanced by their biases, and each sequence by a small loss. Not of the report: FP8, the
+table of DualPipe (1F1B's ticks overlap their passes as DualPipe's do), batches that grow, the token after the next.
 """
 
 from ultrascale_jax.config import (

@@ -70,6 +70,7 @@ class Step:
         if self.mesh.pp > 1:
             head_s = share * sum(head.values()) + share * loss
             parts |= self.pipeline(sum(layer.values()), head_s)
+            parts["exposed ep"] += self.exchanges_alone()
         for name, seconds in self.once_a_step(layers).items():
             parts[name] = parts.get(name, 0.0) + seconds
         return parts | {"step overhead": self.profile.step_s}
@@ -168,6 +169,7 @@ class Step:
         moved = self.moved(self.layer_params())
         hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
         hidden += (1 - self.waited_share) * self.tensor_group()
+        hidden += self.exchanges() - parts["exposed ep"] if self.hides_exchanges else 0.0
         parts["cores lent to NCCL"] = self.profile.nccl_cores / self.gpu.cores * max(0.0, hidden)
         parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
         return parts
@@ -282,15 +284,57 @@ class Step:
         )
 
     def experts(self) -> float:
-        """Time tokens to their experts and back, forward and backward, and there again if what came is not kept."""
+        """Time how long a layer waits for tokens on their way to experts and back, forward and backward.
+
+        Where the passes of a pipeline's tick hide each other's exchanges, for what is longer than they compute.
+        """
+        if not self.hides_exchanges:
+            return self.exchanges()
+        passes = self.passes
+        beside = sum(passes.products.values()) + passes.backward_products + self.recomputed()
+        beside += passes.attention + passes.attention_backward + passes.traffic
+        return max(0.0, self.exchanges() - self.profile.hide * beside)
+
+    def exchanges(self) -> float:
+        """Time tokens to their experts and back, and there again if what came is not kept, with nothing beside them."""
         if self.shape.experts is None:
             return 0.0
-        remat = self.run.remat
-        kept = remat in ("none", "selective") or "dispatched" in remat
-        ways = self.shape.expert_share * (4 if kept else 5)
         halves = experts.num_chunks(self.run) == 2
         waited = self.profile.overlapped if halves else self.profile.travel
-        return waited * ways * experts.dispatch_seconds(self.run, self.cluster)
+        return waited * sum(self.ways) * self.shape.expert_share * self.one_way
+
+    def exchanges_alone(self) -> float:
+        """Time the exchanges in ticks that run one pass alone, of a pipeline whose passes hide each other's."""
+        if not self.hides_exchanges:
+            return 0.0
+        counts, layers = pipeline.counts(self.run).ticks, self.run.chunk_layers
+        (forward, backward), share = self.ways, self.shape.expert_share
+        alone = forward * (counts["all"] - counts["B"]) + backward * (counts["all"] - counts["F"])
+        return self.profile.travel * share * alone * layers * self.one_way
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Return whether the passes of a tick hide each other's exchanges (`train_step/pipelined.py`).
+
+        Beside a tensor group or cp none was compiled, and none is taken to be hidden.
+        """
+        run = self.run
+        travels = self.shape.experts is not None and self.mesh.ep > 1
+        ordered = run.moe.dispatch != "allgather" and not run.per_rank_control_flow
+        ordered &= run.zero < 3 and self.mesh.tensor * self.mesh.cp == 1
+        return travels and ordered and self.passes_overlap
+
+    @property
+    def ways(self) -> tuple[int, int]:
+        """Return the times that tokens travel to experts or back, forward and backward."""
+        remat = self.run.remat
+        kept = remat in ("none", "selective") or "dispatched" in remat
+        return 2, 2 if kept else 3
+
+    @property
+    def one_way(self) -> float:
+        """Time one way of tokens to their experts or back."""
+        return experts.dispatch_seconds(self.run, self.cluster)
 
     def layer_params(self) -> list[tuple[float, Group]]:
         """Count the parameters of a mean layer on one GPU, whole over ZeRO's axes, and the GPUs that share them."""

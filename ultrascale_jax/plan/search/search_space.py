@@ -51,6 +51,9 @@ NAMED = ("save:q,k,v,attn_core,attn_out,gate", "save:q,k,v,attn_core,attn_out", 
 POLICIES = (*REMAT_POLICIES[:-1], *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
+NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out")
+"""The same with experts in a pipeline: what a tick has to have before it can send its tokens again."""
+
 UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
 
@@ -257,7 +260,10 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
 
 def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
     """Yield `run` with every stash and recompute policy, from what repeats the least."""
-    tried = REMAT_POLICIES if run.mesh.pp > 1 else POLICIES
+    tried = POLICIES
+    if run.mesh.pp > 1:
+        named = () if run.shape.experts is None else NAMED_EXPERTS
+        tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
