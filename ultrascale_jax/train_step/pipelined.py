@@ -6,16 +6,17 @@ Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import FP8, Config
 from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
 from ultrascale_jax.models.inputs import LayerInputs
-from ultrascale_jax.models.layers import MLP, each_param
+from ultrascale_jax.models.layers import MLP, each_param, map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
@@ -82,7 +83,10 @@ def _run(
         rows=_rows(cfg, params),
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
-    grads = None if out.blocks is None else out.shared.with_blocks(out.blocks)
+    grads = None
+    if out.blocks is not None:
+        blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
+        grads = out.shared.with_blocks(blocks)
     routed = out.statistics
     if routed is not None and _is_mixed(cfg):
         routed = _of_experts(params, routed)
@@ -97,6 +101,19 @@ def hides_exchanges(cfg: Config) -> bool:
     travels = cfg.model.experts is not None and cfg.mesh.ep > 1 and cfg.moe.dispatch != "allgather"
     lock_step = cfg.mesh.pp > 1 and not cfg.pp.per_rank_control_flow
     return travels and lock_step and cfg.train.zero < 3
+
+
+def _has_model_dim_first(cfg: Config, dims: str) -> bool:
+    """Return whether the gradients of a parameter come with D first in memory: experts' matrices (`experts/local.py`).
+
+    Their sums lie so too: XLA does not add in place to a stack whose order in memory is not that of its dims.
+    """
+    return {"E", "D"} <= set(dims) and cfg.train.precision not in FP8
+
+
+def _from_model_dim_first(cfg: Config, sums: jax.Array, dims: str, _) -> jax.Array:
+    """Put the dims of a stack's sums in the order of its parameter."""
+    return jnp.moveaxis(sums, 1, dims.index("D")) if _has_model_dim_first(cfg, dims) else sums
 
 
 def _is_mixed(cfg: Config) -> bool:
@@ -159,8 +176,13 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
     def context(batch):
         return layer_inputs(cfg, batch, fp8), position_weight
 
-    def scatter(value, dims, act_dims) -> Callable:
-        return lambda g: scatter_gradient(g, dims, act_dims, value).astype(jnp.float32)
+    def accumulate(value, dims, act_dims) -> Callable:
+        def to_sums(g):
+            g = scatter_gradient(g, dims, act_dims, value) if cfg.train.zero == 2 else g
+            g = jnp.moveaxis(g, dims.index("D"), 0) if _has_model_dim_first(cfg, dims) else g
+            return g.astype(jnp.float32)
+
+        return to_sums
 
     def is_dense_part(path, _) -> bool:
         return jax.tree_util.keystr(path[:1], simple=True) == "mlp"
@@ -172,7 +194,7 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         head=head,
         context=context,
         # ZeRO-2 reduce-scatters each layer's gradients, to accumulate shards of them.
-        accumulate=each_param(scatter, one) if cfg.train.zero == 2 else None,
+        accumulate=each_param(accumulate, one),
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
         # Of a stage with layers of both kinds only the branch of dense layers reads their parameters.
