@@ -22,7 +22,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.demo import config as demo
-from ultrascale_jax.plan.auto import cluster_of
+from ultrascale_jax.launch import host_memory
+from ultrascale_jax.plan.auto import Host, cluster_of
+from ultrascale_jax.plan.search.search_space import OFFLOADED
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,6 +168,18 @@ def test_a_cpu_may_take_what_fits_no_gpu():
         command_line.checked(cfg, options, cluster, told.append)
 
 
+def test_the_host_of_a_job_is_the_least_of_its_processes_and_of_what_copies_take():
+    told = []
+    usual = command_line.host_of_all(told.append, None)
+    assert usual == Host(usable_bytes=host_memory.gpu_bytes(os.environ, jax.device_count()))
+    found = command_line.host_of_all(told.append, lambda: lambda: 40.0)
+    assert found == Host(usable_bytes=usual.usable_bytes, gbs=40.0)
+    assert told == []
+    found = command_line.host_of_all(told.append, lambda: host_memory.prepare_copies(2**60))
+    assert found == Host(usable_bytes=0)
+    assert told[0].startswith("nothing is offloaded: copying to the host failed (")
+
+
 def test_run_dir_devices_and_profile_are_options_of_the_run():
     cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
     assert cfg.log.run_dir == "out/x"
@@ -263,7 +277,10 @@ def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
 
 def test_print_config_shows_what_is_chosen_for_devices_and_what_is_open_without(capsys):
     words = ["llama3_8b", "--train.remat", "auto", "--train.microbatches", "auto"]
-    for more, expected in ([], ("'auto'", "'auto'")), (["--devices", "8"], ("64", "'selective'")):
+    for more, expected in (
+        ([], ("'auto'", "'auto'")),
+        (["--devices", "8"], ("32", f"'{OFFLOADED[0]}'")),
+    ):
         with pytest.raises(SystemExit) as stop:
             parse(*words, *more, "--print-config")
         assert stop.value.code == 0

@@ -88,11 +88,32 @@ def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
     plan.main(["memory", "llama3_8b", "--json"])
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"]
-    assert captured.err.startswith("--train.remat selective --train.microbatches 64 (1 sequence a")
+    assert captured.err.startswith("--train.remat save:q,k,v,attn_core,attn_out,up+offload:gate -")
     assert captured.err.count("\n") == 1
     plan.main(["memory", "llama3_405b", "--gpus", "8", "--mesh", "auto", "--json"])
     captured = capsys.readouterr()
     assert not json.loads(captured.out)["fits"] and "nothing fits 8 x h100" in captured.err
+
+
+def test_a_host_without_the_memory_for_what_is_offloaded_does_not_fit(capsys):
+    arguments = [
+        "llama3_70b",
+        "--gpus",
+        "512",
+        "--mesh",
+        "dp=4,fsdp=128",
+        "--train.microbatches",
+        "1",
+    ]
+    arguments += ["--train.remat", "save:q,k,v,attn_core,attn_out+offload:gate,up"]
+    found, shown = answer(capsys, *arguments), text(capsys, *arguments)
+    assert found["fits"] and found["host_bytes"] / 2**30 == 70
+    assert "activations in the host's memory" in shown and "70.00" in shown and "192.00" in shown
+    small = [*arguments, "--cluster", "64x8,450,50,512,63"]
+    assert not answer(capsys, *small)["fits"]
+    assert "does not fit, 22.0 GiB of the host's memory short; try --train.remat" in text(
+        capsys, *small
+    )
 
 
 def test_a_small_run_is_shown_in_mib(capsys):

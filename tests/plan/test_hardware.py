@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import HOST_MEMORY_SHARE, UserError
 from ultrascale_jax.plan.hardware import CLUSTERS, GPUS, find_cluster, find_gpu
 
 # NVIDIA's data sheets: memory in GB, its bandwidth in TB/s, multiprocessors, compute capability,
@@ -118,10 +118,28 @@ def test_a_cluster_may_be_written_out():
     assert (cluster.intra_gbs, cluster.inter_gbs) == (300.0, 12.5)
 
 
+def test_a_host_has_the_memory_and_the_link_of_its_machine():
+    usual = find_gpu("h100")
+    # DGX H100: 2 TB for 8 GPUs, of which each has 16 lanes of PCIe 5.0, 32 GT/s in 128 of 130 bits.
+    assert (usual.host_gib, usual.host_gbs) == (
+        2048 / 8,
+        pytest.approx(16 * 32 / 8 * 128 / 130, rel=0.001),
+    )
+    assert usual.usable_host_bytes == HOST_MEMORY_SHARE * 256 * 2**30
+    assert find_cluster("dgx-h100", None, 16).gpu == usual
+    assert find_cluster("a3-mega", None, 16).gpu.host_gib == 1872 / 8
+    assert find_cluster("gb200-nvl72", None, 72).gpu.host_gib == 894 / 4
+    written = find_cluster("64x4,450,50,1024,31.5", "h100", 256).gpu
+    assert (written.host_gib, written.host_gbs) == (1024 / 4, 31.5)
+    without = find_cluster("64x8,450,50,0,63", None, 512).gpu
+    assert without.usable_host_bytes == find_gpu("h100-pcie").usable_host_bytes == 0
+    assert find_cluster("64x8,450,50", None, 512).gpu == usual
+
+
 def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
     for name, row in CLUSTERS.items():
         gpu, source = row["gpu"], row["source"]
-        assert find_cluster(name, None, 16).gpu is find_gpu(gpu) and source
+        assert find_cluster(name, None, 16).gpu.name == gpu and source
         other = "l40s" if gpu != "l40s" else "h100"
         with pytest.raises(UserError, match=f"its GPUs are {gpu}, not {other}; add --gpu {gpu}"):
             find_cluster(name, other, 16)
@@ -134,7 +152,9 @@ def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
         ("a3-maga", 16, r"cluster='a3-maga': did you mean a3-mega\?"),
         ("64x8", 512, r"cluster='64x8': choose one of .*, or write NODESxGPUS,INTRA,INTER"),
         ("64x8,450,50", 256, r"that is 512 GPUs, but --gpus is 256"),
-        ("64x8,450,0", 512, r"every number must be positive"),
+        ("64x8,450,0", 512, r"every number but HOST_GIB must be positive"),
+        ("64x8,450,50,2048,0", 512, r"every number but HOST_GIB must be positive"),
+        ("64x8,450,50,2048", 512, r"write NODESxGPUS,INTRA,INTER\[,HOST_GIB,HOST_GBS\]"),
         ("64x8,-450,50", 512, r"choose one of"),
         ("", 8, r"cluster=''"),
     ],

@@ -1,5 +1,6 @@
 """The memory formulas: against XLA's bytes, against sums by hand, and what must hold between runs."""
 
+import dataclasses
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +14,7 @@ from scripts.validation import xla_tables
 from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
-from ultrascale_jax.plan.formulas.memory import breakdown, fits, state, timeline
+from ultrascale_jax.plan.formulas.memory import breakdown, fits, host_bytes, state, timeline
 from ultrascale_jax.plan.formulas.parameters import sharded_params, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.workload import Run
@@ -147,6 +148,16 @@ def test_saving_by_name_lies_between_full_and_selective():
         < peak(remat="selective")
     )
     assert peak(remat="save:q,k,v+offload:gate,up") < some
+
+
+def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
+    run = run_8b({"fsdp": 4, "sp": 2}, remat="save:k,v+offload:q,attn_core,attn_out,gate,up")
+    m = run.shape
+    # q, attention's result with its statistics, the residual stream of sp, gate and up.
+    widths = 2 * (2 * m.num_heads * m.head_dim + m.d_model + 2 * m.d_ff) + 4 * m.num_heads
+    assert host_bytes(run) == m.layers * run.tokens * widths / 2
+    assert host_bytes(dataclasses.replace(run, microbatches=4)) == host_bytes(run)
+    assert host_bytes(run_8b({"fsdp": 8}, remat="dots")) == 0
 
 
 def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():

@@ -9,6 +9,7 @@ import pytest
 from ultrascale_jax.cli.plan_commands.words import parse_choices
 from ultrascale_jax.config import (
     AXES,
+    HOST_MEMORY_SHARE,
     REMAT_POLICIES,
     SCHEDULES,
     ContextConfig,
@@ -19,8 +20,10 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
+from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
+    OFFLOADED,
     POLICIES,
     UNEVEN,
     configured,
@@ -78,10 +81,11 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
         key = (run.mesh, run.zero, run.microbatches)
         pipeline = (run.schedule, run.virtual_stages)
         variants.setdefault(key, set()).add((run.remat, run.stash, pipeline))
-    for (mesh, _, microbatches), found in variants.items():
+    for (mesh, zero, microbatches), found in variants.items():
         if mesh.pp == 1:
-            assert {remat for remat, _, _ in found} == set(POLICIES)
-            assert len(found) == len(POLICIES)
+            tried = set(POLICIES) if zero == 3 else set(POLICIES) - set(OFFLOADED)
+            assert {remat for remat, _, _ in found} == tried
+            assert len(found) == len(tried)
             continue
         assert {remat for remat, _, _ in found} == set(REMAT_POLICIES)
         tried = {(name, 1) for name in ("afab", "1f1b", "zb_uniform", "zb_h1")}
@@ -130,6 +134,25 @@ def test_a_pipeline_offloads_nothing():
     runs = enumerate_runs(cfg, cluster(), {}, SPLIT).runs
     assert {run.mesh.pp for run in runs if run.remat == remat} == {1}
     assert {run.mesh.pp for run in runs} >= {2, 4}
+
+
+def test_dense_layers_offload_what_the_host_has_the_memory_for():
+    def offloaded(cfg, machine):
+        runs = enumerate_runs(cfg, machine, {"fsdp": (8,), "zero": (3,)}, SPLIT).runs
+        return {(run.remat, run.sequences) for run in runs if run.remat in OFFLOADED}
+
+    usual = cluster()
+    some = {"save:q,k,v,attn_core,attn_out,up+offload:gate"}
+    assert {remat for remat, _ in offloaded(llama3_8b, usual)} == set(OFFLOADED)
+    # 8,192 tokens of 32 layers' gate are 7 GiB.
+    small = find_cluster(f"1x8,450,50,{8 * 8 / HOST_MEMORY_SHARE},63", None, 8)
+    assert offloaded(llama3_8b, small) == {(remat, 1) for remat in some}
+    assert not offloaded(llama3_8b, find_cluster("1x8,450,50,0,63", None, 8))
+    assert not offloaded(mixtral, usual)
+    adapters = dataclasses.replace(
+        llama3_8b.train, lora="rank=16", init_from="hf:folder", remat="full", microbatches=1
+    )
+    assert not offloaded(dataclasses.replace(llama3_8b, train=adapters), usual)
 
 
 def test_models_that_the_trainer_does_not_have_are_refused():

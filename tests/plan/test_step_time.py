@@ -5,8 +5,11 @@ import pytest
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
+from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
-from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.formulas.layer_time import LayerTime
+from ultrascale_jax.plan.formulas.memory import host_bytes
+from ultrascale_jax.plan.formulas.step_time import Step, estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
@@ -82,6 +85,35 @@ def test_parts_are_the_step(fields):
     assert found.tokens_per_s_gpu * planned.num_gpus * found.step_s == pytest.approx(
         planned.step_tokens
     )
+
+
+def test_copies_to_the_host_are_waited_for_beyond_a_layer():
+    # Forward pass and backward pass each move what a layer offloads once; a pass hides what its work takes the time of.
+    planned = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out+offload:gate,up")
+    kept = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out,gate,up")
+    copied = host_bytes(planned) / planned.shape.layers
+    passes = LayerTime(planned, find_cluster(None, "h100", 8), ULTRASCALE).passes
+    for gbs in (63.0, 10.0, 1.0):
+        cluster = find_cluster(f"1x8,450,50,2048,{gbs}", None, 8)
+        step, plain = (estimate(one, cluster) for one in (planned, kept))
+        copy_s = copied / (costs.HOST_SHARE * 1e9 * gbs)
+        repeated = Step(planned, cluster, ULTRASCALE).recomputed()
+        hidden = passes.forward, passes.backward + repeated
+        waited = sum(max(0.0, copy_s - ULTRASCALE.hide * seconds) for seconds in hidden)
+        assert step.parts.get("exposed offload", 0) == pytest.approx(32 * waited)
+        assert step.step_s == pytest.approx(plain.step_s + 32 * waited)
+
+
+def test_what_travels_between_nodes_shares_the_link_to_the_host():
+    def waited(num_gpus):
+        cluster = find_cluster(f"{num_gpus // 8}x8,450,50,2048,20", None, num_gpus)
+        planned = run(fsdp=num_gpus, sequences=1, remat="save:q,k,v+offload:gate,up")
+        return estimate(planned, cluster).parts["exposed offload"]
+
+    # Three quarters of 436 MB of parameters for 8 network cards, forward once and backward twice, over 17 GB/s.
+    params = (LLAMA3_8B.dense_params) / LLAMA3_8B.layers
+    sent = 2 * params * 3 / 4 / 8
+    assert waited(32) - waited(8) == pytest.approx(32 * 3 * sent / 17e9, rel=0.1)
 
 
 OUTSIDE = ("bubble", "exposed pp", "exposed fsdp", "optimizer", "step overhead")

@@ -48,6 +48,7 @@ from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
 
 if TYPE_CHECKING:
+    from ultrascale_jax.plan.auto import Host
     from ultrascale_jax.plan.hardware import Cluster
 
 DEFAULT_RECIPE = "demo"
@@ -117,7 +118,12 @@ class JobOptions(Options):
 
         distributed.set_environment(os.environ)
         with user_errors():
-            return distributed.initialize(self.dist)
+            launch = distributed.initialize(self.dist)
+        if not distributed.wants_cpu(os.environ):
+            from ultrascale_jax.launch import host_memory
+
+            host_memory.set_limit(os.environ, launch)
+        return launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,22 +195,61 @@ def on_devices(
     """
     import jax
 
+    from ultrascale_jax.launch import host_memory
     from ultrascale_jax.launch.multihost import gather
-    from ultrascale_jax.plan.auto import cluster_of
+    from ultrascale_jax.plan.auto import check_host, cluster_of
 
     count = jax.device_count()
     if options.devices is None:
         require_devices(cfg.mesh, count)
-    if not (cfg.train.auto or options.mesh == "auto"):
+    is_open = bool(cfg.train.auto) or options.mesh == "auto"
+    if not (is_open or "offload" in cfg.train.remat):
         return cfg.check(count)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     known = [limit for process in gather(limits) for limit in process if limit]
     kind = gather(jax.local_devices()[0].device_kind)[0]
-    cluster = cluster_of(kind, count, min(known, default=None))
     first = jax.process_index() == 0
     on_gpus = jax.local_devices()[0].platform == "gpu"
     say = tell if first else lambda text: None
-    return checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+    host = None
+    if on_gpus:
+        host = host_of_all(say, host_memory.prepare_copies if is_open else None)
+    cluster = cluster_of(kind, count, min(known, default=None), host)
+    cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+    if must_fit and on_gpus:
+        check_host(cfg, cluster)
+    return cfg
+
+
+def host_of_all(
+    tell: Callable[[str], None], prepare: Callable[[], Callable[[], float]] | None
+) -> "Host":
+    """Return what every GPU of the job may use of its host: the least of all processes, which all call this.
+
+    Args:
+      tell: gets to know why nothing can be copied to the host, where that is so.
+      prepare: returns what times copies, as `host_memory.prepare_copies`; None: they take what the usual link takes.
+    """
+    import jax
+
+    from ultrascale_jax.launch import host_memory
+    from ultrascale_jax.launch.multihost import agree, gather
+    from ultrascale_jax.plan.auto import Host
+
+    size = min(gather(host_memory.gpu_bytes(os.environ, jax.local_device_count())))
+    if prepare is None:
+        return Host(usable_bytes=size)
+    problem, gbs = None, None
+    try:
+        gbs = prepare()
+    except Exception as error:  # Whatever it is, nothing needs the host's memory.
+        problem = f"{type(error).__name__}: {error}"
+    # All processes go on together, so that those of a host copy at the same time.
+    problem = agree(problem)
+    if gbs is None or problem:
+        tell(f"nothing is offloaded: copying to the host failed ({' '.join(str(problem).split())})")
+        return Host(usable_bytes=0)
+    return Host(usable_bytes=size, gbs=min(gather(gbs())))
 
 
 def require_devices(mesh: MeshConfig, count: int) -> None:

@@ -61,6 +61,9 @@ GPU_MEMORY_SHARE = 0.92
 NVIDIA runs MaxText with 90% (JAX-Toolbox) or 94% (dgxc-benchmarking); JAX by itself takes 75%.
 """
 
+HOST_MEMORY_SHARE = 0.75
+"""Share of a host's memory a run may pin for activations; loaders, checkpoints and the page cache take the rest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:

@@ -1,6 +1,7 @@
-"""Read Linux's /proc: the state and start of a process, the start of the machine, and its NVIDIA GPUs."""
+"""Read Linux's /proc: the state and start of a process, the machine's start, memory and NVIDIA GPUs."""
 
 import contextlib
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,42 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory."""
+
+    total: float
+    """Of the machine; 0 without /proc."""
+    limit: float
+    """What the control groups of this process may take together; infinite without a limit."""
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Return the memory of the machine at `root`, and what this process's control groups (cgroup v1 or v2) may take."""
+    total, limit, text = 0.0, math.inf, ""
+    with contextlib.suppress(OSError):
+        text = (root / "proc/meminfo").read_text()
+    if found := re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE):
+        total = 1024.0 * int(found[1])
+    text = ""
+    with contextlib.suppress(OSError):
+        text = (root / "proc/self/cgroup").read_text()
+    for _, kinds, path in re.findall(r"^(\d+):(.*?):/(.*)$", text, re.MULTILINE):
+        top, name = root / "sys/fs/cgroup", "memory.max"
+        if kinds:
+            top, name = top / "memory", "memory.limit_in_bytes"
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        group = top / path
+        # In a container the path may be the host's, and the files of its own group at the top.
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):
+                limit = min(limit, int((folder / name).read_text()))
+            if folder == top:
+                break
+    return Memory(total, limit)
 
 
 def gpu_kinds(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

@@ -1,16 +1,26 @@
 """Choose what a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if asked.
 
 The planner's formulas rank every legal value on the GPUs at hand, as `ultrascale plan search` does, and the fastest
-that fits is taken. Nothing is measured and JAX is not asked, so every process of a run, and a laptop that plans it,
-chooses the same in a moment.
+that fits is taken. Nothing is measured here and JAX is not asked, so every process of a run, and a laptop that plans
+for the same machine, chooses the same in a moment.
 """
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, Config, UserError, require_type, with_changes
-from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
+from ultrascale_jax.config import (
+    GPU_MEMORY_SHARE,
+    HOST_MEMORY_SHARE,
+    Config,
+    UserError,
+    require_type,
+    with_changes,
+)
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
+from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import configured, pinned
@@ -30,13 +40,26 @@ SAFE_PIPED_EXPERTS = 0.75
 times the formula's bytes, and took 1.22 times while the exchange of tokens was inside a conditional."""
 
 EQUAL = 1.02
-"""Times the step of the fastest that a mesh with fewer axes may take: the formulas' own error is larger."""
+"""Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
+error is larger."""
 
 MODEL = "h100"
 """The GPU that devices stand for which the planner does not know: the large recipes are meant for its memory."""
 
 
-def cluster_of(kind: str, num_devices: int, usable_bytes: int | None = None) -> Cluster:
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a run may use of the machine that a GPU is in."""
+
+    usable_bytes: int
+    """Memory for one GPU's activations."""
+    gbs: float | None = None
+    """1e9 bytes a second from one GPU or to it, while all GPUs copy; None: as in the GPU's usual machine."""
+
+
+def cluster_of(
+    kind: str, num_devices: int, usable_bytes: int | None = None, host: Host | None = None
+) -> Cluster:
     """Describe devices to the planner: links and speed by JAX's name for them, `device_kind`.
 
     Devices that `plan/hardware.py` does not know, as those of a CPU, are planned as H100s.
@@ -45,6 +68,7 @@ def cluster_of(kind: str, num_devices: int, usable_bytes: int | None = None) -> 
       kind: `device_kind` of all of them.
       num_devices: how many.
       usable_bytes: what a run may take of the memory of one; None, where JAX does not say: as much as of that GPU.
+      host: what it may take of the host; None: as much as of the GPU's usual machine.
     """
     known = next((name for name, gpu in GPUS.items() if gpu.kind == kind), None)
     cluster = find_cluster(None, known or MODEL, num_devices)
@@ -53,6 +77,10 @@ def cluster_of(kind: str, num_devices: int, usable_bytes: int | None = None) -> 
         gpu = dataclasses.replace(gpu, name=f"{kind} (planned as {gpu.name})")
     if usable_bytes is not None:
         gpu = dataclasses.replace(gpu, memory_gib=usable_bytes / GPU_MEMORY_SHARE / GIB)
+    if host is not None:
+        gbs = gpu.host_gbs if host.gbs is None else host.gbs / costs.HOST_SHARE
+        share = host.usable_bytes / HOST_MEMORY_SHARE / GIB
+        gpu = dataclasses.replace(gpu, host_gib=share, host_gbs=gbs)
     return dataclasses.replace(cluster, gpu=gpu)
 
 
@@ -125,14 +153,20 @@ def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
         assert search.closest is not None  # all candidates are misses
         peak, run = search.closest
         why = f"nothing fits {on}, the leanest of {tried},"
-    return run, f"{why} {peak / GIB:.1f} of {usable / GIB:.1f} GiB a GPU"
+    why += f" {peak / GIB:.1f} of {usable / GIB:.1f} GiB a GPU"
+    if moved := host_bytes(run):
+        gpu = search.cluster.gpu
+        why += f" and {moved / GIB:.1f} of {gpu.usable_host_bytes / GIB:.1f} GiB of its host, "
+        why += f"at {costs.HOST_SHARE * gpu.host_gbs:.1f} GB/s"
+    return run, why
 
 
 def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPrediction:
-    """Return the fastest of those with the fewest axes that are as fast as `best` within `EQUAL`."""
+    """Return the fastest of the simplest that are as fast as `best` within `EQUAL`; to offload counts as an axis."""
 
     def place(step: StepPrediction) -> tuple[int, float]:
-        return sum(size > 1 for size in step.run.mesh.sizes.values()), step.step_s
+        axes = sum(size > 1 for size in step.run.mesh.sizes.values())
+        return axes + (step.host_bytes > 0), step.step_s
 
     return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
 
@@ -145,6 +179,8 @@ def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh:
     """Say how much is missing, and with which mesh it would fit."""
     assert search.closest is not None  # all candidates are misses
     need, run = search.closest
+    if need <= search.usable_bytes:
+        return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
     fix = "take more GPUs, or a smaller data.seq_len"
     if not choose_mesh:
@@ -154,6 +190,22 @@ def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh:
     return UserError(
         f"{name}='auto': nothing fits {cluster.num_gpus} x {cluster.gpu.name}: {run.label}, the leanest, needs "
         f"{need / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB a GPU; {fix}"
+    )
+
+
+def check_host(cfg: Config, cluster: Cluster) -> None:
+    """Raise a `UserError` if `cfg`, which leaves nothing open, offloads more than the host can hold."""
+    run = Run.of(cfg, cluster.num_gpus)
+    if not fits_host(run, cluster.gpu):
+        raise _host_is_short(run, cluster.gpu)
+
+
+def _host_is_short(run: Run, gpu: Gpu) -> UserError:
+    """Say how much of the host's memory is missing for what a run offloads."""
+    need, usable = host_bytes(run) / GIB, gpu.usable_host_bytes / GIB
+    return UserError(
+        f"train.remat={run.remat!r}: offloads {need:.1f} GiB of a GPU's activations, but of the host's memory "
+        f"{usable:.1f} GiB are for one GPU; offload fewer names, take more train.microbatches, or train.remat=auto"
     )
 
 

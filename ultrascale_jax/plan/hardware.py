@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, require
+from ultrascale_jax.config import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, require
 from ultrascale_jax.config.foreign import read_foreign
 from ultrascale_jax.training.flops import peak_tflops
 
@@ -28,7 +28,7 @@ CUDA reports it for other cards of 96 GB (95.0 GiB). All of them with cuDNN 9.10
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU; bandwidths in 1e9 bytes a second and one direction, memory in GiB."""
+    """One kind of GPU and its host; bandwidths in 1e9 bytes a second and one direction, memory in GiB."""
 
     name: str
     """Name for `find_gpu`."""
@@ -54,8 +54,12 @@ class Gpu:
     """GPUs of one host in the usual machine."""
     network_gbs: float
     """To other nodes, one GPU's share, in the usual machine."""
+    host_gbs: float
+    """To the host's memory; in the usual machine every GPU has a link of its own."""
+    host_gib: float
+    """Memory of the host, one GPU's share, in the usual machine; 0 where it is not known."""
     source: str
-    """Source of the figures of the links."""
+    """Source of the figures of links and host."""
 
     def peak_flops(self, precision: str = "bf16") -> float:
         """Return the dense peak in FLOP/s.
@@ -70,6 +74,11 @@ class Gpu:
     def usable_bytes(self) -> int:
         """Bytes that a run may take."""
         return int(GPU_MEMORY_SHARE * self.memory_gib * 2**30)
+
+    @property
+    def usable_host_bytes(self) -> int:
+        """Bytes of the host's memory that a run may take for this GPU."""
+        return int(HOST_MEMORY_SHARE * self.host_gib * 2**30)
 
 
 def _describe(target: str) -> dict:
@@ -110,6 +119,8 @@ def _gpu(row: dict[str, str]) -> Gpu:
         domain=int(row["domain"]),
         host=int(row["host"]),
         network_gbs=float(row["network_gbs"]),
+        host_gbs=float(row["host_gbs"]),
+        host_gib=float(row["host_gib"]) / int(row["host"]),
         source=row["source"],
     )
 
@@ -122,6 +133,7 @@ class Cluster:
     """`num_gpus` equal GPUs in nodes."""
 
     gpu: Gpu
+    """With the host that it has in this machine."""
     num_gpus: int
     gpus_per_node: int
     """GPUs that the fast link joins: a host's, or more where NVLink spans hosts."""
@@ -147,7 +159,8 @@ class Cluster:
 CLUSTERS = {row["name"]: row for row in _table("clusters.csv")}
 """Machine to its GPU, the GPU's share of the network in GB/s and one direction, and source; nodes are NVLink domains.
 
-The network is InfiniBand or as quick, but where `efa` says that AWS' Elastic Fabric Adapter joins the nodes.
+The network is InfiniBand or as quick, but where `efa` says that AWS' Elastic Fabric Adapter joins the nodes. `host_gib`
+is the memory of a host, where it is another than that of the GPU's usual machine.
 """
 
 
@@ -177,29 +190,36 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
-    """Find `num_gpus` GPUs in a named machine, in `NODESxGPUS,INTRA,INTER` (GB/s of a GPU and direction), or as usual.
+    """Find `num_gpus` GPUs in a named machine, in one that is written out, or as usual.
 
-    Without a `gpu` they are the machine's, or H100s.
+    Written out it is `NODESxGPUS,INTRA,INTER[,HOST_GIB,HOST_GBS]`: GB/s of a GPU and direction within and between
+    nodes, memory of a host (0: nothing is offloaded to it), and GB/s of a GPU and direction to that. Without a `gpu`
+    they are the machine's, or H100s.
 
     Raises `UserError` if the machine is not known, has another GPU, or not `num_gpus` of them.
     """
     chosen = find_gpu(gpu or CLUSTERS.get((text or "").lower(), {"gpu": "h100"})["gpu"])
     efa = False
     gpus_per_node, intra, inter = chosen.domain, chosen.nvlink_gbs, chosen.network_gbs
-    sizes = re.fullmatch(r"(\d+)x(\d+),(\d+\.?\d*),(\d+\.?\d*)", (text or "").replace(" ", ""))
+    number = r",(\d+\.?\d*)"
+    written = rf"(\d+)x(\d+){number}{number}(?:{number}{number})?"
+    sizes = re.fullmatch(written, (text or "").replace(" ", ""))
     if sizes is not None:
         nodes, gpus_per_node = int(sizes[1]), int(sizes[2])
         intra, inter = float(sizes[3]), float(sizes[4])
         fix = f"that is {nodes * gpus_per_node} GPUs, but --gpus is {num_gpus}"
         require(nodes * gpus_per_node == num_gpus, "cluster", text, fix)
-        require(min(num_gpus, intra, inter) > 0, "cluster", text, "every number must be positive")
+        chosen = _with_host(chosen, sizes[5], sizes[6], gpus_per_node)
+        positive = min(num_gpus, intra, inter, chosen.host_gbs) > 0
+        require(positive, "cluster", text, "every number but HOST_GIB must be positive")
     elif text is not None:
-        fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER as 64x8,450,50"
+        fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER[,HOST_GIB,HOST_GBS] as 64x8,450,50"
         require(text.lower() in CLUSTERS, "cluster", text, _near(text.lower(), CLUSTERS) + fix)
         machine = CLUSTERS[text.lower()]
         built_of, inter, efa = machine["gpu"], float(machine["inter_gbs"]), machine["efa"] == "efa"
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
         require(GPUS[built_of].kind == chosen.kind, "cluster", text, fix)
+        chosen = _with_host(chosen, machine["host_gib"], None, gpus_per_node)
     return Cluster(
         gpu=chosen,
         num_gpus=num_gpus,
@@ -209,6 +229,12 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
         efa=efa,
         name=text or chosen.name,
     )
+
+
+def _with_host(gpu: Gpu, host_gib: str | None, host_gbs: str | None, per_node: int) -> Gpu:
+    """Return `gpu` with its share of a host of `host_gib`, and a link to it; what is empty stays the usual one's."""
+    own = gpu.host_gib if not host_gib else float(host_gib) / min(per_node, gpu.host)
+    return replace(gpu, host_gib=own, host_gbs=float(host_gbs or gpu.host_gbs))
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -26,6 +26,8 @@ class StepPrediction:
     """Seconds by what takes them; together `step_s`."""
     peak_bytes: int
     """Most memory in use at any time."""
+    host_bytes: int = 0
+    """Activations of one GPU in the host's memory."""
     workspace_bytes: int = 0
     """Workspaces of libraries beside it, as far as they are known; 0 by formula."""
     one_stream_s: float | None = None
@@ -50,8 +52,14 @@ class StepPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether peak and workspaces together are no more than what a run may take of the GPU."""
-        return self.peak_bytes + self.workspace_bytes <= self.gpu.usable_bytes
+        """Whether the GPU has the memory for peak and workspaces together, and the host for what is offloaded."""
+        held = self.peak_bytes + self.workspace_bytes
+        return held <= self.gpu.usable_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has the memory for what is offloaded."""
+        return self.host_bytes <= self.gpu.usable_host_bytes
 
     def scaled(self, factor: float) -> "StepPrediction":
         """Return the same step, `factor` times as long."""
@@ -73,7 +81,9 @@ class StepPrediction:
             "tokens_per_s_gpu": self.tokens_per_s_gpu,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
             "workspace_bytes": self.workspace_bytes,
             "usable_bytes": self.gpu.usable_bytes,
+            "usable_host_bytes": self.gpu.usable_host_bytes,
             "fits": self.fits,
         }

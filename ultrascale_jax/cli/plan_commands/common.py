@@ -40,7 +40,8 @@ class Options(command_line.Options):
     gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
     """Name of the GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
     cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
-    """The machine's name, or its nodes and the GB/s of one GPU within and between them."""
+    """The machine's name, or its nodes and the GB/s of one GPU within and between them; then ,HOST_GIB,HOST_GBS may
+    follow, the memory of a host and the GB/s of one GPU to it."""
     global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
     """Tokens of one optimizer step, instead of --train.global-batch; K and M are 1,024 and 1,024 squared."""
     seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None

@@ -89,7 +89,8 @@ def summarize(
     """
     run = common.planned(cfg, options)
     usable, held = model.usable_bytes(cluster.gpu), model.breakdown(run)
-    fits = held.peak_bytes <= usable
+    moved, host = memory.host_bytes(run), cluster.gpu.usable_host_bytes
+    fits = held.peak_bytes <= usable and moved <= host
     hint, hint_bytes = _hint(cfg, options, cluster, model, fits=fits, meshes=meshes)
     return {
         "label": run.label,
@@ -101,6 +102,8 @@ def summarize(
         "in_flight": model.in_flight(run),
         "peak_bytes": held.peak_bytes,
         "usable_bytes": usable,
+        "host_bytes": moved,
+        "usable_host_bytes": host,
         "fits": fits,
         "hint": hint,
         "hint_bytes": hint_bytes,
@@ -146,6 +149,10 @@ def _parts(summary: dict[str, Any]) -> Table:
     table.add_section()
     table.add_row("together", f"{summary['peak_bytes'] / count:.2f}", "100%")
     table.add_row(f"usable of {summary['gpu']}", f"{summary['usable_bytes'] / count:.2f}", "")
+    if moved := summary["host_bytes"]:
+        table.add_section()
+        table.add_row("activations in the host's memory", f"{moved / count:.2f}", "")
+        table.add_row("usable of the host", f"{summary['usable_host_bytes'] / count:.2f}", "")
     return table
 
 
@@ -159,9 +166,12 @@ def _timeline(summary: dict[str, Any]) -> Table:
 
 def _verdict(summary: dict[str, Any]) -> str:
     space = summary["usable_bytes"] - summary["peak_bytes"]
+    host = summary["usable_host_bytes"] - summary["host_bytes"]
     hint = f"{summary['hint']} ({common.size(summary['hint_bytes'])})"
     if summary["fits"]:
         more = f"; there is room for {hint}" if summary["hint"] else ""
         return f"fits, {common.size(space)} left{more}"
     nothing = "no mesh, micro-batch, ZeRO stage or recomputation is enough"
-    return f"does not fit, {common.size(-space)} short; {f'try {hint}' if summary['hint'] else nothing}"
+    short = [f"{common.size(-space)} short"] if space < 0 else []
+    short += [f"{common.size(-host)} of the host's memory short"] if host < 0 else []
+    return f"does not fit, {' and '.join(short)}; {f'try {hint}' if summary['hint'] else nothing}"

@@ -265,6 +265,7 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         step_s=timeline.step_s,
         parts=parts,
         peak_bytes=step.peak_bytes,
+        host_bytes=step.host_bytes,
         workspace_bytes=step.workspace_bytes,
         one_stream_s=timeline.one_stream_s,
         side_by_side_s=timeline.side_by_side_s,

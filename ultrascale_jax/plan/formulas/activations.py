@@ -6,7 +6,7 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ultrascale_jax.config import remat_names
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
@@ -150,10 +150,18 @@ def _attention_bytes(layer: Layer) -> dict[str, float]:
     }
 
 
+def offloaded_bytes(run: Run, layer: Layer) -> float:
+    """Count the bytes of a mean layer's activations that wait for its backward pass in the host's memory."""
+    names = remat_names(run.remat)[1]
+    if not names:
+        return 0.0
+    kept = saved_bytes(replace(run, remat=f"save:{','.join(names)}"), layer)
+    return sum(size for kind, size in kept.items() if kind != "layer inputs")
+
+
 def returning_bytes(run: Run, layer: Layer) -> float:
     """Count the bytes of a layer's activations that return from the host while the layer behind it computes."""
-    names = remat_names(run.remat)[1] if run.prefetches else ()
-    return sum(_named_bytes(layer, names).values())
+    return offloaded_bytes(run, layer) if run.prefetches else 0.0
 
 
 def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:

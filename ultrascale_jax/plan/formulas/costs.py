@@ -68,9 +68,8 @@ NODE_HOP_S = 3.4e-6
 START_S = 8.4e-6
 """Beginning a collective: `baseLat` of the same model, ring, Simple."""
 
-HOST_GBS = {8: 0.85 * 31.5, 9: 0.85 * 63.0, 10: 0.85 * 63.0}
-"""To the host's memory, by compute capability: x16 of PCIe 4.0 or 5.0, of which packets of 256 bytes leave 85%.
-GB200 reaches its host faster than this."""
+HOST_SHARE = 0.85
+"""Of the link to the host: what packets of 256 bytes leave of PCIe 4.0 and 5.0."""
 
 
 @functools.cache
@@ -103,7 +102,7 @@ def memory_seconds(gpu: Gpu, size: float) -> float:
 
 def host_seconds(gpu: Gpu, size: float) -> float:
     """Time copying `size` bytes to the host's memory, or from it."""
-    return size / (HOST_GBS[gpu.capability[0]] * 1e9)
+    return size / (HOST_SHARE * 1e9 * gpu.host_gbs)
 
 
 def collective_seconds(cluster: Cluster, kind: str, size: float, group: Group) -> float:

@@ -17,6 +17,7 @@ from ultrascale_jax.plan.formulas.activations import (
     layer_of,
     loss_chunks,
     mtp_saved_bytes,
+    offloaded_bytes,
     returning_bytes,
     saved_bytes,
     working_set,
@@ -69,6 +70,11 @@ def breakdown(run: Run) -> Breakdown:
         moments.append(sums(run, weights) | _scatter(weights))
     largest = max(moments, key=lambda parts: sum(parts.values()))
     return Breakdown({name: value for name, value in (resting | largest).items() if value})
+
+
+def host_bytes(run: Run) -> int:
+    """Count the bytes of one GPU's activations that wait in the host's memory: of all layers, of one micro-batch."""
+    return int(run.shape.layers * offloaded_bytes(run, layer_of(run)))
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -231,5 +237,10 @@ def timeline(run: Run) -> list[tuple[str, int]]:
 
 
 def fits(run: Run, gpu: Gpu) -> bool:
-    """Return whether `run` needs no more than what is usable of `gpu`."""
-    return breakdown(run).peak_bytes <= gpu.usable_bytes
+    """Return whether `run` needs no more than what is usable of `gpu`, and of its host."""
+    return breakdown(run).peak_bytes <= gpu.usable_bytes and fits_host(run, gpu)
+
+
+def fits_host(run: Run, gpu: Gpu) -> bool:
+    """Return whether the host of `gpu` has the memory for what `run` offloads."""
+    return host_bytes(run) <= gpu.usable_host_bytes

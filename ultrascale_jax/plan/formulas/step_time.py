@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from ultrascale_jax.config import REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
-from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
+from ultrascale_jax.plan.formulas.activations import layer_of, offloaded_bytes, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
-from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -56,6 +56,7 @@ class Step:
             step_s=sum(parts.values()),
             parts={name: seconds for name, seconds in parts.items() if seconds > 0},
             peak_bytes=peak_bytes,
+            host_bytes=host_bytes(self.run),
         )
 
     def parts(self) -> dict[str, float]:
@@ -164,7 +165,7 @@ class Step:
             "exposed cp": sum(self.exchanged()),
             "exposed ep": self.experts(),
             "exposed fsdp": self.layer_parameters(forward_s, backward_s),
-            "exposed offload": self.offload(forward_s + backward_s),
+            "exposed offload": self.offload(forward_s, backward_s),
         }
         moved = self.moved(self.layer_params())
         hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
@@ -252,19 +253,27 @@ class Step:
         groups = KEPT.get(remat) or remat_names(remat)
         return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
 
-    def offload(self, layer: float) -> float:
-        """Time copying activations to the host and back, beyond the time of the layer."""
-        if "offload" not in self.run.remat:
+    def offload(self, forward: float, backward: float) -> float:
+        """Time copying activations to the host in the forward pass, and back in the backward pass, beyond their work.
+
+        In DGX machines a GPU reaches its network card over the same PCIe link, so what a layer's parameters and
+        gradients send between nodes travels there too. The simulation of compiled programs does not charge that.
+        """
+        copied = offloaded_bytes(self.run, layer_of(self.run))
+        if not copied:
             return 0.0
-        shape, n = self.shape, self.tensor.ranks
-        heads = shape.head_dim * shape.num_heads
-        kv_heads = shape.head_dim * max(shape.num_kv_heads, n)
-        widths = {"q": heads, "attn_core": heads, "k": kv_heads, "v": kv_heads}
-        widths |= {"gate": shape.d_ff, "up": shape.d_ff}
-        names = remat_names(self.run.remat)[1]
-        width = sum(widths.get(name, shape.d_model) for name in names)
-        copied = 2 * 2 * self.run.tokens * width / n
-        return max(0.0, costs.host_seconds(self.gpu, copied) - self.profile.hide * layer)
+        sent, hide = self.sent_between_nodes(), self.profile.hide
+        passes = (forward, copied + sent), (backward, copied + 2 * sent)
+        return sum(max(0.0, costs.host_seconds(self.gpu, size) - hide * s) for s, size in passes)
+
+    def sent_between_nodes(self) -> float:
+        """Count the bytes that one GPU sends to other nodes when a layer's parameters are gathered (ZeRO-3)."""
+        if self.run.zero < 3:
+            return 0.0
+        return sum(
+            2 * count * (ranks.nodes - 1) / ranks.nodes / ranks.per_node
+            for count, ranks in self.layer_params()
+        )
 
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import AXES, Config, MeshConfig
-from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
+    OFFLOADED,
     POLICIES,
     UNTRAINED,
     Choices,
@@ -163,7 +164,7 @@ class Search:
         """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
 
         One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
-        `selective` may be faster (`Step.kept_beyond_names`).
+        `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for.
         """
         least = breakdown(runs[-1]).peak_bytes
         if least > NEAR * self.usable_bytes and all(run.remat in POLICIES for run in runs):
@@ -176,13 +177,14 @@ class Search:
                 self.counts[NEEDLESS] += 1
                 continue
             peak = least if run is runs[-1] else breakdown(run).peak_bytes
-            if peak > self.usable_bytes:
+            if peak > self.usable_bytes or not fits_host(run, self.cluster.gpu):
                 self.counts["does not fit"] += 1
                 self._misses.append((peak, run))
                 continue
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
-            is_fastest = run.remat in POLICIES and (run.remat != "none" or run.mesh.pp > 1)
+            unsure = () if run.mesh.pp > 1 else ("none", *OFFLOADED)
+            is_fastest = run.remat in POLICIES and run.remat not in unsure
             enough |= is_fastest and peak <= MARGIN * self.usable_bytes
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
@@ -302,10 +304,12 @@ class Search:
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
         if not candidate.best.fits:
-            source = "compiled, it" if candidate.compiled else "it"
-            needed = candidate.best.peak_bytes + candidate.best.workspace_bytes
-            need, usable = (size / GIB for size in (needed, self.usable_bytes))
-            return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB"
+            source, step = "compiled, it" if candidate.compiled else "it", candidate.best
+            sizes, whose = (step.peak_bytes + step.workspace_bytes, self.usable_bytes), ""
+            if not step.fits_host:
+                sizes, whose = (step.host_bytes, step.gpu.usable_host_bytes), " of the host"
+            need, usable = (size / GIB for size in sizes)
+            return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB{whose}"
         if candidate is best:
             return "best"
         failure = f"does not compile: {candidate.failure}" if candidate.failure else ""

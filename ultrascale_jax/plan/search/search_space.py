@@ -35,6 +35,7 @@ from ultrascale_jax.config import (
     require,
     with_changes,
 )
+from ultrascale_jax.plan.formulas.memory import fits_host
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
 from ultrascale_jax.training.model_shape import ModelShape
@@ -48,7 +49,15 @@ STASHES = ("residuals", "input")
 NAMED = ("save:q,k,v,attn_core,attn_out,gate", "save:q,k,v,attn_core,attn_out", "save:q,k,v")
 """Recomputation by name that is tried without a pipeline: with `up` the products of `dots`, attention, MaxText's."""
 
-POLICIES = (*REMAT_POLICIES[:-1], *NAMED, REMAT_POLICIES[-1])
+OFFLOADED = (
+    "save:q,k,v,attn_core,attn_out,up+offload:gate",
+    "save:q,k,v,attn_core,attn_out+offload:gate,up",
+    "save:k,v,attn_core+offload:q,attn_out,gate,up",
+)
+"""Dense layers that gather ahead keep all of these results, more and more of them in the host's memory: a byte of each
+but `attn_core` saves as much arithmetic, so the widest go first, and of `attn_core` the statistics would go along."""
+
+POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
 NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out")
@@ -149,7 +158,7 @@ def enumerate_runs(
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
                 else:
-                    runs += _variants(run, cfg, choices)
+                    runs += _variants(run, cfg, cluster, choices)
     return Space(runs=runs, refusal="" if shape.gated else UNTRAINED, illegal=illegal)
 
 
@@ -258,12 +267,22 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     ]
 
 
-def _variants(run: Run, cfg: Config, choices: Choices) -> Iterator[Run]:
-    """Yield `run` with every stash and recompute policy, from what repeats the least."""
-    tried = POLICIES
+def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
+    """Yield `run` with every stash and recompute policy, from what repeats the least.
+
+    What is offloaded is tried where layers gather ahead and are dense, and the host has the memory.
+    """
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
         tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
+    else:
+        offloads = run.prefetches and run.shape.experts is None
+        tried = [
+            remat
+            for remat in POLICIES
+            if remat not in OFFLOADED
+            or (offloads and fits_host(dataclasses.replace(run, remat=remat), cluster.gpu))
+        ]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
