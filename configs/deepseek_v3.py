@@ -2,8 +2,9 @@
 
 16 pipeline stages, 64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. Recomputation and micro-batches are the
 fastest that fit the GPUs at hand; on H100s all is recomputed but attention's result, and 120 micro-batches have a
-sequence each. Experts are balanced by their biases, and each sequence by a small loss. Not of the report: FP8, the
-table of DualPipe (1F1B's ticks overlap their passes as DualPipe's do), batches that grow, the token after the next.
+sequence each. Experts are balanced by their biases, and each sequence by a small loss. Buffers are for balanced
+routing; what exceeds them takes rounds of an eighth. Not of the report: FP8, the table of DualPipe (1F1B's ticks
+overlap their passes as DualPipe's do), batches that grow, the token after the next.
 """
 
 from ultrascale_jax.config import (
@@ -32,7 +33,9 @@ config = Config(
     train=TrainConfig(
         steps=235_000, global_batch=15360, microbatches=AUTO, zero=1, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(a2a_groups=8, aux_loss=(0.0001, "sequence"), bias_rate=0.001),
+    moe=MoEConfig(
+        capacity_factor=1.0625, a2a_groups=8, aux_loss=(0.0001, "sequence"), bias_rate=0.001
+    ),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/deepseek_v3"),
 )

@@ -1,7 +1,8 @@
 """gpt-oss 20B, meant for 16 to 64 GPUs of 80 GB: the 32 experts of a layer inside each node, sharded across.
 
 4 M tokens a step. The width, 2,880, is divisible by 64 and no higher power of two: with more GPUs add `dp`.
-Recomputation and micro-batches are the fastest that fit the GPUs at hand.
+Recomputation and micro-batches are the fastest that fit the GPUs at hand. Buffers are for balanced routing; what
+exceeds them takes rounds of an eighth.
 """
 
 from ultrascale_jax.config import (
@@ -25,7 +26,7 @@ config = Config(
     train=TrainConfig(
         steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(aux_loss=(0.001, "batch")),
+    moe=MoEConfig(aux_loss=(0.001, "batch"), capacity_factor=1.0625),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/gpt_oss_20b"),
 )

@@ -1,7 +1,8 @@
 """Qwen3 30B-A3B, meant for 16 to 512 GPUs of 80 GB: the 128 experts of a layer inside each node, sharded across.
 
 4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand. The weight of the
-balancing loss is that of its `config.json`.
+balancing loss is that of its `config.json`. Buffers are for balanced routing; what exceeds them takes rounds
+of an eighth.
 """
 
 from ultrascale_jax.config import (
@@ -25,7 +26,7 @@ config = Config(
     train=TrainConfig(
         steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(aux_loss=(0.001, "batch")),
+    moe=MoEConfig(aux_loss=(0.001, "batch"), capacity_factor=1.0625),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/qwen3_30b_a3b"),
 )

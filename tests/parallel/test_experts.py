@@ -319,7 +319,7 @@ FULL = MoEConfig(dispatch="capacity", capacity_factor=1.0)
         (FULL, Layout(1), EXPERTS),
         pytest.param(FULL, Layout(8), EXPERTS, marks=pytest.mark.wide),
         (FULL, Layout(4, sp=2), EXPERTS),
-        (MoEConfig(dispatch="capacity", capacity_factor=1.25, a2a_groups=2), Layout(8), GROUPED),
+        (MoEConfig(dispatch="capacity", capacity_factor=1.0, a2a_groups=2), Layout(8), GROUPED),
     ],
     ids=["ep1", "ep8", "ep4_sp2", "ep8_nodes2"],
 )

@@ -24,16 +24,19 @@ class A2AStage:
 def hit_fraction(experts: Experts, count: int) -> float:
     """Return the share of tokens that balanced routing sends to at least one of `count` neighbouring experts.
 
-    A token's k experts are then any k of those of its groups: the chance that `count` hold none of them is
-    C(n - count, k) / C(n, k).
+    The router opens groups by their best scores, so each open group is taken to have the same number of a token's k
+    experts, or one more. They are any j of the `size` in the group: the chance that `count` hold none of them is
+    C(size - count, j) / C(size, j).
     """
-    k, size = experts.top_k, experts.num // experts.groups
-    chosen = size * experts.groups_per_token
+    size, opened = experts.num // experts.groups, experts.groups_per_token
     if count > size:
-        # Several groups: as if there were none.
-        return 1 - math.comb(experts.num - count, k) / math.comb(experts.num, k)
-    missed = math.comb(chosen - count, k) / math.comb(chosen, k)
-    return experts.groups_per_token / experts.groups * (1 - missed)
+        closed = experts.groups - math.ceil(count / size)
+        return 1 - math.comb(closed, opened) / math.comb(experts.groups, opened)
+    j, more = divmod(experts.top_k, opened)
+    missed = (opened - more) * math.comb(size - count, j) / math.comb(size, j)
+    if more:
+        missed += more * math.comb(size - count, j + 1) / math.comb(size, j + 1)
+    return (opened - missed) / experts.groups
 
 
 def capacity(tokens: int, expected: float, capacity_factor: float) -> int:

@@ -109,108 +109,164 @@ combine.defvjp(
     lambda index, g: (dispatch(g, *index), None, None),
 )
 
+_bits = jax.lax.bitcast_convert_type
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchange_together(
+def exchange_tokens(
     exchange: Callable, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Send rows `[S, D]`, ids and weights `[S, k]` in one exchange, as bits; `exchange` is its own transpose.
 
-    Three exchanges would take turns, and hold up what they could overlap with.
+    Three exchanges would take turns, and hold up what they could overlap with. Returns `[S, W]`, whose first D columns
+    are the rows, and whose others the bits: to cut them off would be a pass over memory, and to add them to a gradient.
     """
-    x, numbers = _unpack(exchange(_pack(x, jnp.concatenate([_bits(ids), _bits(weights)], 1))), x)
-    bits = jnp.split(numbers, 2, axis=1)
-    ids, weights = (
-        jax.lax.bitcast_convert_type(a, dtype)
-        for a, dtype in zip(bits, (jnp.int32, jnp.float32), strict=True)
-    )
-    return x, ids, weights
+    D, sent = x.shape[1], [_bits(x, _kind(x)), _columns(ids, x), _columns(weights, x)]
+    wide = exchange(jnp.concatenate(sent, axis=1))
+    ids, weights = jnp.split(wide[:, D:], 2, axis=1)
+    return _bits(wide, x.dtype), _numbers(ids, jnp.int32), _numbers(weights, jnp.float32)
 
 
-def _together_backward(exchange, _, g):
-    x, bits = _unpack(exchange(_pack(g[0], _bits(g[2]))), g[0])
-    return x, None, jax.lax.bitcast_convert_type(bits, jnp.float32)
+def _exchange_tokens_backward(exchange, _, g):
+    d_wide, _, d_weights = g
+    sent = _columns(d_weights, d_wide)
+    D = d_wide.shape[1] - 2 * sent.shape[1]
+    wide = exchange(jax.lax.dynamic_update_slice(_bits(d_wide, _kind(d_wide)), sent, (0, D)))
+    came = _numbers(wide[:, D : D + sent.shape[1]], jnp.float32)
+    return _bits(wide[:, :D], d_wide.dtype), None, came
 
 
-exchange_together.defvjp(
-    lambda exchange, x, ids, weights: (exchange_together(exchange, x, ids, weights), None),
-    _together_backward,
+exchange_tokens.defvjp(
+    lambda exchange, *tokens: (exchange_tokens(exchange, *tokens), None), _exchange_tokens_backward
 )
 
 
-def _bits(a: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(a, jnp.uint32)
+def _kind(x: jax.Array) -> jnp.dtype:
+    """Return the type of integers as wide as x's numbers."""
+    return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
-def _pack(x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Pack rows `[S, D]` and 32-bit numbers `[S, k]` side by side, as bits in integers as wide as x's numbers."""
-    kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    numbers = jax.lax.bitcast_convert_type(numbers, kind).reshape(x.shape[0], -1)
-    return jnp.concatenate([jax.lax.bitcast_convert_type(x, kind), numbers], axis=1)
+def _columns(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    """Return 32-bit numbers `[S, k]` as integers as wide as x's numbers, in 1 or more columns each."""
+    return _bits(numbers, _kind(x)).reshape(x.shape[0], -1)
 
 
-def _unpack(packed: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Unpack the rows, in the type and width of `like`, and the bits of the numbers as uint32."""
-    x, numbers = jnp.split(packed, [like.shape[1]], axis=1)
-    narrow = 4 // like.dtype.itemsize
-    numbers = numbers.reshape(x.shape[0], -1, narrow) if narrow > 1 else numbers
-    return jax.lax.bitcast_convert_type(x, like.dtype), jax.lax.bitcast_convert_type(
-        numbers, jnp.uint32
-    )
+def _numbers(columns: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return the 32-bit numbers `[S, k]` of these columns."""
+    narrow = 4 // columns.dtype.itemsize
+    split = columns.reshape(columns.shape[0], -1, narrow) if narrow > 1 else columns
+    return _bits(split, dtype)
 
 
 def in_rounds(
-    one_round: Callable, rows: int, busiest: jax.Array, most: int, ints: Any, floats: Any
+    one_round: Callable,
+    rows: int,
+    busiest: jax.Array,
+    most: int,
+    ints: Any,
+    floats: tuple[Any, Any],
+    *,
+    exchanges: bool = False,
+    apart: bool = False,
 ) -> Any:
     """Sum `one_round(rows, start, ints, floats)` until every place has had `busiest` rows, which is at most `most`.
 
     The first round takes `rows` of each place from its start on, and is plain. The others, if there are any, take
     `later_rows` each and run in a loop whose length is known only at run time; their backward pass is another such
     loop that computes them again.
+
+    Args:
+      one_round: what is summed.
+      rows: of each place, in the first round.
+      busiest: rows of the place that has the most.
+      most: a bound of it.
+      ints: what has no gradient.
+      floats: tokens and matrices, which have.
+      exchanges: whether a round communicates. XLA lets no collective run beside a loop that has some, so that loop
+        comes before the first round backward, and its sums are added. Otherwise loops begin with what the first round
+        gave, and add nothing where no further round is needed.
+      apart: add the gradients of the matrices all the same, so that those of the tokens do not wait for them.
     """
-    first = one_round(rows, jnp.int32(0), ints, floats)
     if most <= rows:
-        return first
-    # Backward, the first round waits for the loop: else its half-made gradients live on beside it.
+        return one_round(rows, jnp.int32(0), ints, floats)
+    if not exchanges:
+        return _all_rounds(one_round, rows, apart, busiest, ints, floats)
+    first = one_round(rows, jnp.int32(0), ints, floats)
     first, floats = grad_barrier((first, floats))
-    later = functools.partial(one_round, later_rows(rows))
-    return jax.tree.map(jnp.add, first, _later(later, rows, busiest, ints, floats))
+    return jax.tree.map(jnp.add, first, _later(one_round, rows, busiest, ints, floats))
 
 
-def _sum_later(one_round: Callable, rows: int, busiest: jax.Array, zeros: Any) -> Any:
-    """Sum `one_round(start)` over the rounds after the first, in a loop whose length is known only at run time."""
+def _add_later(one_round: Callable, rows: int, busiest: jax.Array, first: Any) -> Any:
+    """Add `one_round(start)` of the rounds after the first, in a loop whose length is known only at run time."""
 
     def add(state):
         start, total = state
         return start + later_rows(rows), jax.tree.map(jnp.add, total, one_round(start))
 
-    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows), zeros))[1]
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows), first))[1]
+
+
+def _add_later_gradients(one_round: Callable, rows: int, given: tuple, g: Any, first: Any) -> Any:
+    """Add the gradients of `floats` in the rounds after the first, which it computes again."""
+    busiest, ints, floats = given
+
+    def gradients(start):
+        _, pull_back = jax.vjp(
+            lambda floats: one_round(later_rows(rows), start, ints, floats), floats
+        )
+        return pull_back(g)[0]
+
+    return _add_later(gradients, rows, busiest, first)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _all_rounds(one_round, rows, apart, busiest, ints, floats):
+    """Return the sum over all rounds."""
+    return _all_rounds_forward(one_round, rows, apart, busiest, ints, floats)[0]
+
+
+def _all_rounds_forward(one_round, rows, apart, busiest, ints, floats):
+    first, pull_back = jax.vjp(lambda floats: one_round(rows, jnp.int32(0), ints, floats), floats)
+    total = _add_later(
+        lambda start: one_round(later_rows(rows), start, ints, floats), rows, busiest, first
+    )
+    return total, (pull_back, (busiest, ints, floats))
+
+
+def _all_rounds_backward(one_round, rows, apart, saved, g):
+    pull_back, given = saved
+    ((d_tokens, d_matrices),) = pull_back(g)
+    begin = d_tokens, _zeros(d_matrices) if apart else d_matrices
+    d_tokens, later = _add_later_gradients(one_round, rows, given, g, begin)
+    d_matrices = jax.tree.map(jnp.add, d_matrices, later) if apart else later
+    return None, None, (d_tokens, d_matrices)
+
+
+_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _later(one_round, rows, busiest, ints, floats):
     """Return the sum over the rounds after the first."""
     axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
-    kinds = jax.eval_shape(lambda: one_round(jnp.int32(rows), ints, floats))
-    zeros = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), axes), kinds)
-    return _sum_later(lambda start: one_round(start, ints, floats), rows, busiest, zeros)
+    later = functools.partial(one_round, later_rows(rows))
+    kinds = jax.eval_shape(lambda: later(jnp.int32(rows), ints, floats))
+    zeros = jax.tree.map(lambda zero: vary(zero, axes), _zeros(kinds))
+    return _add_later(lambda start: later(start, ints, floats), rows, busiest, zeros)
 
 
 def _later_backward(one_round, rows, saved, g):
-    busiest, ints, floats = saved
-
-    def gradients(start):
-        _, pull_back = jax.vjp(lambda floats: one_round(start, ints, floats), floats)
-        return pull_back(g)[0]
-
-    zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), floats)
-    return None, None, _sum_later(gradients, rows, busiest, zeros)
+    return None, None, _add_later_gradients(one_round, rows, saved, g, _zeros(saved[2]))
 
 
-_later.defvjp(
-    lambda one_round, rows, busiest, ints, floats: (
-        _later(one_round, rows, busiest, ints, floats),
-        (busiest, ints, floats),
-    ),
-    _later_backward,
-)
+_later.defvjp(lambda *given: (_later(*given), given[2:]), _later_backward)
+
+
+def _zeros(like: Any) -> Any:
+    """Return arrays of zeros, each written by itself: of equal ones XLA would write one, and copy it for each loop."""
+    leaves, tree = jax.tree.flatten(like)
+    zeros = jax.lax.optimization_barrier([jnp.zeros((), leaf.dtype) for leaf in leaves])
+    found = (
+        vary(jnp.full(a.shape, zero), varying(a)) for a, zero in zip(leaves, zeros, strict=True)
+    )
+    return tree.unflatten(found)

@@ -37,7 +37,7 @@ from ultrascale_jax.parallel.experts.dispatch import (
     Slots,
     combine,
     dispatch,
-    exchange_together,
+    exchange_tokens,
     in_rounds,
 )
 from ultrascale_jax.parallel.experts.local import (
@@ -49,7 +49,8 @@ from ultrascale_jax.parallel.experts.local import (
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
-"""x `[n, D]`, ids `[n, k]` that count the experts at hand (those of others are beyond), weights `[n, k]`."""
+"""x `[n, W]` with the tokens in its first D columns, ids `[n, k]` that count the experts at hand (those of others are
+beyond), weights `[n, k]`."""
 
 type Inner = Callable[[Tokens, Matrices], tuple[jax.Array, jax.Array]]
 """`(tokens, matrices) -> (their sums [n, D], dropped choices)`."""
@@ -247,15 +248,15 @@ class _Local:
         experts = functools.partial(ragged_experts, self.activation)
         if self.product is not None:
             experts = functools.partial(padded_experts, self.product, self.activation)
-        given = assignment, (x, weights, *matrices)
+        given = assignment, ((x, weights), matrices)
 
         def compute():
             if self.drops:
                 return experts(size, jnp.int32(0), *given)
-            return in_rounds(experts, size, busiest, most, *given)
+            return in_rounds(experts, size, busiest, most, *given, apart=not self.idles)
 
         def nothing():
-            return vary(jnp.zeros_like(x), varying(x))
+            return vary(jnp.zeros((n, matrices[0].shape[0]), x.dtype), varying(x))
 
         some = jnp.sum(assignment.counts) > 0
         y = jax.lax.cond(some, compute, nothing) if self.idles else compute()
@@ -320,7 +321,7 @@ class _Exchange:
         x, ids, weights = zip(*batch, strict=True)
         assignments, parts = [self._assign(a) for a in ids], self.stage.parts
         rows = scaled(self.stage.rows, x[0].shape[0], self.first)
-        ints, floats = (assignments, ids), (x, weights, matrices)
+        ints, floats = (assignments, ids), ((x, weights), matrices)
         if self.drops:
             results, dropped = self._round(rows, jnp.int32(0), ints, floats)
             for assignment, own in zip(assignments, ids, strict=True):
@@ -337,7 +338,8 @@ class _Exchange:
         def one_round(rows, start, ints, floats):
             return self._round(rows, start, ints, floats)[0]
 
-        results = in_rounds(one_round, rows, busiest, x[0].shape[0], ints, floats)
+        most = x[0].shape[0]
+        results = in_rounds(one_round, rows, busiest, most, ints, floats, exchanges=True)
         return results, jnp.int32(0)
 
     def _assign(self, ids: jax.Array) -> Assignment:
@@ -349,13 +351,14 @@ class _Exchange:
 
     def _round(self, rows: int, start, ints, floats) -> tuple[list[jax.Array], jax.Array]:
         """Send at most `rows` rows from each part to each other, of those for it from number `start` on."""
-        x, weights, matrices = floats
+        (x, weights), matrices = floats
+        x = [tokens[:, : matrices[0].shape[0]] for tokens in x]
         slots = [assignment.padded(start, rows) for assignment in ints[0]]
         received = []
         for tokens in map(self._fill, slots, x, ints[1], weights):
             if received:
                 received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
-            x_here, ids, sent = exchange_together(self.exchange, *tokens)
+            x_here, ids, sent = exchange_tokens(self.exchange, *tokens)
             received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
         results, dropped = _in_turn(self.inner, received, matrices, self.exchange)
         back = zip(results, slots, strict=True)

@@ -43,34 +43,55 @@ def padded_experts(
     floats,
 ) -> jax.Array:
     """Compute at most `size` rows of each expert, from its row number `start` on, by batched products."""
-    x, weights, w_gate, w_up, *biases, w_down = floats
+    (x, weights), (w_gate, w_up, *biases, w_down) = floats
     slots = assignment.padded(start, size)
-    x_ECD = dispatch(x, slots.token, slots.slot).reshape(-1, size, x.shape[1])
+    D = w_gate.shape[0]
+    x_ECD = dispatch(x[:, :D], slots.token, slots.slot).reshape(-1, size, D)
     gate_ECF, up_ECF = (product("ECD,DEF->ECF", x_ECD, w) for w in (w_gate, w_up))
     if biases:
         b_gate, b_up = (bias.astype(x.dtype)[:, None] for bias in biases)
         gate_ECF, up_ECF = gate_ECF + b_gate, up_ECF + b_up
     gate_ECF, up_ECF = checkpoint_name(gate_ECF, "gate"), checkpoint_name(up_ECF, "up")
     weight_EC = take_weights(weights, slots).reshape(-1, size)
-    h_ECF = _weighed(gated(activation, gate_ECF, up_ECF), weight_EC)
+    h_ECF = _weighed_gate(activation, gate_ECF, up_ECF, weight_EC)
     y_ECD = product("ECF,DEF->ECD", h_ECF, w_down)
-    return combine(y_ECD.reshape(-1, x.shape[1]), slots.token, slots.slot)
+    return combine(y_ECD.reshape(-1, D), slots.token, slots.slot)
 
 
 def ragged_experts(
     activation: Activation, size: int, start: jax.Array, assignment: Assignment, floats
 ) -> jax.Array:
     """Compute at most `size` rows of all experts together, from number `start` on, by the grouped kernel."""
-    x, weights, w_gate, w_up, w_down = floats
+    (x, weights), (w_gate, w_up, w_down) = floats
     slots, sizes = assignment.ragged(start, size)
     product = functools.partial(grouped_matmul, sizes=sizes, axis=1, implementation="mosaic")
-    x_SD = dispatch(x, slots.token, slots.slot)
+    x_SD = dispatch(x[:, : w_gate.shape[0]], slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
-    h_SF = _weighed(gated(activation, gate_SF, up_SF), take_weights(weights, slots))
+    h_SF = _weighed_gate(activation, gate_SF, up_SF, take_weights(weights, slots))
     return combine(product(h_SF, w_down, transposed=True), slots.token, slots.slot)
 
 
-def _weighed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return hidden values times the weights of their rows, in the type of `hidden`."""
-    return (hidden.astype(jnp.float32) * weight[..., None]).astype(hidden.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighed_gate(
+    activation: Activation, gate: jax.Array, up: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Return the hidden values `[..., F]` of gate and up, times the weights `[...]` of their rows, in gate's type.
+
+    Its backward pass keeps gate and up alone, and reads them and the gradient once.
+    """
+    hidden = gated(activation, gate, up).astype(jnp.float32)
+    return (hidden * weight[..., None]).astype(gate.dtype)
+
+
+def _weighed_gate_backward(activation, saved, g):
+    gate, up, weight = saved
+    hidden, pull_back = jax.vjp(functools.partial(gated, activation), gate, up)
+    g = g.astype(jnp.float32)
+    d_weight = jnp.sum(g * hidden.astype(jnp.float32), axis=-1)
+    return *pull_back((g * weight[..., None]).astype(hidden.dtype)), d_weight
+
+
+_weighed_gate.defvjp(
+    lambda activation, *given: (_weighed_gate(activation, *given), given), _weighed_gate_backward
+)

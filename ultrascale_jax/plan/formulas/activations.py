@@ -224,9 +224,8 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     """Count the bytes of activations that the backward pass of the routed experts has in hand.
 
     The rows as they came at each exchange, and by expert, with their gradients; and gate, up, their product's gradient,
-    the product and their gradients where the first round repeats gate and up. In a loop of further rounds, which is
-    never entered if routing is balanced, the last three take the place of the first; or at its end, when only those are
-    left, there are gradients of the rows by expert, and of those that came at each exchange.
+    the product and their gradients where the first round repeats gate and up. A loop of further rounds, whose buffers
+    have an eighth of the rows, takes no more.
     """
     if run.shape.experts is None:
         return 0.0
@@ -236,10 +235,7 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     saved, offloaded = remat_names(run.remat)
     kept = run.remat in ("none", "selective") or {"gate", "up"} <= {*saved, *offloaded}
     first = 4 if kept else 6
-    found = [first * ffn + 2 * rows + 2 * came]
-    if experts.round_loops(run):
-        found += [4 * ffn + 2 * rows + 2 * came, 3 * ffn + 3 * rows + 3 * came]
-    return layer.width * max(found)
+    return layer.width * (first * ffn + 2 * rows + 2 * came)
 
 
 def experts_forward_bytes(run: Run, layer: Layer) -> float:

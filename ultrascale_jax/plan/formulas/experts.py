@@ -80,15 +80,22 @@ def a2a_rows(run: Run) -> int:
     return num_chunks(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
 
 
-def round_loops(run: Run) -> int:
-    """Count the loops for further rounds, one inside the other: none where a buffer has room for everything."""
-    if run.moe.dispatch == "capacity" or run.shape.experts is None:
+def exchange_loops(run: Run) -> int:
+    """Count the loops for further rounds of an exchange, one inside the other: none where all tokens have room."""
+    if run.moe.dispatch == "capacity":
         return 0
     held, count = tokens(run), 0
     for hop in a2a_stages(run):
         count += hop.rows < held
         held = hop.parts * hop.rows
-    return count + (expert_capacity(run) < _most_rows(run))
+    return count
+
+
+def round_loops(run: Run) -> int:
+    """Count all loops for further rounds: those of the exchanges, and that of an expert's rows inside."""
+    if run.moe.dispatch == "capacity" or run.shape.experts is None:
+        return 0
+    return exchange_loops(run) + (expert_capacity(run) < _most_rows(run))
 
 
 def expert_values(run: Run) -> tuple[float, float]:
@@ -103,19 +110,21 @@ def expert_values(run: Run) -> tuple[float, float]:
 def traffic_bytes(run: Run) -> float:
     """Count the bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
 
-    Read off XLA's programs for 11 runs of Mixtral, Qwen3 and DeepSeek-V3, and fitted to within 8%: so many passes over
-    the rows as they come and by expert, over gate, and over the matrices, which are cast and cut out of their stack,
-    and whose gradients are added to those of each loop for further rounds.
+    With full recomputation: so many passes over the rows as they come and by expert, over gate, and over the matrices,
+    which are cast and cut out of their stack. Each loop for further rounds of an exchange begins with zeros, which are
+    added: gradients of the matrices, and of an exchange inside another rows and their gradients. Read off XLA's
+    programs of DeepSeek-V3, of which it counts nine tenths.
     """
     shape, mesh = run.shape, run.mesh
     if shape.experts is None:
         return 0.0
-    (by_expert, gate), depth = expert_values(run), round_loops(run)
-    came = num_chunks(run) * received_rows(run) * shape.d_model
+    (by_expert, gate), depth = expert_values(run), exchange_loops(run)
+    came = a2a_rows(run) or tokens(run)
+    again = a2a_rows(run) - num_chunks(run) * received_rows(run) if depth > 1 else 0
     matrices = shape.experts.num * shape.expert_params / (mesh.ep * mesh.tensor)
     parts = mesh.fsdp * mesh.cp if run.zero == 3 else 1
-    passes = 2 * by_expert + 11 * gate + (17 + 5 * depth) * came
-    return 2 * (passes + (2.8 * depth + 9 / parts) * matrices)
+    passes = 5 * by_expert + 11 * gate + (11 * came + 5 * again) * shape.d_model
+    return 2 * (passes + (2.3 * depth + 9 / parts) * matrices)
 
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:

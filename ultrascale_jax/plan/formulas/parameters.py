@@ -78,13 +78,11 @@ def layer_params(run: Run, weights: Weights) -> float:
 def expert_matrices(run: Run) -> int:
     """Count the copies of one matrix of the routed experts in their backward pass.
 
-    All matrices gathered or cut out, and the gradients of each loop for further rounds; those of a loop in another
-    begin with zeros.
+    All matrices gathered or cut out, and the gradients to which loops for further rounds add.
     """
-    found, matrices, loops = run.shape.experts, run.shape.matrices, experts.round_loops(run)
-    if found is None:
+    if run.shape.experts is None:
         return 0
-    return matrices * (1 + loops) + 2 * max(loops - 1, 0)
+    return run.shape.matrices * (2 if experts.round_loops(run) else 1)
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
