@@ -122,6 +122,13 @@ def test_the_step_of_deepseek_v3_with_its_module_returns_the_state_that_it_takes
     assert_the_step_returns_the_state_that_it_takes(cfg, "deepseek_v3 with its module")
 
 
+@pytest.mark.slow
+def test_the_step_of_deepseek_v3_in_fp8_returns_the_state_that_it_takes():
+    cfg = on_4096(RECIPES["deepseek_v3"])
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, precision="fp8"))
+    assert_the_step_returns_the_state_that_it_takes(cfg, "deepseek_v3 in fp8")
+
+
 def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * cfg.data.document_mask
     shape = (cfg.train.global_batch, cfg.data.seq_len)

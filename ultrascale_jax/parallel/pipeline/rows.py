@@ -124,10 +124,17 @@ def _backward(first, second, kept, cotangents):
 
     def of_first(dy, sums):
         grads, dx = jax.vjp(branches[0], rows.read(), x)[1](dy)
-        return rows.add(sums, grads), jax.tree.map(empty, params), dx
+        return rows.add(sums, grads), floats(jax.tree.map(empty, params)), dx
 
     def of_second(dy, sums):
-        return sums, *jax.vjp(branches[1], params, x)[1](dy)
+        grads, dx = jax.vjp(branches[1], params, x)[1](dy)
+        return sums, floats(grads), dx
+
+    def floats(grads: Tree) -> Tree:
+        """Leave out gradients of integers, such as the bits of matrices in fp8: none of them has one."""
+        is_float = [jnp.issubdtype(p.dtype, jnp.inexact) for p in jax.tree.leaves(params)]
+        leaves, tree = jax.tree.flatten(grads)
+        return tree.unflatten([g if f else None for g, f in zip(leaves, is_float, strict=True)])
 
     return None, None, None, *lax.cond(chosen, of_first, of_second, *cotangents)
 
