@@ -13,6 +13,7 @@ from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
     a2a_stages,
     capacity,
+    expert_capacity_factor,
     hit_fraction,
     later_rows,
     scaled,
@@ -69,6 +70,16 @@ def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, boun
 @pytest.mark.parametrize(("first", "rows"), [(8, 8), (64, 8), (72, 16), (8704, 1088)])
 def test_a_later_round_has_an_eighth_of_the_first_ones_rows(first, rows):
     assert later_rows(first) == rows
+    assert later_rows(4 * first, 32) == rows
+
+
+def test_an_expert_alone_on_its_rank_has_less_room():
+    """The sum over 4 ranks deviates half as much from its mean as the rows of one."""
+    experts, moe = Experts(num=4, top_k=2), MoEConfig(capacity_factor=1.25)
+    assert expert_capacity_factor(moe, experts, 4) == 1.125
+    assert expert_capacity_factor(moe, experts, 2) == 1.25
+    drops = MoEConfig(capacity_factor=1.25, dispatch="capacity")
+    assert expert_capacity_factor(drops, experts, 4) == 1.25
 
 
 def test_what_a_later_round_sends_finds_room_for_its_share():

@@ -77,7 +77,8 @@ def test_without_ep_the_kernel_needs_no_room_and_no_further_round():
         ({"ep": 16, "a2a_groups": 2}, 2),  # a node gets every token
         ({"ep": 64, "name": "DEEPSEEK_V3", "a2a_groups": 8}, 3),
         ({"ep": 16, "dispatch": "capacity"}, 0),
-        ({"ep": 8, "name": "MIXTRAL_8X7B"}, 1),  # one expert of a rank has room for all its rows
+        ({"ep": 8, "name": "MIXTRAL_8X7B"}, 2),
+        ({"ep": 8, "name": "MIXTRAL_8X7B", "dispatch": "allgather"}, 1),
         ({"name": "LLAMA3_8B"}, 0),
     ],
     ids=str,

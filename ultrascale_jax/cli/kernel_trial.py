@@ -40,6 +40,7 @@ from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
 from ultrascale_jax.launch.events import Events, parse_object, read_events
 from ultrascale_jax.launch.procfs import gpu_kinds
+from ultrascale_jax.parallel.experts.capacity import expert_capacity_factor
 from ultrascale_jax.plan.auto import cluster_of
 from ultrascale_jax.storage.cache import cache_folder, name_of, write_shared
 
@@ -115,9 +116,12 @@ def trials(cfg: Config) -> list[Trial]:
         found["loss"] = tokens, width, words
     if (experts := model.experts) is not None:
         chosen, num = tokens * experts.top_k, experts.num // mesh.ep
-        d_ff, capacity_factor = model.expert_d_ff // tensor, cfg.moe.capacity_factor
+        d_ff, factor = (
+            model.expert_d_ff // tensor,
+            expert_capacity_factor(cfg.moe, experts, mesh.ep),
+        )
         if grouped_matmul_mosaic.takes(0, width, d_ff):
-            found["grouped_matmul"] = chosen, num, width, d_ff, capacity_factor
+            found["grouped_matmul"] = chosen, num, width, d_ff, factor
     sizes = tokens, model.d_ff // tensor, width
     if cfg.train.precision == "fp8_block" and fp8_matmul_mosaic.takes(*sizes):
         found["fp8_matmul"] = sizes

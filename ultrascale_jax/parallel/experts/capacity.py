@@ -44,9 +44,25 @@ def capacity(tokens: int, expected: float, capacity_factor: float) -> int:
     return min(tokens, 8 * math.ceil(capacity_factor * expected / 8))
 
 
-def later_rows(rows: int) -> int:
-    """Return the rows of each place in a round after a first one of `rows`: an eighth of them, a multiple of 8."""
-    return 8 * math.ceil(rows / 64)
+def is_alone(moe: MoEConfig, experts: Experts, ranks: int) -> bool:
+    """Return whether each of `ranks` ranks has one expert, and sends each other what that chose, without drops."""
+    return moe.dispatch == "dropless" and experts.num == ranks
+
+
+def expert_capacity_factor(moe: MoEConfig, experts: Experts, ranks: int) -> float:
+    """Return the rows for which an expert has room in a first round, as a multiple of the balanced ones.
+
+    One that is alone on its rank gets what `ranks` ranks send there. Chance makes this sum deviate less than the rows
+    of one rank, by the square root of their number, so as much less room is as often enough.
+    """
+    if is_alone(moe, experts, ranks):
+        return 1 + (moe.capacity_factor - 1) / math.sqrt(ranks)
+    return moe.capacity_factor
+
+
+def later_rows(rows: int, parts: int = 8) -> int:
+    """Return the rows of each place in a round after a first one of `rows`: a part of them, a multiple of 8."""
+    return 8 * math.ceil(rows / (8 * parts))
 
 
 def scaled(rows: int, tokens: int, first: int) -> int:

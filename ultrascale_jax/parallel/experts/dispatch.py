@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.parallel.experts.capacity import later_rows
 from ultrascale_jax.sharding.primitives import grad_barrier
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -160,86 +159,110 @@ def _numbers(columns: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 def in_rounds(
     one_round: Callable,
-    rows: int,
+    rows: tuple[int, int],
     busiest: jax.Array,
     most: int,
     ints: Any,
     floats: tuple[Any, Any],
     *,
     exchanges: bool = False,
-    apart: bool = False,
 ) -> Any:
     """Sum `one_round(rows, start, ints, floats)` until every place has had `busiest` rows, which is at most `most`.
 
-    The first round takes `rows` of each place from its start on, and is plain. The others, if there are any, take
-    `later_rows` each and run in a loop whose length is known only at run time; their backward pass is another such
+    The first round takes `rows[0]` of each place from its start on, and is plain. The others, if there are any, take
+    `rows[1]` each and run in a loop whose length is known only at run time; their backward pass is another such
     loop that computes them again.
 
     Args:
       one_round: what is summed.
-      rows: of each place, in the first round.
+      rows: of each place, in the first round and in a later one.
       busiest: rows of the place that has the most.
       most: a bound of it.
       ints: what has no gradient.
       floats: tokens and matrices, which have.
       exchanges: whether a round communicates. XLA lets no collective run beside a loop that has some, so that loop
-        comes before the first round backward, and its sums are added. Otherwise loops begin with what the first round
-        gave, and add nothing where no further round is needed.
-      apart: add the gradients of the matrices all the same, so that those of the tokens do not wait for them.
+        comes before the first round backward.
     """
-    if most <= rows:
-        return one_round(rows, jnp.int32(0), ints, floats)
+    if most <= rows[0]:
+        return one_round(rows[0], jnp.int32(0), ints, floats)
     if not exchanges:
-        return _all_rounds(one_round, rows, apart, busiest, ints, floats)
-    first = one_round(rows, jnp.int32(0), ints, floats)
-    first, floats = grad_barrier((first, floats))
+        return _all_rounds(one_round, rows, busiest, ints, floats)
+    tokens, matrices = floats
+    matrices, again = _shared(rows, busiest, matrices)
+    first = one_round(rows[0], jnp.int32(0), ints, (tokens, matrices))
+    first, floats = grad_barrier((first, (tokens, again)))
     return jax.tree.map(jnp.add, first, _later(one_round, rows, busiest, ints, floats))
 
 
-def _add_later(one_round: Callable, rows: int, busiest: jax.Array, first: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shared(rows: tuple[int, int], busiest: jax.Array, matrices: Any) -> tuple[Any, Any]:
+    """Return `matrices` for the first round and for later ones, whose gradients are added if there were any."""
+    return matrices, matrices
+
+
+_shared.defvjp(
+    lambda rows, busiest, matrices: ((matrices, matrices), busiest),
+    lambda rows, busiest, g: (None, _add_if_any(rows, busiest, *g)),
+)
+
+
+def _add_if_any(rows: tuple[int, int], busiest: jax.Array, first: Any, later: Any) -> Any:
+    """Add the matrices' gradients of later rounds to those of the first, in place and only if there were later ones."""
+
+    def add(state):
+        return jnp.minimum(state[0], rows[0]), jax.tree.map(jnp.add, state[1], later)
+
+    return jax.lax.while_loop(lambda state: state[0] > rows[0], add, (busiest, first))[1]
+
+
+def _add_later(one_round: Callable, rows: tuple[int, int], busiest: jax.Array, first: Any) -> Any:
     """Add `one_round(start)` of the rounds after the first, in a loop whose length is known only at run time."""
 
     def add(state):
         start, total = state
-        return start + later_rows(rows), jax.tree.map(jnp.add, total, one_round(start))
+        return start + rows[1], jax.tree.map(jnp.add, total, one_round(start))
 
-    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows), first))[1]
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows[0]), first))[1]
 
 
-def _add_later_gradients(one_round: Callable, rows: int, given: tuple, g: Any, first: Any) -> Any:
-    """Add the gradients of `floats` in the rounds after the first, which it computes again."""
+def _later_gradients(one_round, rows, given, g, d_tokens) -> tuple[Any, Any]:
+    """Return `d_tokens` with those of the rounds after the first, computed again, and the matrices' gradients of these.
+
+    The latter are not set if there is no such round: zeros would take time in every step.
+    """
     busiest, ints, floats = given
 
-    def gradients(start):
-        _, pull_back = jax.vjp(
-            lambda floats: one_round(later_rows(rows), start, ints, floats), floats
-        )
-        return pull_back(g)[0]
+    def add(state):
+        start, *total = state
+        _, pull_back = jax.vjp(lambda floats: one_round(rows[1], start, ints, floats), floats)
+        total[1] = jax.tree.map(lambda a: jnp.where(start == rows[0], 0, a), total[1])
+        return start + rows[1], *jax.tree.map(jnp.add, tuple(total), pull_back(g)[0])
 
-    return _add_later(gradients, rows, busiest, first)
+    unset = jax.tree.map(lambda a: vary(jax.lax.empty(a.shape, a.dtype), varying(a)), floats[1])
+    start = jnp.int32(rows[0]), d_tokens, unset
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, start)[1:]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _all_rounds(one_round, rows, apart, busiest, ints, floats):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_rounds(one_round, rows, busiest, ints, floats):
     """Return the sum over all rounds."""
-    return _all_rounds_forward(one_round, rows, apart, busiest, ints, floats)[0]
+    return _all_rounds_forward(one_round, rows, busiest, ints, floats)[0]
 
 
-def _all_rounds_forward(one_round, rows, apart, busiest, ints, floats):
-    first, pull_back = jax.vjp(lambda floats: one_round(rows, jnp.int32(0), ints, floats), floats)
-    total = _add_later(
-        lambda start: one_round(later_rows(rows), start, ints, floats), rows, busiest, first
+def _all_rounds_forward(one_round, rows, busiest, ints, floats):
+    first, pull_back = jax.vjp(
+        lambda floats: one_round(rows[0], jnp.int32(0), ints, floats), floats
     )
+    total = _add_later(lambda start: one_round(rows[1], start, ints, floats), rows, busiest, first)
     return total, (pull_back, (busiest, ints, floats))
 
 
-def _all_rounds_backward(one_round, rows, apart, saved, g):
+def _all_rounds_backward(one_round, rows, saved, g):
     pull_back, given = saved
     ((d_tokens, d_matrices),) = pull_back(g)
-    begin = d_tokens, _zeros(d_matrices) if apart else d_matrices
-    d_tokens, later = _add_later_gradients(one_round, rows, given, g, begin)
-    d_matrices = jax.tree.map(jnp.add, d_matrices, later) if apart else later
-    return None, None, (d_tokens, d_matrices)
+    # The tokens' gradients do not wait for the matrices', which can be made while the first travel.
+    d_tokens, later = _later_gradients(one_round, rows, given, g, d_tokens)
+    return None, None, (d_tokens, _add_if_any(rows, given[0], d_matrices, later))
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
@@ -249,14 +272,14 @@ _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 def _later(one_round, rows, busiest, ints, floats):
     """Return the sum over the rounds after the first."""
     axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
-    later = functools.partial(one_round, later_rows(rows))
-    kinds = jax.eval_shape(lambda: later(jnp.int32(rows), ints, floats))
+    later = functools.partial(one_round, rows[1])
+    kinds = jax.eval_shape(lambda: later(jnp.int32(rows[0]), ints, floats))
     zeros = jax.tree.map(lambda zero: vary(zero, axes), _zeros(kinds))
     return _add_later(lambda start: later(start, ints, floats), rows, busiest, zeros)
 
 
 def _later_backward(one_round, rows, saved, g):
-    return None, None, _add_later_gradients(one_round, rows, saved, g, _zeros(saved[2]))
+    return None, None, _later_gradients(one_round, rows, saved, g, _zeros(saved[2][0]))
 
 
 _later.defvjp(lambda *given: (_later(*given), given[2:]), _later_backward)

@@ -29,6 +29,9 @@ from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
     a2a_stages,
     capacity,
+    expert_capacity_factor,
+    is_alone,
+    later_rows,
     num_chunks,
     scaled,
 )
@@ -166,7 +169,8 @@ def _outer(
     local = _Local(
         rows=tokens * experts.top_k * shared,
         received=held[-1] * shared * (ranks if moe.dispatch == "allgather" else 1),
-        capacity_factor=moe.capacity_factor,
+        capacity_factor=expert_capacity_factor(moe, experts, ranks),
+        alone=is_alone(moe, experts, ranks),
         drops=moe.dispatch == "capacity",
         product=product,
         activation=activation,
@@ -225,6 +229,8 @@ class _Local:
     received: int
     """Rows that are here in the first round."""
     capacity_factor: float
+    alone: bool
+    """Whether each rank has one expert: its rows are many, and a 32nd of them is enough for a later round."""
     drops: bool
     product: Product | None
     """None is the grouped kernel."""
@@ -248,12 +254,13 @@ class _Local:
         experts = functools.partial(ragged_experts, self.activation)
         if self.product is not None:
             experts = functools.partial(padded_experts, self.product, self.activation)
-        given = assignment, ((x, weights), matrices)
+        given = assignment, ((x, weights), tuple(matrices))
 
         def compute():
             if self.drops:
                 return experts(size, jnp.int32(0), *given)
-            return in_rounds(experts, size, busiest, most, *given, apart=not self.idles)
+            sizes = size, later_rows(size, 32 if self.alone else 8)
+            return in_rounds(experts, sizes, busiest, most, *given)
 
         def nothing():
             return vary(jnp.zeros((n, matrices[0].shape[0]), x.dtype), varying(x))
@@ -321,7 +328,7 @@ class _Exchange:
         x, ids, weights = zip(*batch, strict=True)
         assignments, parts = [self._assign(a) for a in ids], self.stage.parts
         rows = scaled(self.stage.rows, x[0].shape[0], self.first)
-        ints, floats = (assignments, ids), ((x, weights), matrices)
+        ints, floats = (assignments, ids), ((x, weights), tuple(matrices))
         if self.drops:
             results, dropped = self._round(rows, jnp.int32(0), ints, floats)
             for assignment, own in zip(assignments, ids, strict=True):
@@ -339,7 +346,8 @@ class _Exchange:
             return self._round(rows, start, ints, floats)[0]
 
         most = x[0].shape[0]
-        results = in_rounds(one_round, rows, busiest, most, ints, floats, exchanges=True)
+        sizes = rows, later_rows(rows)
+        results = in_rounds(one_round, sizes, busiest, most, ints, floats, exchanges=True)
         return results, jnp.int32(0)
 
     def _assign(self, ids: jax.Array) -> Assignment:

@@ -47,11 +47,13 @@ def balanced_rows(run: Run) -> float:
 
 
 def expert_capacity(run: Run) -> int:
-    """Count the rows for which one expert has room: `moe.capacity_factor` times the balanced ones.
+    """Count the rows for which one expert has room: the balanced ones, and what chance may add.
 
     With the kernel at most its part of all choices, which is exactly that without ep: nothing is padded there.
     """
-    rows = capacity.capacity(received_rows(run), balanced_rows(run), run.moe.capacity_factor)
+    assert run.shape.experts is not None
+    factor = capacity.expert_capacity_factor(run.moe, run.shape.experts, run.mesh.ep)
+    rows = capacity.capacity(received_rows(run), balanced_rows(run), factor)
     return min(rows, math.ceil(_most_rows(run))) if ragged(run) else rows
 
 
