@@ -24,6 +24,7 @@ from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
     OFFLOADED,
+    OFFLOADED_EXPERTS,
     POLICIES,
     UNEVEN,
     configured,
@@ -136,10 +137,10 @@ def test_a_pipeline_offloads_nothing():
     assert {run.mesh.pp for run in runs} >= {2, 4}
 
 
-def test_dense_layers_offload_what_the_host_has_the_memory_for():
-    def offloaded(cfg, machine):
-        runs = enumerate_runs(cfg, machine, {"fsdp": (8,), "zero": (3,)}, SPLIT).runs
-        return {(run.remat, run.sequences) for run in runs if run.remat in OFFLOADED}
+def test_layers_offload_what_the_host_has_the_memory_for():
+    def offloaded(cfg, machine, axis="fsdp", size=8):
+        runs = enumerate_runs(cfg, machine, {axis: (size,), "zero": (3,)}, SPLIT).runs
+        return {(run.remat, run.sequences) for run in runs if "offload" in run.remat}
 
     usual = cluster()
     some = {"save:q,k,v,attn_core,attn_out,up+offload:gate"}
@@ -148,7 +149,9 @@ def test_dense_layers_offload_what_the_host_has_the_memory_for():
     small = find_cluster(f"1x8,450,50,{8 * 8 / HOST_MEMORY_SHARE},63", None, 8)
     assert offloaded(llama3_8b, small) == {(remat, 1) for remat in some}
     assert not offloaded(llama3_8b, find_cluster("1x8,450,50,0,63", None, 8))
-    assert not offloaded(mixtral, usual)
+    # An expert has a rank for itself, or two share one.
+    assert {remat for remat, _ in offloaded(mixtral, usual, "ep")} == set(OFFLOADED_EXPERTS)
+    assert not offloaded(mixtral, usual, "ep", 4)
     adapters = dataclasses.replace(
         llama3_8b.train, lora="rank=16", init_from="hf:folder", remat="full", microbatches=1
     )

@@ -164,7 +164,8 @@ class Search:
         """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
 
         One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
-        `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for.
+        `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for,
+        nor `dots` with experts, whose gate and up it repeats.
         """
         least = breakdown(runs[-1]).peak_bytes
         if least > NEAR * self.usable_bytes and all(run.remat in POLICIES for run in runs):
@@ -184,6 +185,8 @@ class Search:
             self.counts["fits"] += 1
             self._candidates[run] = self._candidate(run, peak)
             unsure = () if run.mesh.pp > 1 else ("none", *OFFLOADED)
+            if run.mesh.pp == 1 and run.shape.experts is not None:
+                unsure += ("dots",)
             is_fastest = run.remat in POLICIES and run.remat not in unsure
             enough |= is_fastest and peak <= MARGIN * self.usable_bytes
 

@@ -57,6 +57,10 @@ OFFLOADED = (
 """Dense layers that gather ahead keep all of these results, more and more of them in the host's memory: a byte of each
 but `attn_core` saves as much arithmetic, so the widest go first, and of `attn_core` the statistics would go along."""
 
+OFFLOADED_EXPERTS = (OFFLOADED[0], "save:k,v,attn_core,attn_out,up+offload:gate")
+"""The same with one expert a rank: tokens travel again in the backward pass, so `dispatched` is not kept. More experts
+on a rank were not compared with a compiled program."""
+
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
@@ -267,21 +271,29 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     ]
 
 
+def _can_offload(run: Run, remat: str, cluster: Cluster) -> bool:
+    """Return whether layers gather ahead, and the host has the memory for what `remat` offloads."""
+    return run.prefetches and fits_host(dataclasses.replace(run, remat=remat), cluster.gpu)
+
+
 def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
     """Yield `run` with every stash and recompute policy, from what repeats the least.
 
-    What is offloaded is tried where layers gather ahead and are dense, and the host has the memory.
+    What is offloaded is tried where layers gather ahead, and are dense or have one expert a rank, and the host has
+    the memory.
     """
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
         tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
     else:
-        offloads = run.prefetches and run.shape.experts is None
+        experts = run.shape.experts
+        alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
+        offloaded = OFFLOADED if experts is None else alone
         tried = [
-            remat
-            for remat in POLICIES
-            if remat not in OFFLOADED
-            or (offloads and fits_host(dataclasses.replace(run, remat=remat), cluster.gpu))
+            *REMAT_POLICIES[:-1],
+            *(remat for remat in offloaded if _can_offload(run, remat, cluster)),
+            *NAMED,
+            REMAT_POLICIES[-1],
         ]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
