@@ -19,7 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
-from ultrascale_jax.sharding.primitives import empty
+from ultrascale_jax.sharding.manual import smap
 
 
 class Layer(NamedTuple):
@@ -170,7 +170,7 @@ class _Loop:
         waiting, _ = jax.eval_shape(gradients, last, constant, (row, ahead), dy, daux[0])
         shards = jax.eval_shape(functools.partial(self.scattered, stacks), waiting)
         shards, done = jax.eval_shape(reduced, waiting, shards)
-        grads = jax.tree.map(lambda a: _empty(a, self.num), done)
+        grads = jax.tree.map(lambda a: _zeros(a, self.num), done)
         carry = dy, last, *jax.tree.map(_zeros, (waiting, shards)), grads, ahead
         rows = jnp.arange(self.num), kept, daux, host
         with self.unrolled():
@@ -313,7 +313,12 @@ def _empty(like: Any, num: int) -> jax.Array:
     Zeros would be written, once and again for each further stack of the same type: 2% of the time of Llama 3 8B.
     """
     spec = _stacked(like, 1)
-    return _zeros(like, num) if spec.reduced else empty((num, *like.shape), like.dtype, spec)
+    if spec.reduced or spec.unreduced:
+        return _zeros(like, num)
+    mesh = jax.sharding.get_abstract_mesh()
+    shape = jax.sharding.NamedSharding(mesh, spec).shard_shape((num, *like.shape))
+    # Outside of a region XLA would allocate the whole on each device.
+    return smap(lambda: jax.lax.empty(shape, like.dtype), in_specs=(), out_specs=spec)()
 
 
 def _on_host(rows: list, num: int) -> list:
