@@ -2,7 +2,7 @@
 
 4 M tokens a step. Recomputation and micro-batches are the fastest that fit the GPUs at hand. The weight of the
 balancing loss is that of its `config.json`. Buffers are for balanced routing on 64 GPUs; what exceeds them takes
-rounds of an eighth. From 512 GPUs on, with fewer rows from rank to rank, chance alone makes these frequent: take a
+further, short rounds. From 512 GPUs on, with fewer rows from rank to rank, chance alone makes these frequent: take a
 `moe.capacity_factor` of 1.125 or 1.25.
 """
 

@@ -606,6 +606,28 @@ def test_what_is_fused_into_a_product_costs_what_it_moves():
     assert operation.seconds == pytest.approx(PRODUCT_S + extra)
 
 
+def test_a_product_of_a_batch_reads_every_matrix():
+    left, right = (
+        f"{side}_batch_dims={{0}}, {side}_contracting_dims={{{over}}}"
+        for side, over in (("lhs", 2), ("rhs", 1))
+    )
+    fused = f"""
+%fused (p: bf16[8,4096,4096]) -> bf16[8,4096,4096] {{
+  %p = bf16[8,4096,4096] parameter(0)
+  ROOT %dot = bf16[8,4096,4096] dot(%p, %p), {left}, {right}
+}}
+"""
+    lines = [
+        "%b = bf16[8,4096,4096] parameter(2)",
+        "%y = bf16[8,4096,4096] fusion(%b), kind=kCustom, calls=%fused",
+    ]
+    module = program(*lines, computations=fused)
+    operation = Operations(module, GPU).find("main", module.by_name["main"]["y"])
+    one = costs.gemm_seconds(GPU, 4096, 4096, 4096) - costs.LAUNCH_S
+    assert operation is not None
+    assert operation.seconds == pytest.approx(costs.LAUNCH_S + 8 * one)
+
+
 def test_a_piece_of_a_real_program():
     """`scheduled.hlo`: 32 times a layer's two gathers, a product between them, and a synchronous scatter."""
     cluster = find_cluster(None, "h100", 8)

@@ -126,7 +126,7 @@ def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operati
     own = sum(2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots)
     fused = costs.memory_seconds(gpu, max(0, device - scratch - own))
     seconds = sum(
-        costs.gemm_seconds(gpu, dot.batch * dot.m, dot.n, dot.k, _precision(dot.dtype))
+        costs.gemm_seconds(gpu, dot.m, dot.n, dot.k, _precision(dot.dtype), dot.batch)
         for dot in dots
     )
     return Operation(

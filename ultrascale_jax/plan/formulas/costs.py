@@ -78,10 +78,12 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
     return gpu.peak_flops(dtype)
 
 
-def gemm_seconds(gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16") -> float:
-    """Time the product [m, k] x [k, n] within a step."""
-    arithmetic = 2 * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
-    moved = memory_seconds(gpu, 2 * (m * n + n * k + m * k))
+def gemm_seconds(
+    gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16", batch: int = 1
+) -> float:
+    """Time `batch` products [m, k] x [k, n], one kernel within a step."""
+    arithmetic = 2 * batch * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
+    moved = memory_seconds(gpu, 2 * batch * (m * n + n * k + m * k))
     return (arithmetic + moved) / BUSY_SHARE + LAUNCH_S
 
 
