@@ -122,10 +122,7 @@ DEEPSEEK = (
 )
 LONG_8B = "model_name=llama3.1-8b ici_fsdp_parallelism=1"
 OURS_8B = "llama3_8b --train.global-batch 16 --data.no-document-mask"
-OURS_70B = (
-    "llama3_70b --mesh dp=4,fsdp=64,sp=2 --train.microbatches 2 --train.remat dots "
-    "--data.no-document-mask"
-)
+OURS_70B = "llama3_70b --data.no-document-mask"
 
 RUNS: dict[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     "8B bf16": (
@@ -172,7 +169,8 @@ RUNS: dict[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     ),
     "70B fp8": (
         512,
-        f"{OURS_70B} --train.precision fp8",
+        "llama3_70b --mesh dp=4,fsdp=64,sp=2 --train.microbatches 2 --train.remat dots "
+        "--data.no-document-mask --train.precision fp8",
         (
             (
                 "run,script,cublas",
