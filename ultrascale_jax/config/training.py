@@ -56,6 +56,18 @@ def gathers_ahead(*, zero: int, pp: int) -> bool:
     return zero == 3 and pp == 1
 
 
+def hides_exchanges(
+    *, zero: int, pp: int, ep: int, dispatch: str, per_rank_control_flow: bool
+) -> bool:
+    """Return whether the passes of a pipeline's tick hide each other's exchanges of tokens with experts over ep.
+
+    `parallel/pipeline/interleave.py` orders them in lock step. Not with ZeRO-3, whose gathers of parameters are part of
+    the layers, and were not ordered.
+    """
+    lock_step = pp > 1 and not per_rank_control_flow
+    return lock_step and ep > 1 and dispatch != "allgather" and zero < 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""

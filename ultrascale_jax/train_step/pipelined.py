@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax import config
 from ultrascale_jax.config import FP8, Config
 from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
 from ultrascale_jax.models.inputs import LayerInputs
@@ -94,13 +95,14 @@ def _run(
 
 
 def hides_exchanges(cfg: Config) -> bool:
-    """Return whether the passes of a tick hide each other's exchanges of tokens (`parallel/pipeline/interleave.py`).
-
-    Not with ZeRO-3, whose gathers of parameters are part of the layers, and were not ordered.
-    """
-    travels = cfg.model.experts is not None and cfg.mesh.ep > 1 and cfg.moe.dispatch != "allgather"
-    lock_step = cfg.mesh.pp > 1 and not cfg.pp.per_rank_control_flow
-    return travels and lock_step and cfg.train.zero < 3
+    """Return whether a pipeline hides exchanges of tokens, as `config.hides_exchanges` says."""
+    return cfg.model.experts is not None and config.hides_exchanges(
+        zero=cfg.train.zero,
+        pp=cfg.mesh.pp,
+        ep=cfg.mesh.ep,
+        dispatch=cfg.moe.dispatch,
+        per_rank_control_flow=cfg.pp.per_rank_control_flow,
+    )
 
 
 def _has_model_dim_first(cfg: Config, dims: str) -> bool:

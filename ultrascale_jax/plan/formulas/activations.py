@@ -150,18 +150,18 @@ def _attention_bytes(layer: Layer) -> dict[str, float]:
     }
 
 
-def offloaded_bytes(run: Run, layer: Layer) -> float:
+def offloaded_bytes(run: Run) -> float:
     """Count the bytes of a mean layer's activations that wait for its backward pass in the host's memory."""
     names = remat_names(run.remat)[1]
     if not names:
         return 0.0
-    kept = saved_bytes(replace(run, remat=f"save:{','.join(names)}"), layer)
+    kept = saved_bytes(replace(run, remat=f"save:{','.join(names)}"), layer_of(run))
     return sum(size for kind, size in kept.items() if kind != "layer inputs")
 
 
-def returning_bytes(run: Run, layer: Layer) -> float:
+def returning_bytes(run: Run) -> float:
     """Count the bytes of a layer's activations that return from the host while the layer behind it computes."""
-    return offloaded_bytes(run, layer) if run.prefetches else 0.0
+    return offloaded_bytes(run) if run.prefetches else 0.0
 
 
 def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:

@@ -74,7 +74,7 @@ def breakdown(run: Run) -> Breakdown:
 
 def host_bytes(run: Run) -> int:
     """Count the bytes of one GPU's activations that wait in the host's memory: of all layers, of one micro-batch."""
-    return int(run.shape.layers * offloaded_bytes(run, layer_of(run)))
+    return int(run.shape.layers * offloaded_bytes(run))
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -154,9 +154,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     return {
         "gradients": gradients,
         "communication buffers": used if gathered else 0,
-        "workspace": working_set(run, layer)
-        + returning_bytes(run, layer)
-        + (0 if gathered else used),
+        "workspace": working_set(run, layer) + returning_bytes(run) + (0 if gathered else used),
     }
 
 

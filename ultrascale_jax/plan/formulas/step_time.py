@@ -6,6 +6,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 
 from dataclasses import replace
 
+from ultrascale_jax import config
 from ultrascale_jax.config import REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, offloaded_bytes, saved_bytes
@@ -259,7 +260,7 @@ class Step:
         In DGX machines a GPU reaches its network card over the same PCIe link, so what a layer's parameters and
         gradients send between nodes travels there too. The simulation of compiled programs does not charge that.
         """
-        copied = offloaded_bytes(self.run, layer_of(self.run))
+        copied = offloaded_bytes(self.run)
         if not copied:
             return 0.0
         sent, hide = self.sent_between_nodes(), self.profile.hide
@@ -323,15 +324,18 @@ class Step:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Return whether the passes of a tick hide each other's exchanges (`train_step/pipelined.py`).
+        """Return whether the passes of a tick hide each other's exchanges, as `config.hides_exchanges` says.
 
         Beside a tensor group or cp none was compiled, and none is taken to be hidden.
         """
-        run = self.run
-        travels = self.shape.experts is not None and self.mesh.ep > 1
-        ordered = run.moe.dispatch != "allgather" and not run.per_rank_control_flow
-        ordered &= run.zero < 3 and self.mesh.tensor * self.mesh.cp == 1
-        return travels and ordered and self.passes_overlap
+        ordered = self.shape.experts is not None and config.hides_exchanges(
+            zero=self.run.zero,
+            pp=self.mesh.pp,
+            ep=self.mesh.ep,
+            dispatch=self.run.moe.dispatch,
+            per_rank_control_flow=self.run.per_rank_control_flow,
+        )
+        return ordered and self.mesh.tensor * self.mesh.cp == 1 and self.passes_overlap
 
     @property
     def ways(self) -> tuple[int, int]:
