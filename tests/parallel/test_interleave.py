@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.parallel.pipeline.interleave import interleave
+from ultrascale_jax.parallel.pipeline.split_backward import inner_jaxprs
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -57,9 +58,8 @@ def side_by_side(x, y, w):
 def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns")):
-            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                yield from equations(inner)
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
 
 
 def test_the_results_are_those_of_the_functions_alone():

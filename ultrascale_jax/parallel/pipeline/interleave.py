@@ -17,8 +17,10 @@ from jax import lax
 
 from ultrascale_jax.parallel.pipeline.split_backward import (
     Traced,
+    inner_jaxprs,
     is_var,
     num_bytes,
+    primitives,
     run_equation,
 )
 
@@ -216,7 +218,7 @@ class _Schedule:
         rest, at, stack = set[int](), self.now, [exchange]
         while stack:
             sources = self.sources[stack.pop()]
-            at = max(at, *(self.done.get(m, at) for m in sources), at)
+            at = max([at, *(self.done.get(m, at) for m in sources)])
             more = {m for m in sources if m not in self.done} - rest
             rest |= more
             stack += more
@@ -226,19 +228,6 @@ class _Schedule:
 
 def _is_exchange(eqn) -> bool:
     return eqn.primitive.name == EXCHANGE
-
-
-def _inner(eqn) -> list[list]:
-    """Return the equations of each jaxpr that an equation holds."""
-    held = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
-    found = [getattr(x, "jaxpr", x) for x in held]
-    return [jaxpr.eqns for jaxpr in found if hasattr(jaxpr, "eqns")]
-
-
-def _multiplies(eqn) -> bool:
-    """Return whether an equation has a matrix product."""
-    within = itertools.chain.from_iterable(_inner(eqn))
-    return eqn.primitive.name == "dot_general" or any(map(_multiplies, within))
 
 
 def _seconds(eqn) -> float:
@@ -261,10 +250,10 @@ def _seconds(eqn) -> float:
             return 0.0
         case "cond":
             # Of layers of two kinds the smaller one, which most layers have.
-            branches = _inner(eqn)
-            busy = [branch for branch in branches if any(map(_multiplies, branch))]
-            return min(sum(map(_seconds, branch)) for branch in busy or branches)
+            branches = [branch.eqns for branch in inner_jaxprs(eqn)]
+            busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
+            return min(sum(map(_seconds, eqns)) for eqns in busy or branches)
     if name.startswith("dot_product_attention"):
         queries = eqn.invars[0].aval
         return len(eqn.outvars) * queries.size * queries.shape[1] / FLOPS
-    return sum(map(_seconds, itertools.chain.from_iterable(_inner(eqn))))
+    return sum(_seconds(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)

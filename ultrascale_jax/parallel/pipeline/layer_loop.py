@@ -1,7 +1,6 @@
 """Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jax import lax
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP, primitives
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -63,7 +62,7 @@ class LayerLoop:
         params = self._params(tick, "forward", here)
         context = self._around(tick, "forward", here, self.context(at(self.microbatches, here)))
         traced = jax.make_jaxpr(self.layer)(params, x, *context).jaxpr if self.divergent else None
-        if traced and "ppermute" in _primitives(traced):
+        if traced and "ppermute" in primitives(traced.eqns):
             raise ValueError(
                 "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
                 "in silence; use lock step (divergent=False), or gather instead"
@@ -313,13 +312,3 @@ def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
         return stages.layer(params, x, context, *more, *(() if rows is None else (rows,)))
 
     return layer
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of the primitives of a jaxpr, and of the jaxprs that its equations hold."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _primitives(inner)

@@ -97,9 +97,9 @@ def either(
     `sums` are the sums of the gradients of the stacks up to here, and those of the argument `sums` have this layer's
     added. Between the two passes nothing is kept but the arguments: a branch runs again before its backward pass.
     """
-    branches = _branches(first, second, chosen, context, x)
-    run = lambda _, x: branches[0](rows.read(), x)  # noqa: E731
-    return lax.cond(chosen, run, branches[1], params, x), sums
+    run_first, run_second = _branches(first, second, chosen, context, x)
+    y = lax.cond(chosen, lambda _, x: run_first(rows.read(), x), run_second, params, x)
+    return y, sums
 
 
 def _branches(

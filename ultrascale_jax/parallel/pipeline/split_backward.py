@@ -8,7 +8,7 @@ need runs once, with the first of them.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -268,6 +268,21 @@ def _names(eqns: Iterable) -> dict:
             results = zip(eqn.outvars, body.outvars, strict=True)
             found |= {out: own[v] for out, v in results if is_var(v) and v in own}
     return found
+
+
+def inner_jaxprs(eqn) -> list:
+    """Return the jaxprs that an equation holds: of a call, a loop or the branches of a conditional."""
+    held = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+    found = [getattr(value, "jaxpr", value) for value in held]
+    return [jaxpr for jaxpr in found if hasattr(jaxpr, "eqns")]
+
+
+def primitives(eqns: Iterable) -> Iterator[str]:
+    """Yield the names of the primitives of equations, and of those in the jaxprs that they hold."""
+    for eqn in eqns:
+        yield eqn.primitive.name
+        for jaxpr in inner_jaxprs(eqn):
+            yield from primitives(jaxpr.eqns)
 
 
 def run_equation(eqn, arguments: Sequence) -> list:
