@@ -116,12 +116,9 @@ def trials(cfg: Config) -> list[Trial]:
         found["loss"] = tokens, width, words
     if (experts := model.experts) is not None:
         chosen, num = tokens * experts.top_k, experts.num // mesh.ep
-        d_ff, factor = (
-            model.expert_d_ff // tensor,
-            expert_capacity_factor(cfg.moe, experts, mesh.ep),
-        )
+        d_ff, room = model.expert_d_ff // tensor, expert_capacity_factor(cfg.moe, experts, mesh.ep)
         if grouped_matmul_mosaic.takes(0, width, d_ff):
-            found["grouped_matmul"] = chosen, num, width, d_ff, factor
+            found["grouped_matmul"] = chosen, num, width, d_ff, room
     sizes = tokens, model.d_ff // tensor, width
     if cfg.train.precision == "fp8_block" and fp8_matmul_mosaic.takes(*sizes):
         found["fp8_matmul"] = sizes

@@ -47,7 +47,7 @@ class Memory:
     total: float
     """Of the machine; 0 without /proc."""
     limit: float
-    """What the control groups of this process may take together; infinite without a limit."""
+    """Of the control groups of this process, the tightest; infinite without one."""
 
 
 def memory(root: Path = Path("/")) -> Memory:

@@ -49,7 +49,7 @@ MODEL = "h100"
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a run may use of the machine that a GPU is in."""
+    """The host of a GPU, as far as a run may use it."""
 
     usable_bytes: int
     """Memory for one GPU's activations."""
