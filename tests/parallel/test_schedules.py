@@ -70,8 +70,9 @@ def test_every_schedule_is_legal_for_any_number_of_microbatches_that_it_allows(p
         if m >= 2 * p:
             build("dualpipe_v", p, m)
         for v, name in itertools.product((2, 3, 4), ("interleaved", "zb_uniform")):
-            if m % p == 0:
+            if m >= p:
                 build(name, p, m, v)
+            if m % p == 0:
                 build(name, p, m, v, group=m)
 
 
@@ -114,7 +115,8 @@ def test_afab_and_1f1b_idle_p_minus_1_over_m(name, p):
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_interleaving_divides_the_bubble_by_v_whatever_the_group(p, v):
-    for m, group in ((p, p), (2 * p, p), (4 * p, 2 * p), (8 * p, 8 * p)):
+    whole = (p, p), (2 * p, p), (4 * p, 2 * p), (8 * p, 8 * p)
+    for m, group in (*whole, (p + 1, 0), (3 * p - 1, 0), (5 * p + 2, 0)):
         schedule = build("interleaved", p, m, v, group)
         assert schedule.formula == approx((p - 1) / (v * m))
         for runtime in ("lockstep", "divergent", "dependencies"):
@@ -302,13 +304,13 @@ def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
         (("1f1b", 4, 8, 0, 4), "group=4: only interleaved"),
         (("zb_uniform", 4, 8, 1, 8), "group=8: only interleaved"),
         (("zb_v", 4, 8, 1), "pp.virtual=1: zb_v has 2"),
-        (("interleaved", 4, 10), "train.microbatches=10: must be a multiple of 4"),
+        (("interleaved", 4, 3), "train.microbatches=3: must be at least 4"),
         (("interleaved", 4, 12, 2, 8), "train.microbatches=12: must be a multiple of 8"),
         (
             ("interleaved", 4, 12, 2, 6),
             "group=6: must be a multiple of mesh.pp=4 for interleaved",
         ),
-        (("zb_uniform", 4, 10, 2), "train.microbatches=10: must be a multiple of 4"),
+        (("zb_uniform", 4, 3, 2), "train.microbatches=3: must be at least 4"),
         (("dualpipe_v", 4, 7), "train.microbatches=7: dualpipe_v wants at least 2*mesh.pp=8"),
     ],
 )

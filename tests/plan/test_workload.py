@@ -164,7 +164,7 @@ def test_a_rank_holds_as_many_layers_as_the_fullest(layers, virtual, chunk, rank
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pp": {"schedule": "interleaved"}, "microbatches": 6}, "train.microbatches=6"),
+        ({"pp": {"schedule": "interleaved"}, "microbatches": 3}, "train.microbatches=3"),
         ({"pp": {"schedule": "dualpipe_v"}, "microbatches": 4}, "train.microbatches=4"),
         ({"model": {"vocab_size": 128258}}, "model.vocab_size=128258"),
         ({"model": {"num_layers": 3}}, "model.num_layers=3"),

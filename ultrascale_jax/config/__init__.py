@@ -245,8 +245,8 @@ class PipelineConfig:
         """Refuse the numbers of ranks and micro-batches for which the schedule does not exist."""
         name = self.schedule
         if name in GROUPED and self.stages_per_rank > 1:
-            fix = f"must be a multiple of {ranks} (mesh.pp) for {name}"
-            require(microbatches % ranks == 0, "train.microbatches", microbatches, fix)
+            fix = f"must be at least {ranks} (mesh.pp) for {name}"
+            require(microbatches >= ranks, "train.microbatches", microbatches, fix)
         fix = f"dualpipe_v wants at least 2*mesh.pp={2 * ranks}"
         enough = name != "dualpipe_v" or microbatches >= 2 * ranks
         require(enough, "train.microbatches", microbatches, fix)

@@ -25,7 +25,7 @@ from ultrascale_jax.plan.formulas import pipeline
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
     "1f1b": "the usual: fewest messages, memory does not grow with the micro-batches",
-    "interleaved": "the best where m is a multiple of p: bubble and memory / v, v times the messages",
+    "interleaved": "the best from m = p on: bubble and memory / v, v times the messages",
     "zb_uniform": "the smallest bubble, for a W queue; not faster than interleaved so far",
     "zb_h1": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
     "zb_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",

@@ -63,10 +63,11 @@ def _named(like: Schedule) -> Iterator[Schedule]:
     p, m, v = like.ranks, like.microbatches, like.virtual
     if v == 1:
         yield named.one_f_one_b(p, m)
-        yield named.zb_uniform(p, m, 1, m)
-    elif m % p == 0:
-        yield named.interleaved(p, m, v, p)
-        yield named.zb_uniform(p, m, v, p)
+        yield named.zb_uniform(p, (m,), 1)
+    elif m >= p:
+        groups = named.depth_first(p, m)
+        yield named.interleaved(p, groups, v)
+        yield named.zb_uniform(p, groups, v)
 
 
 def _unfused(table: Schedule, cap: int) -> Schedule:

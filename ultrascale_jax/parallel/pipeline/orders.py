@@ -6,6 +6,7 @@ each rank, packed into ticks.
 """
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,38 +26,47 @@ def afab(ranks: int, microbatches: int) -> Schedule:
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Run one forward and one backward a tick (PipeDream-Flush, arXiv 2006.09503): at most 2 (p - r) in flight."""
-    return _fused("1f1b", ranks, microbatches, virtual=1, group=microbatches, split=False)
+    return _fused("1f1b", ranks, (microbatches,), virtual=1, split=False)
 
 
-def interleaved(ranks: int, microbatches: int, virtual: int, group: int) -> Schedule:
-    """Run 1F1B over v chunks a rank (Megatron-LM, arXiv 2104.04473), `group` microbatches of a chunk in a row.
+def interleaved(ranks: int, groups: Sequence[int], virtual: int) -> Schedule:
+    """Run 1F1B over v chunks a rank (Megatron-LM, arXiv 2104.04473), a group of microbatches of a chunk in a row.
 
-    `group` from p, depth first, to m, breadth first (Llama 3.1, arXiv 2407.21783, section 3.3.2): at most
-    (v - 1) group + 2 (p - r) chunks in flight.
+    Groups from p, depth first, to m, breadth first (Llama 3.1, arXiv 2407.21783, section 3.3.2): with the largest
+    group at most (v - 1) group + 2 (p - r) chunks in flight.
     """
-    return _fused("interleaved", ranks, microbatches, virtual=virtual, group=group, split=False)
+    return _fused("interleaved", ranks, groups, virtual=virtual, split=False)
 
 
-def zb_uniform(ranks: int, microbatches: int, virtual: int, group: int) -> Schedule:
+def zb_uniform(ranks: int, groups: Sequence[int], virtual: int) -> Schedule:
     """Run zero bubble in lock step: interleaved with a W slot in every tick from rank 0's first B on.
 
     Rank r defers each W by r ticks, so that all ranks run the same kinds in a tick and no W is masked. Ours, after the
     split of B and W in arXiv 2401.10241.
     """
-    return _fused("zb_uniform", ranks, microbatches, virtual=virtual, group=group, split=True)
+    return _fused("zb_uniform", ranks, groups, virtual=virtual, split=True)
 
 
-def _fused(
-    name: str, ranks: int, microbatches: int, *, virtual: int, group: int, split: bool
-) -> Schedule:
-    p, m, v = ranks, microbatches, virtual
-    # Rank p-1 can begin its backwards a tick after the first microbatch's forward through its last chunk.
-    turn = (v - 1) * group + p
+def divided(count: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of `parts` parts of `count`, alike or one more in the first ones."""
+    each, more = divmod(count, parts)
+    return (each + 1,) * more + (each,) * (parts - more)
+
+
+def depth_first(ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Return the smallest groups, of at least p: a microbatch is back at its rank when the group has gone through."""
+    return divided(microbatches, max(1, microbatches // ranks))
+
+
+def _fused(name: str, ranks: int, groups: Sequence[int], *, virtual: int, split: bool) -> Schedule:
+    p, m, v = ranks, sum(groups), virtual
+    # Rank p-1 can begin its backwards a tick after a group's first microbatch has been through its last chunk.
+    turn = (v - 1) * max(groups) + p
     ticks = _cells(p, turn + p - 1 + m * v)
-    for k in range(m * v):
-        block, rest = divmod(k, group * v)
-        chunk, offset = divmod(rest, group)
-        i = block * group + offset
+    starts = itertools.accumulate(groups, initial=0)
+    parts = itertools.product(zip(starts, groups, strict=False), range(v))
+    order = [(start + offset, chunk) for (start, size), chunk in parts for offset in range(size)]
+    for k, (i, chunk) in enumerate(order):
         for rank in range(p):
             backward = (i, (v - 1 - chunk) * p + rank)
             ticks[rank + k][rank]["F"] = (i, chunk * p + rank)

@@ -23,8 +23,8 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int
       ranks: of the pipeline.
       microbatches: of a step.
       virtual: stages of one rank; 0 is the schedule's own number.
-      group: micro-batches that a rank runs in a row before its next stage; 0 is `ranks`, depth first. More are not
-        faster and take more memory.
+      group: micro-batches that a rank runs in a row before its next stage; 0 is depth first, as few as divide all of
+        them into groups alike, but at least `ranks`. More are not faster and take more memory.
 
     Raises `UserError` where the schedule does not exist for these numbers.
     """
@@ -35,17 +35,17 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 0, group: int
     require(p >= 1, "mesh.pp", p, "must be at least 1")
     require(m >= 1, "train.microbatches", m, "must be at least 1")
     cfg.check(p, m)
-    row = group or p
     fix = f"only {' and '.join(GROUPED)} have groups, with pp.virtual above 1; use 0"
     require(not group or (name in GROUPED and v > 1), "group", group, fix)
-    require(row % p == 0, "group", row, f"must be a multiple of mesh.pp={p} for {name}; or 0")
-    fix = f"must be a multiple of {row} (group) for {name}"
-    require(not group or m % row == 0, "train.microbatches", m, fix)
+    require(group % p == 0, "group", group, f"must be a multiple of mesh.pp={p} for {name}; or 0")
+    fix = f"must be a multiple of {group} (group) for {name}"
+    require(not group or m % group == 0, "train.microbatches", m, fix)
+    groups = (group,) * (m // group) if group else orders.depth_first(p, m)
     makers = {
         "afab": lambda: orders.afab(p, m),
         "1f1b": lambda: orders.one_f_one_b(p, m),
-        "interleaved": lambda: orders.interleaved(p, m, v, row),
-        "zb_uniform": lambda: orders.zb_uniform(p, m, v, row if v > 1 else m),
+        "interleaved": lambda: orders.interleaved(p, groups, v),
+        "zb_uniform": lambda: orders.zb_uniform(p, groups if v > 1 else (m,), v),
         "zb_h1": lambda: orders.zb_h1(p, m),
         "zb_v": lambda: orders.zb_v(p, m),
         "dualpipe_v": lambda: orders.dualpipe_v(p, m),
@@ -104,8 +104,7 @@ def stage_layers(stages: int, num_layers: int, dense: int = 0) -> tuple[int, ...
         cuts = [(-(-dense // each) - 1, each) for each in range(1, longest)]
         fitting = [(short, each) for short, each in cuts if short * (longest - each) <= spare]
         short, each = next(iter(fitting), (0, 0))
-    fewest, more = divmod(num_layers - short * each, stages - short)
-    return (each,) * short + tuple(fewest + (stage < more) for stage in range(stages - short))
+    return (each,) * short + orders.divided(num_layers - short * each, stages - short)
 
 
 def stack_order(order: LayerOrder, ranks: int, layers: range) -> LayerOrder:

@@ -129,14 +129,14 @@ class Key(NamedTuple):
     def fewer(self) -> tuple[int, int, int] | None:
         """Two numbers of micro-batches, and how many times the way between them leads from the first to all of them.
 
-        None where the table is small, or the user's.
+        None where the table is small or the user's, or its groups of micro-batches are not all as small as they can be.
         """
         grouped = self.virtual > 1 and self.schedule in GROUPED
         row = self.ranks if grouped else 1
         small = 6 * row if grouped else 2 * self.ranks
         small += (self.microbatches - small) % row
         steps = (self.microbatches - small) // row
-        own = self.schedule.endswith(".csv")
+        own = self.schedule.endswith(".csv") or self.microbatches % row > 0
         return None if own or steps <= 1 else (small, small + row, steps)
 
 
