@@ -24,11 +24,15 @@ from ultrascale_jax.parallel.pipeline.split_backward import (
     run_equation,
 )
 
-EXCHANGE = "all_to_all"
+EXCHANGES = "all_to_all", "ppermute"
 
-FLOPS, MEMORY, NODE, NETWORK = 6e14, 2e12, 4e11, 5e10
+FLOPS, MEMORY, NODE, NETWORK = 5e14, 2.8e12, 4e11, 5e10
 """Operations and bytes a second: about an H100, its memory, its links in a node and between nodes. They decide the
 order, and no result."""
+
+LOOKAHEADS = (0.5, 1.0)
+"""Shares of an exchange's time by which its start is foreseen: each makes an order, and the one that ends first is
+taken."""
 
 LIGHT = 1e-3
 """An equation with a smaller share of all the time is not scheduled, but runs where its result is needed."""
@@ -101,7 +105,8 @@ class _Program:
         least = min(num_bytes(v) for n in self.exchanges for v in self.eqns[n].outvars)
         self.large = least / 64
         flying: dict = {}
-        for n in _Schedule(self).order():
+        orders = [_Schedule(self, share).order() for share in LOOKAHEADS]
+        for n in min(orders, key=lambda done: max(done.values())):
             needed = self.needed(n)
             read = {v for m in needed for v in self.eqns[m].invars if is_var(v)}
             arrived = {v: flying.pop(v) for v in [*flying] if v in read}
@@ -154,7 +159,8 @@ class _Schedule:
     First comes what has the longest way to the end. The exchanges of a function keep their order. Time is in seconds.
     """
 
-    def __init__(self, program: _Program):
+    def __init__(self, program: _Program, lookahead: float):
+        self.lookahead = lookahead
         self.seconds, self.sources, self.exchanges = (
             program.seconds, program.sources, program.exchanges,
         )  # fmt: skip
@@ -171,13 +177,13 @@ class _Schedule:
         self.done: dict[int, float] = {}
         self.now = 0.0
 
-    def order(self) -> list[int]:
-        """Return the equations that take time, exchanges where they start."""
+    def order(self) -> dict[int, float]:
+        """Return the equations that take time, exchanges where they start, and when each ends."""
         free, left = 0.0, dict.fromkeys(self.sources)
         while left:
             heads = [queue[0] for queue in self.queues if queue]
             starts = {n: self.start(n) for n in heads}
-            soon = {n: (t, m) for n, (t, m) in starts.items() if t - self.now < self.seconds[n] / 2}
+            soon = {n: (t, m) for n, (t, m) in starts.items() if self.is_soon(n, t)}
             later = [t for t in (*self.done.values(), free) if t > self.now]
             ready = [n for n in left if n not in self.exchanges and self.is_ready(n)]
             ready = [n for n in ready if self.may_run(n, soon)] or (ready if not later else [])
@@ -198,7 +204,10 @@ class _Schedule:
                 del left[best]
             else:
                 self.now = min(later)
-        return list(self.done)
+        return self.done
+
+    def is_soon(self, exchange: int, at: float) -> bool:
+        return at - self.now < self.lookahead * self.seconds[exchange]
 
     def is_ready(self, n: int) -> bool:
         return all(self.done.get(m, math.inf) <= self.now for m in self.sources[n])
@@ -227,7 +236,7 @@ class _Schedule:
 
 
 def _is_exchange(eqn) -> bool:
-    return eqn.primitive.name == EXCHANGE
+    return eqn.primitive.name in EXCHANGES
 
 
 def _seconds(eqn) -> float:
@@ -237,13 +246,16 @@ def _seconds(eqn) -> float:
         case "all_to_all":
             groups = eqn.params["axis_index_groups"]
             near = groups is not None and all(g[-1] - g[0] == len(g) - 1 for g in groups)
-            return out / (NODE if near else NETWORK)
+            sent = out * (1 - 1 / len(groups[0])) if groups else out
+            return sent / (NODE if near else NETWORK)
+        case "ppermute":
+            return out / NETWORK
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             sizes = (eqn.invars[0].aval.shape[d] for d in contracted)
             return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / FLOPS
         case "gather" | "concatenate" | "sort":
-            return out / MEMORY
+            return 2 * out / MEMORY
         case "dynamic_update_slice":
             return 3 * num_bytes(eqn.invars[1]) / MEMORY
         case "while":
@@ -254,6 +266,6 @@ def _seconds(eqn) -> float:
             busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
             return min(sum(map(_seconds, eqns)) for eqns in busy or branches)
     if name.startswith("dot_product_attention"):
-        queries = eqn.invars[0].aval
-        return len(eqn.outvars) * queries.size * queries.shape[1] / FLOPS
+        queries, products = eqn.invars[0].aval, 5 if "bwd" in name else 2
+        return products * queries.size * queries.shape[1] / FLOPS
     return sum(_seconds(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
