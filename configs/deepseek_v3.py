@@ -1,10 +1,10 @@
-"""DeepSeek-V3 671B on 2,048 GPUs of 80 GB, laid out as in its report (arXiv 2412.19437, sections 3.2 and 4.2).
+"""DeepSeek-V3 671B on 2,048 GPUs of 80 GB, much as in its report (arXiv 2412.19437, sections 3.2 and 4.2).
 
-16 pipeline stages, 64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. Recomputation and micro-batches are the
-fastest that fit the GPUs at hand; on H100s all is recomputed but attention's result, and 120 micro-batches have a
-sequence each. Experts are balanced by their biases, and each sequence by a small loss. Buffers are for balanced
-routing; what exceeds them takes rounds of an eighth. Not of the report: FP8, the table of DualPipe (1F1B's ticks
-overlap their passes as DualPipe's do), batches that grow, the token after the next.
+64 ranks of experts on 8 nodes, ZeRO-1; 63 M tokens a step. The report has 16 pipeline ranks and DualPipe's table; here
+8 ranks have four stages each, whose ticks overlap their passes as DualPipe's do. With 60 micro-batches of a sequence
+each their bubble is 3%. Recomputation and micro-batches are the fastest that fit the GPUs at hand.
+Experts are balanced by their biases, and each sequence by a small loss. Buffers are for balanced routing; what exceeds
+them takes rounds of an eighth. Not of the report either: FP8, batches that grow, the token after the next.
 """
 
 from ultrascale_jax.config import (
@@ -16,13 +16,15 @@ from ultrascale_jax.config import (
     MeshConfig,
     MoEConfig,
     OptimConfig,
+    PipelineConfig,
     TrainConfig,
 )
 from ultrascale_jax.configs import shapes
 
 config = Config(
     model=shapes.DEEPSEEK_V3,
-    mesh=MeshConfig(pp=16, fsdp=-1, ep=64),
+    mesh=MeshConfig(pp=8, fsdp=-1, ep=64),
+    pp=PipelineConfig(schedule="interleaved", virtual=4),
     data=DataConfig(
         source="tokens:data/fineweb",
         tokenizer="data/tokenizer.json",

@@ -84,7 +84,10 @@ TABLE = {
         {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"zero": 2, "remat": "selective"}, MIXTRAL | QWEN3,
     ),
     "1f1b_fsdp_sp_gemma3": (FSDP_SP, {}, {"zero": 3, "remat": "selective"}, GEMMA3),
-    "1f1b_ep_tp_gpt_oss": ({"pp": 2, "ep": 2, "tp": 2}, {}, {"remat": "selective"}, GPT_OSS),
+    "interleaved_ep_tp_gpt_oss": (
+        {"pp": 2, "ep": 2, "tp": 2}, {"schedule": "interleaved"}, {"zero": 1, "remat": "selective"},
+        GPT_OSS | {"num_layers": 8},
+    ),
     "zb_h1_ep_cp_gpt_oss": (
         {"pp": 2, "ep": 2, "cp": 2}, {"schedule": "zb_h1"}, {"remat": "full"}, GPT_OSS, {"strategy": "ulysses"},
     ),

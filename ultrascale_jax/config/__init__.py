@@ -28,6 +28,7 @@ from ultrascale_jax.config.model import ModelConfig as ModelConfig
 from ultrascale_jax.config.model import RopeScaling as RopeScaling
 from ultrascale_jax.config.training import AUTO as AUTO
 from ultrascale_jax.config.training import FP8 as FP8
+from ultrascale_jax.config.training import ORDERED_LAYERS as ORDERED_LAYERS
 from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
 from ultrascale_jax.config.training import REMAT_POLICIES as REMAT_POLICIES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config

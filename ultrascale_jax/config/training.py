@@ -56,6 +56,11 @@ def gathers_ahead(*, zero: int, pp: int) -> bool:
     return zero == 3 and pp == 1
 
 
+ORDERED_LAYERS = 2
+"""Layers of a pipeline's stage up to which its passes are ordered as a whole where they hide exchanges, and not layer
+by layer: the order goes on from one layer to the next, and what a pass sends to the next rank is part of it."""
+
+
 def hides_exchanges(
     *, zero: int, pp: int, ep: int, dispatch: str, per_rank_control_flow: bool
 ) -> bool:

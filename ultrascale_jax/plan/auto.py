@@ -30,14 +30,10 @@ from ultrascale_jax.training.model_shape import ModelShape
 SAFE = 0.91
 """Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.
 
-Of the programs of docs/planning/*.csv and docs/planning.md above 8 GiB, none without a pipeline of experts needs more
-than 1.11 times the formula's bytes and few more than 1.04, and the workspaces of cuDNN and cuBLAS, which XLA does not
-count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
+Of the programs of docs/planning/*.csv and docs/planning.md above 8 GiB, none needs more than 1.11 times the formula's
+bytes and few more than 1.04 (experts in a pipeline, of which only the recipe `deepseek_v3` was compared, 1.05), and the
+workspaces of cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
 """
-
-SAFE_PIPED_EXPERTS = 0.75
-"""The same for experts in a pipeline, of which only the recipe `deepseek_v3` was compared: XLA's program takes 0.94
-times the formula's bytes, and took 1.22 times while the exchange of tokens was inside a conditional."""
 
 EQUAL = 1.02
 """Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
@@ -140,7 +136,7 @@ def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
     """Return the fastest of those that fit with `SAFE`; otherwise what needs the least memory. And why it is taken."""
     on = f"{search.cluster.num_gpus} x {search.cluster.gpu.name}"
     usable, tried = search.usable_bytes, f"{search.counts['candidates']:,} tried"
-    safe = [step for step in fits if step.peak_bytes <= _safe_share(step.run) * usable]
+    safe = [step for step in fits if step.peak_bytes <= SAFE * usable]
     if fits:
         best = min(safe or fits, key=lambda step: step.step_s if safe else step.peak_bytes)
         found = _simplest(best, safe)
@@ -169,10 +165,6 @@ def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPredictio
         return axes + (step.host_bytes > 0), step.step_s
 
     return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
-
-
-def _safe_share(run: Run) -> float:
-    return SAFE_PIPED_EXPERTS if run.mesh.pp > 1 and run.shape.experts is not None else SAFE
 
 
 def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh: bool) -> UserError:

@@ -150,7 +150,7 @@ class _Executor:
         self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = call.stash == "residuals" and self.trains
-        self.loop = LayerLoop(call, trains=self.trains)
+        self.loop = LayerLoop(call, trains=self.trains, send=self._send)
 
     def run(self) -> dict:
         """Run all ticks; return the state after the last one."""
@@ -215,10 +215,8 @@ class _Executor:
         )
         mine = {name: state[name] for name in writes if name in state}
         read = {name: state[name] for name in reads if name in state}
-        mine, y, dx = self.loop.run(segment, mine, read, tick)
+        mine, y, dx, arrived = self.loop.run(segment, mine, read, tick)
         state = state | mine
-        arrived = self._send("forward", y) if forward else []
-        arrived += self._send("backward", dx) if backward else []
         before = state["x_forward"]
         x = self._if(segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, before)
         dy = y
@@ -228,11 +226,12 @@ class _Executor:
             state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
         together = (dy, x, {name: state[name] for name in ("shared",) if name in state})
-        values = [value for _, _, value in arrived]
-        values, (dy, x, sums) = lax.optimization_barrier((values, together))
+        arrived, (dy, x, sums) = lax.optimization_barrier((arrived, together))
         state |= sums
-        for (name, column, _), value in zip(arrived, values, strict=True):
-            state[name] = put(state[name], value, tick[column])
+        for kind, values in arrived.items():
+            name = "inputs" if kind == "forward" else "gradients"
+            for port, value in zip(self._ports(kind), values, strict=True):
+                state[name] = put(state[name], value, tick[port])
         if forward and self.trains:
             state["gradients"] = put(state["gradients"], dy, tick["head_gradient"])
         return self._read_next(state, x, tick), None
@@ -263,13 +262,16 @@ class _Executor:
             return run(operand)
         return lax.cond(tick[name] > 0, run, skip, operand)
 
-    def _send(self, kind: str, value: jax.Array) -> list[tuple[str, str, jax.Array]]:
-        """Send the results of the tick; return what arrives here: buffer, column of its slot, value."""
-        name = "inputs" if kind == "forward" else "gradients"
+    def _ports(self, kind: str) -> list[str]:
+        return [port for port in self.program.ports if port.startswith(kind)]
+
+    def _send(self, kind: str, value: jax.Array) -> list[jax.Array]:
+        """Send the result of a tick's pass, forward or backward; return what arrives here by each of `_ports`."""
         return [
-            (name, port, value if port.endswith("self") else lax.ppermute(value, self.axis, pairs))
-            for port, pairs in self.program.ports.items()
-            if port.startswith(kind)
+            value
+            if port.endswith("self")
+            else lax.ppermute(value, self.axis, self.program.ports[port])
+            for port in self._ports(kind)
         ]
 
     def _head(self, segment: Segment, state: dict, tick: Tick, y: jax.Array):

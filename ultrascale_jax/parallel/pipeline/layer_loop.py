@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultrascale_jax.config import ORDERED_LAYERS
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
@@ -24,7 +25,11 @@ class LayerLoop:
     `residuals`, `weights`.
     """
 
-    def __init__(self, call: PipelineCall, *, trains: bool):
+    def __init__(
+        self, call: PipelineCall, *, trains: bool, send: Callable[[str, jax.Array], list[jax.Array]]
+    ):
+        """`send(pass, value)` sends what a pass, forward or backward, gives to the ranks that need it."""
+        self.send = send
         schedule, stages, lengths = call.schedule, call.stages, call.lengths
         self.schedule, self.context, self.axis = schedule, stages.context, call.axis
         self.blocks, self.microbatches = call.blocks, call.microbatches
@@ -39,6 +44,8 @@ class LayerLoop:
         self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
+        whole = self.hides_exchanges and not schedule.split and self.depth <= ORDERED_LAYERS
+        self.step = self.depth if whole else 1
         self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
         every = lengths or [self.depth] * schedule.num_stages
         self.starts = self._by_chunk([sum(every[:stage]) for stage in range(len(every))])
@@ -106,8 +113,11 @@ class LayerLoop:
 
     def run(
         self, segment: Segment, state: dict, read: dict, tick: Tick
-    ) -> tuple[dict, jax.Array, jax.Array]:
-        """Run the layers of this tick: return new state, y and dx; `read` has `x_forward`, `g` and `x_backward`."""
+    ) -> tuple[dict, jax.Array, jax.Array, dict[str, list[jax.Array]]]:
+        """Run the layers of this tick: return new state, y and dx, and what has come from other ranks, by pass.
+
+        `read` has `x_forward`, `g` and `x_backward`.
+        """
         if not self.divergent:
             return self._layers(segment.kinds, state, read, tick)
         ticks = self.schedule.ticks[segment.start : segment.stop]
@@ -117,13 +127,19 @@ class LayerLoop:
             same = [(tick[f"{word}_on"] > 0) == (kind in kinds) for kind, word in PASSES.items()]
             index = jnp.where(jnp.all(jnp.stack(same)), i, index)
         branches = [
-            lambda state, read, tick, kinds=kinds: self._layers(kinds, state, read, tick)
+            lambda state, read, tick, kinds=kinds: self._layers(kinds, state, read, tick)[:3]
             for kinds in choices
         ]
-        return lax.switch(index, branches, state, read, tick)
+        state, y, dx = lax.switch(index, branches, state, read, tick)
+        return state, y, dx, self._send_both(segment.kinds, y, dx)
+
+    def _send_both(self, kinds, y: jax.Array, dx: jax.Array) -> dict[str, list[jax.Array]]:
+        """Send what the passes of a tick gave, of those that it has."""
+        results = {"F": y, "B": dx}
+        return {PASSES[k]: self.send(PASSES[k], v) for k, v in results.items() if k in kinds}
 
     def _layers(self, kinds: frozenset[str], state: dict, read: dict, tick: Tick):
-        """Loop once over the layers of a stage: forward, backward and weight gradients of three stages side by side."""
+        """Run the layers of a stage once: forward, backward and weight gradients of three stages side by side."""
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
             k: self.context(at(self.microbatches, tick[f"{k}_mb"]))
@@ -142,10 +158,11 @@ class LayerLoop:
         if backward and not self.stashes:
             rest["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
 
-        def layer(carry, index):
-            after, new = self._passes(kinds, carry, rest, tick, index, contexts)
-            back = self.depth - 1 - index
+        def layers(carry, start):
+            indices = [start + i for i in range(self.step)]
+            after, new = self._passes(kinds, carry, rest, tick, indices, contexts)
             if weights:
+                back = self.depth - 1 - start
                 waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
                 params = self._params(tick, "weight", back)
                 around = self._around(tick, "weight", back, contexts["weight"])
@@ -157,38 +174,54 @@ class LayerLoop:
                     # Written after the backward pass has read its own, or XLA would copy the whole buffer.
                     names = {"residuals", "g", "blocks", "weights"} & set(after)
                     after |= lax.optimization_barrier({name: after[name] for name in names})
-                place = tick["forward_residuals"], index
-                after["residuals"] = put(after["residuals"], new, *place)
+                for index, kept in zip(indices, new, strict=True):
+                    place = tick["forward_residuals"], index
+                    after["residuals"] = put(after["residuals"], kept, *place)
             return after, None
 
-        carry, _ = lax.scan(layer, carry, jnp.arange(self.depth))
-        return state | {name: carry[name] for name in written}, carry["x"], carry["g"]
+        starts = jnp.arange(0, self.depth, self.step)
+        after: dict = (
+            layers(carry, starts[0])[0] if len(starts) == 1 else lax.scan(layers, carry, starts)[0]
+        )
+        y, dx = after["x"], after["g"]
+        sent = after["sent"] if "sent" in after else self._send_both(kinds, y, dx)
+        return state | {name: after[name] for name in written}, y, dx, sent
 
-    def _passes(self, kinds, carry: dict, rest: dict, tick: Tick, index, contexts: dict):
-        """Run a layer forward and one backward: return the carry after them, and what the first one's backward pass
-        needs."""
-        back = self.depth - 1 - index
+    def _passes(self, kinds, carry: dict, rest: dict, tick: Tick, indices: list, contexts: dict):
+        """Run layers forward, and as many backward: return the carry after them, and for each of the first what its
+        backward pass needs. If they are ordered as a whole stage, the carry also has what came from other ranks, as
+        `sent`."""
+        sends = self.hides_exchanges and self.step == self.depth
 
         def forward(x):
-            return self._forward_layer(carry | {"x": x}, tick, index, contexts["forward"])
+            after, new = {"x": x}, []
+            for index in indices:
+                after, kept = self._forward_layer(carry | after, tick, index, contexts["forward"])
+                new.append(kept)
+            return after, new, self.send("forward", after["x"]) if sends else []
 
         def backward(given):
             g, kept = given
             after = {name: carry[name] for name in ("blocks", "weights") if name in carry}
-            self._backward_layer(g, kept, after, tick, back, contexts["backward"])
-            return after, []
+            for index, own in zip(indices, kept, strict=True):
+                back = self.depth - 1 - index
+                self._backward_layer(g, own, after, tick, back, contexts["backward"])
+                g = after["g"]
+            return after, [], self.send("backward", g) if sends else []
 
-        runs: list[tuple] = [(forward, carry["x"])] if "F" in kinds else []
+        runs: dict[str, tuple] = {"forward": (forward, carry["x"])} if "F" in kinds else {}
         if "B" in kinds:
-            runs.append((backward, (carry["g"], self._kept(carry | rest, tick, back))))
+            kept = [self._kept(carry | rest, tick, self.depth - 1 - index) for index in indices]
+            runs["backward"] = backward, (carry["g"], kept)
         if self.hides_exchanges and runs:
-            results = interleave(*runs)
+            results = interleave(*runs.values())
         else:
-            results = [fn(activations) for fn, activations in runs]
-        after, new = dict(carry), []
-        for more, kept in results:
+            results = [fn(activations) for fn, activations in runs.values()]
+        after, new, sent = dict(carry), [], {}
+        for name, (more, kept, values) in zip(runs, results, strict=True):
             after, new = after | more, new + kept
-        return after, new
+            sent[name] = values
+        return after | ({"sent": sent} if sends else {}), new
 
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
         """Return new state, and what the backward pass needs."""

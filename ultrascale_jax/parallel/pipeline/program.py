@@ -20,7 +20,7 @@ PORTS = ("from_previous", "from_next", "from_self")
 PASSES = {"F": "forward", "B": "backward", "W": "weight"}
 """Kind of operation to the first word of its columns."""
 
-ENOUGH = {"embed": 0.3, "head": 0.9, "embed_gradient": 0.2}
+ENOUGH = {"embed": 0.3, "head": 0.9, "embed_gradient": 0.3}
 """Share of a segment's ticks from which on all of them run it, masked where it is not needed."""
 
 SLOTS = {

@@ -68,15 +68,20 @@ def layer_of(run: Run) -> Layer:
 def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Count the bytes that a mean layer keeps from its forward to its backward pass, by kind.
 
-    Where a pipeline's layers are of both kinds, each has room for what either keeps.
+    Where a pipeline's layers are of both kinds, each has room for what routed experts keep; the branch that computes a
+    dense layer or shared experts keeps nothing (`parallel/pipeline/rows.py: either`).
     """
     parts, moe = dense_saved_bytes(run, layer), run.shape.expert_share
     if moe:
-        both = run.mesh.pp > 1 and moe < 1
-        parts["mlp"] = parts.get("mlp", 0) * (1 if both else 1 - moe)
+        parts["mlp"] = parts.get("mlp", 0) * (0 if _has_branches(run) else 1 - moe)
         for name, value in experts_saved_bytes(run, layer).items():
-            parts[name] = parts.get(name, 0) + value * (1 if both else moe)
+            parts[name] = parts.get(name, 0) + value * (1 if _has_branches(run) else moe)
     return parts
+
+
+def _has_branches(run: Run) -> bool:
+    """Return whether each layer of a pipeline may have experts or not, and chooses by a branch."""
+    return run.mesh.pp > 1 and 0 < run.shape.expert_share < 1
 
 
 def document_mask(run: Run, layer: Layer) -> float:
@@ -172,7 +177,7 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """
     shape, a = run.shape, layer.width
     rows, ffn = experts.expert_values(run)
-    shared = shape.shared_width * run.tokens / run.mesh.tensor
+    shared = shape.shared_width * run.tokens / run.mesh.tensor * (not _has_branches(run))
     got = a * experts.a2a_rows(run) * shape.d_model
     matrices = 2 if shape.gated else 1
     if run.remat == "selective":

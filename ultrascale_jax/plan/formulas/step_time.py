@@ -7,7 +7,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import replace
 
 from ultrascale_jax import config
-from ultrascale_jax.config import REMAT_NAMES, remat_names, require_type
+from ultrascale_jax.config import ORDERED_LAYERS, REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import layer_of, offloaded_bytes, saved_bytes
 from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
@@ -149,6 +149,10 @@ class Step:
         summed = self.collective("all-reduce", size, self.group("pp"))
         sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
         sends = counts.ticks["F"] + counts.ticks["B"]
+        if self.hides_exchanges and run.chunk_layers <= ORDERED_LAYERS:
+            sends = (
+                2 * counts.ticks["all"] - sends
+            )  # where a tick has both passes, each hides what the other sends
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
 
     def layer(self) -> dict[str, float]:

@@ -64,8 +64,8 @@ on a rank were not compared with a compiled program."""
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
-NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out")
-"""The same with experts in a pipeline: what a tick has to have before it can send its tokens again."""
+NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out,gate", "save:attn_out")
+"""The same with experts in a pipeline: what a tick has to have before it can send its tokens again, and one more."""
 
 UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which ranks do different things at a time: in lock step each waits for all of them."""
