@@ -1,5 +1,6 @@
 """Llama-3-8B on 8 H100s: it fits, and the GPUs never wait for a collective that something could hide."""
 
+import collections
 import dataclasses
 import re
 
@@ -68,6 +69,17 @@ def test_fully_sharded_sets_no_activations_to_zero_and_gathers_no_embedding(full
     table = 2 * m.vocab_size * m.d_model
     gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and not c.loops]
     assert sum(a.bytes == table // 8 for c in gathers for a in c.operands) == 1
+
+
+@pytest.mark.slow
+def test_products_of_the_forward_pass_add_to_the_residual_stream(fully_sharded):
+    module = fully_sharded.module
+    calls = collections.Counter(m.computation for m in fully_sharded.matmuls if m.attention)
+    forward = next(body for body, count in calls.items() if count == LAYERS)
+    products = [i for i in module.computations[forward] if module.dots(i, forward)]
+    bodies = [[inner.opcode for inner in module.computations[i.called[0]]] for i in products]
+    # Those of w_o and w_down.
+    assert sum("add" in opcodes for opcodes in bodies) == 2 * LAYERS
 
 
 # The same layers with half the weights gathered: fully sharded is the harder one on both counts.

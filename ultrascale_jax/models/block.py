@@ -25,7 +25,12 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import Dense, MoE, Routed
-from ultrascale_jax.sharding.primitives import gather_param, grad_barrier, partial_axes
+from ultrascale_jax.sharding.primitives import (
+    gather_param,
+    grad_barrier,
+    name_product,
+    partial_axes,
+)
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 
 MLP_NORMS = ("mlp_norm", "mlp_out_norm")
@@ -208,7 +213,13 @@ class Block(_Parts):
             h, feed_forward = _grads_together((h, feed_forward), frozen=frozen)
             h, *more = h if isinstance(h, tuple) else (h,)
             _check_partial(attn, h)
-            h = checkpoint_name(sum(more, scatter_sequence(h)), "attn_out")
+            h = sum(more, scatter_sequence(h))
+            if self.cfg.norm_placement == "pre" and mesh_size(*TENSOR, "pp") == 1:
+                # The backward pass reads the sum alone, which XLA adds up in the product. A sum after a reduce-scatter
+                # it would add up three times: to keep it, for the norm, and for the MLP's residual connection. In a
+                # pipeline that was not measured.
+                return name_product(x_BRD + h, "attn_out"), cache, feed_forward
+            h = checkpoint_name(h, "attn_out")
             return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward
 
     def feed(

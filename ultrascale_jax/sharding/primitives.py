@@ -4,6 +4,7 @@
     leave_sums, sums_by_layer         the same, its gradient a partial sum over replicas as long as that helps
     reduce_gradient, scatter_gradient its gradient, summed over the devices
     reshard, einsum                   an activation split as other letters say
+    name_product                      what a policy of remat keeps in the place of a product
     all_reduce, mean                  a reduction over dims that may be split
     partial_axes                      axes over which an activation may be a partial sum
     offset, piece                     where this device's piece begins, and its size
@@ -154,6 +155,14 @@ def einsum(
     if summed or to:
         return reshard(f"{out}->{to or out}", y, summed=summed)
     return checkpoint_name(y, PRODUCT)
+
+
+def name_product(x: jax.Array, name: str) -> jax.Array:
+    """Name an activation that alone is read in the backward pass, not the product it is made of: also as `PRODUCT`.
+
+    A policy that keeps products then keeps it instead, and nothing makes it again.
+    """
+    return checkpoint_name(checkpoint_name(x, PRODUCT), name)
 
 
 def contracted_axes(subscripts: str) -> frozenset[str]:

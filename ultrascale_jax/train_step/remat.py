@@ -4,8 +4,9 @@ none        everything, except gathered parameters: ZeRO-3 gathers them again
 full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
-dots        the results of matmuls with parameters, of routed experts only the sum that returns to a token; and those of
-            attention, which does not run again: cuDNN's residuals, or what blocks or documents are joined to
+dots        the results of matmuls with parameters, or what alone is read of them (`name_product`), of routed experts
+            only the sum that returns to a token; and those of attention, which does not run again: cuDNN's residuals,
+            or what blocks or documents are joined to
 save:q,k    only these names; offload:gate,up keeps those in host memory
 """
 
