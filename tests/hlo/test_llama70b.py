@@ -88,8 +88,8 @@ def test_elementwise_work_moves_12_percent_more_than_the_least(step):
         # Backward, of each norm: x, and the gradients of its result and of the residual; then that of x, and norm(x)
         # again for the weights' gradients. And attention's result, for x' again.
         "norms and residual": (2 + 4 + 3 + 2 * 5 + 1) * own["residual"],
-        # Read and written: forward, again, and their gradients, which the values' come beside.
-        "rotary embedding": 3 * 2 * (own["queries"] + own["keys"]) + 2 * own["keys"],
+        # Read and written: forward, and their gradients, which the values' come beside.
+        "rotary embedding": 2 * 2 * (own["queries"] + own["keys"]) + 2 * own["keys"],
         # Gate and up, then their product; backward its gradient too, then those of both and the product again.
         "SwiGLU": (3 + 6) * own["hidden"],
         # Float32 parameters, cast twice, and gradients, cast once.
@@ -108,10 +108,11 @@ def test_what_dots_keeps_is_copied_once(step):
     kept = sum(count * own[name] for name, count in parts.items())
     m, (_, moved) = RUN.model, moved_in_layer(step)
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim // RUN.mesh.sp
-    # The matrices of q, k and v side by side, whose one product makes their input's gradient.
+    # The matrices of q, k and v side by side, whose one product makes the gradient of their input; and their gradients.
     joined = 2 * BF16 * m.d_model * heads
-    # Into stacks; backward, what cuDNN reads out of them and the gradients of joint weights apart (23%).
-    assert 2 * kept + joined <= moved <= 1.24 * 2 * kept + joined
+    # q, k, v and attention's result out of the stacks, for cuDNN. Less than 2% more: v comes twice out of its product.
+    least = 2 * kept + 2 * 2 * (own["queries"] + own["keys"]) + 2 * joined
+    assert least <= moved <= 1.02 * least
 
 
 def test_attentions_input_has_one_product_forward_and_two_backward(step):

@@ -17,7 +17,13 @@ from ultrascale_jax.models.projections import projections
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import broadcast_param, offset, repeat_kv_heads, reshard
+from ultrascale_jax.sharding.primitives import (
+    broadcast_param,
+    name_product,
+    offset,
+    repeat_kv_heads,
+    reshard,
+)
 from ultrascale_jax.sharding.rules import act, mesh_size, specs
 
 type Partial = jax.Array | tuple[jax.Array, jax.Array]
@@ -57,8 +63,10 @@ class Attention(nnx.Module):
         q_BTNH = self._complete(q_BTNH, x_BRD, "q", "N")
         k_BTKH = self._complete(k_BTKH, x_BRD, "k", "K")
         v_BTKH = checkpoint_name(self._complete(v_BTKH, x_BRD, "v", "K"), "v")
-        q_BTNH = checkpoint_name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
-        k_BTKH = checkpoint_name(rotate(k_BTKH, inputs.rope), "k")
+        # A norm's backward pass would read the product too.
+        name = name_product if self.cfg.qk_norm == "none" else checkpoint_name
+        q_BTNH = name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
+        k_BTKH = name(rotate(k_BTKH, inputs.rope), "k")
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
