@@ -49,6 +49,14 @@ def test_no_collective_over_fsdp_waits_in_the_steady_state(step):
     assert whole.exposed_s["sp"] > 10 * few.exposed_s["sp"]
 
 
+def test_all_that_a_layer_gathers_is_one_collective(step):
+    gathers = [c for c in step.collectives if c.kind == "all-gather" and c.axes == ("fsdp",)]
+    trips = RUN.train.microbatches, RUN.model.num_layers // LAYERS
+    in_layers = [c for c in gathers if c.loops == trips]
+    assert len(in_layers) == 2 * LAYERS  # forward and backward
+    assert {len(c.operands) for c in in_layers} == {7}
+
+
 def moved_in_layer(step: CompiledStep) -> tuple[int, int]:
     """Bytes that one layer moves forward and backward outside of products, attention and collectives: by what computes,
     and by what only copies, beside it or not."""

@@ -43,8 +43,9 @@ GPU_FLAGS = {
 }
 """XLA flags for training on NVIDIA GPUs; a CPU ignores them.
 
-The combine thresholds that older recipes raise to a whole layer are left at XLA's defaults: they merge a layer's
-collectives into one that no matrix product hides (seen in the compiled Llama-3-8B step for 8 H100s).
+The combine thresholds that older recipes raise to a whole layer are left at XLA's defaults but where a dense layer
+gathers ahead (`ONE_GATHER` in train_step/step.py): elsewhere they merge a layer's collectives into one that no matrix
+product hides (seen in the compiled Llama-3-8B step for 8 H100s).
 """
 
 CPU_FLAGS = {

@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
     gathers_ahead,
+    parameters_travel_alone,
     require,
 )
 from ultrascale_jax.config.dpo import has_reference
@@ -151,6 +152,14 @@ class Run:
         """Whether layers gather ahead and scatter late."""
         ahead = gathers_ahead(zero=self.zero, pp=self.mesh.pp)
         return ahead and not self.adapter_params
+
+    @property
+    def gathers_whole_layers(self) -> bool:
+        """Whether all that a layer gathers ahead travels in one collective."""
+        has_experts = self.shape.experts is not None
+        return self.prefetches and parameters_travel_alone(
+            tp=self.mesh.tp, ring=self.ring[0], has_experts=has_experts
+        )
 
     @property
     def packs_documents(self) -> bool:

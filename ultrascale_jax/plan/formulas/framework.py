@@ -37,7 +37,7 @@ class FrameworkProfile:
     tensor_passes: int = 8
     """Times that a layer gathers or scatters the residual stream, forward and backward."""
     gathers: int = 1
-    """Collectives in which a layer's parameters are gathered (ZeRO-3)."""
+    """Collectives in which a layer's parameters are gathered (ZeRO-3), unless `Run.gathers_whole_layers`."""
     travel: float = 1.0
     """Share of the time of tokens on their way to experts and back that is waited for."""
     overlapped: float = 1.0
@@ -65,6 +65,6 @@ ULTRASCALE = FrameworkProfile(
 """This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA
 0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.py). A layer is some 90 kernels of 4
-microseconds (XLA's own launch estimate). Its matrices are gathered one by one, those of keys and values together. Of
-the way of tokens to their experts XLA's schedules hide a seventh, or a third (docs/planning/experts.csv). What else
-hides and what a step adds (`hide`, `step_s`) are estimates."""
+microseconds (XLA's own launch estimate). Where its matrices do not travel together they are gathered one by one, those
+of keys and values together. Of the way of tokens to their experts XLA's schedules hide a seventh, or a third
+(docs/planning/experts.csv). What else hides and what a step adds (`hide`, `step_s`) are estimates."""

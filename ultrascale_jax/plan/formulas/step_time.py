@@ -5,6 +5,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from ultrascale_jax import config
 from ultrascale_jax.config import ORDERED_LAYERS, REMAT_NAMES, remat_names, require_type
@@ -19,6 +20,16 @@ from ultrascale_jax.plan.workload import Group, Run, group
 
 SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 """Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
+
+
+class Params(NamedTuple):
+    """Parameters on one GPU, whole over ZeRO's axes."""
+
+    count: float
+    ranks: Group
+    """GPUs that share them."""
+    width: int
+    """Bytes of one as ZeRO-3 gathers it: 1 of a dense layer's in fp8, which are cast before."""
 
 
 def estimate(
@@ -99,7 +110,7 @@ class Step:
         run = self.run
         if not self.passes_overlap:
             return 0.0
-        count = sum(n for n, _ in self.layer_params())
+        count = sum(params.count for params in self.layer_params())
         params = count / (self.shards.ranks if run.zero == 3 else 1)
         layer = layer_of(run)
         activations = 2 * sum(saved_bytes(run, layer).values())
@@ -191,10 +202,11 @@ class Step:
         stays = self.run.zero == 3 and self.mesh.pp == 1 and self.shards.ranks > 1
         stays &= self.mesh.cp == 1 or self.mesh.sp == 1
         head = shape.vocab_size * shape.d_model / n
-        tables = [(head if shape.tied_embeddings else 2 * head, self.shards)]
+        width = layer_of(self.run).width
+        tables = [Params(head if shape.tied_embeddings else 2 * head, self.shards, width)]
         size = 2 * self.run.tokens * shape.d_model / self.mesh.sp
         looked_up = 2 * self.collective("all-to-all", size, self.shards) if stays else 0.0
-        gathered = [(head, self.shards)] if stays else tables
+        gathered = [Params(head, self.shards, width)] if stays else tables
         return {
             "matrix products": forward + backward,
             "memory traffic": self.accumulation(tables),
@@ -215,11 +227,11 @@ class Step:
         logits = losses * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return costs.memory_seconds(self.gpu, logits * self.profile.logit_bytes)
 
-    def accumulation(self, params: list[tuple[float, Group]]) -> float:
+    def accumulation(self, params: list[Params]) -> float:
         """Time adding one micro-batch's bfloat16 gradients to those in float32, of a shard in ZeRO-2 and 3."""
         if self.run.microbatches == 1:
             return 0.0
-        counts = (n / (ranks.ranks if self.run.zero > 1 else 1) for n, ranks in params)
+        counts = (p.count / (p.ranks.ranks if self.run.zero > 1 else 1) for p in params)
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
     def recomputed(self) -> float:
@@ -267,18 +279,20 @@ class Step:
         copied = offloaded_bytes(self.run)
         if not copied:
             return 0.0
-        sent, hide = self.sent_between_nodes(), self.profile.hide
-        passes = (forward, copied + sent), (backward, copied + 2 * sent)
+        (gathered, scattered), hide = self.sent_between_nodes(), self.profile.hide
+        passes = (forward, copied + gathered), (backward, copied + gathered + scattered)
         return sum(max(0.0, costs.host_seconds(self.gpu, size) - hide * s) for s, size in passes)
 
-    def sent_between_nodes(self) -> float:
-        """Count the bytes that one GPU sends to other nodes when a layer's parameters are gathered (ZeRO-3)."""
+    def sent_between_nodes(self) -> tuple[float, float]:
+        """Count the bytes that one GPU sends to other nodes when a layer's parameters are gathered (ZeRO-3), and when
+        their gradients are scattered.
+        """
         if self.run.zero < 3:
-            return 0.0
-        return sum(
-            2 * count * (ranks.nodes - 1) / ranks.nodes / ranks.per_node
-            for count, ranks in self.layer_params()
-        )
+            return 0.0, 0.0
+        width, params = layer_of(self.run).width, self.layer_params()
+        sent = [p.count * (p.ranks.nodes - 1) / p.ranks.nodes / p.ranks.per_node for p in params]
+        gathered = sum(p.width * count for p, count in zip(params, sent, strict=True))
+        return gathered, width * sum(sent)
 
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
@@ -353,21 +367,20 @@ class Step:
         """Time one way of tokens to their experts or back."""
         return experts.dispatch_seconds(self.run, self.cluster)
 
-    def layer_params(self) -> list[tuple[float, Group]]:
-        """Count the parameters of a mean layer on one GPU, whole over ZeRO's axes, and the GPUs that share them."""
+    def layer_params(self) -> list[Params]:
+        """Count the parameters of a mean layer: the dense ones, then those of routed experts."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
         router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
         whole = shape.attention_matrices[2] + router + shape.join_params / shape.layers
         dense = whole + (shape.dense_params / shape.layers - whole) / n
-        found = [(dense, self.shards)]
+        layer = layer_of(self.run)
+        found = [Params(dense, self.shards, layer.input_width)]
         if shape.routed_params:
             routed = shape.routed_params / shape.layers / n / self.mesh.ep
-            found.append((routed, self.group(*SHARDED[1])))
+            found.append(Params(routed, self.group(*SHARDED[1]), layer.width))
         return found
 
-    def parameters(
-        self, params: list[tuple[float, Group]], forward: float, backward: float
-    ) -> float:
+    def parameters(self, params: list[Params], forward: float, backward: float) -> float:
         """Time gathering parameters twice (ZeRO-3) and scattering gradients (ZeRO-2 and 3), beyond that much work."""
         hide = self.profile.hide
         gather, scatter = self.moved(params)
@@ -396,13 +409,14 @@ class Step:
             return forward, backward - before
         return forward, backward
 
-    def moved(self, params: list[tuple[float, Group]]) -> tuple[float, float]:
+    def moved(self, params: list[Params]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
-        zero, pieces, gather, scatter = self.run.zero, self.profile.gathers, 0.0, 0.0
-        for count, ranks in params if zero >= 2 else ():
-            scatter += self.collective("reduce-scatter", 2 * count, ranks)
+        zero, width, gather, scatter = self.run.zero, layer_of(self.run).width, 0.0, 0.0
+        pieces = 1 if self.run.gathers_whole_layers else self.profile.gathers
+        for count, ranks, own in params if zero >= 2 else ():
+            scatter += self.collective("reduce-scatter", width * count, ranks)
             if zero == 3:
-                gather += pieces * self.collective("all-gather", 2 * count / pieces, ranks)
+                gather += pieces * self.collective("all-gather", own * count / pieces, ranks)
         return gather, scatter
 
     def matrices_of_experts(self) -> float:
@@ -430,7 +444,7 @@ class Step:
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
         reduce = scatter = gather = kept = 0.0
-        for (count, shards), axes in zip(self.layer_params(), SHARDED, strict=False):
+        for (count, shards, _), axes in zip(self.layer_params(), SHARDED, strict=False):
             count = count * layers + (table if axes == SHARDED[0] else 0.0)
             owned = count / (shards.ranks if run.zero else 1)
             whole = self.group("dp", *(() if run.zero else axes))
