@@ -264,6 +264,27 @@ def test_a_layers_parameters_wait_once_for_the_hops_unless_others_share_their_st
     assert gather_s(adapter_params=1, sp=8) > 3 * gather_s(sp=8)
 
 
+def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():
+    shape = ModelShape.of(LLAMA3_8B, norm_placement="both")
+
+    def repeated_s(remat: str) -> float:
+        return speed(run(shape, fsdp=8, remat=remat)).parts["recomputation"]
+
+    products = LayerTime(run(shape, fsdp=8), find_cluster(None, "h100", 8), ULTRASCALE).passes
+    down = LLAMA3_8B.layers * products.products["down"]
+    alone, kept = (repeated_s(f"save:{names}") for names in ("gate", "gate,mlp_out"))
+    assert alone - kept == pytest.approx(down)
+    assert repeated_s("selective") == repeated_s("dots") < down
+
+
+def test_each_chunk_of_logits_adds_to_the_heads_gradient():
+    short, long = (speed(run(fsdp=8, sequences=1, seq_len=n)).parts["loss"] for n in (2048, 8192))
+    table = LLAMA3_8B.d_model * LLAMA3_8B.vocab_size
+    # 1 and 2 chunks of 2 GiB.
+    added = costs.memory_seconds(find_gpu("h100"), 8 * 2 * table)
+    assert long == pytest.approx(4 * short + added)
+
+
 def test_experts_cost_what_tokens_visit():
     # 8 experts of which 2 are visited: as much arithmetic as a dense layer of twice the width, and a little more.
     dense = speed(run(ModelShape.of(MIXTRAL, experts=None, d_ff=2 * 14336), fsdp=8))

@@ -16,7 +16,7 @@ from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.compiled import compile
 from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops
 from ultrascale_jax.plan.compiled.timeline import simulate
-from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.formulas import costs, pipeline
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
 from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params, mean_keys
@@ -361,6 +361,16 @@ def test_a_branch_may_be_taken_in_a_share_of_the_iterations(share):
     assert timeline.step_s == pytest.approx(16 * 2 * (share * PRODUCT_S + (1 - share) * NORM_S))
     assert timeline.busy_s.get("gemm", 0.0) == pytest.approx(16 * 2 * share * PRODUCT_S)
     assert set(asked) == {("switch", (32,))}
+
+
+@pytest.mark.parametrize("block", ["layers/jvp(attention)/cond", "checkpoint/attention/cond"])
+def test_attention_without_a_window_is_a_branch_in_the_share_of_its_layers(block):
+    words = "gemma3_12b --train.remat full --train.microbatches 64".split()
+    cfg, _ = command_line.parse(words, prog="test")
+    product = PRODUCT.replace("}", f'}}, metadata={{op_name="jit(step)/{block}/dot"}}')
+    module = program(SWITCH, computations=BRANCHES.replace(PRODUCT, product))
+    (switch,) = (i for i in module.computations[module.entry] if i.opcode == "conditional")
+    assert pipeline.shares(Run.of(cfg, 8), module)(switch, ()) == pytest.approx(1 / 6)
 
 
 def test_a_wait_for_what_a_branch_delays_is_all_for_collectives():

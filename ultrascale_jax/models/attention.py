@@ -63,10 +63,10 @@ class Attention(nnx.Module):
         q_BTNH = self._complete(q_BTNH, x_BRD, "q", "N")
         k_BTKH = self._complete(k_BTKH, x_BRD, "k", "K")
         v_BTKH = checkpoint_name(self._complete(v_BTKH, x_BRD, "v", "K"), "v")
-        # A norm's backward pass would read the product too.
-        name = name_product if self.cfg.qk_norm == "none" else checkpoint_name
-        q_BTNH = name(rotate(q_BTNH, inputs.rope, self.cfg.score_scale), "q")
-        k_BTKH = name(rotate(k_BTKH, inputs.rope), "k")
+        q_BTNH = rotate(q_BTNH, inputs.rope, self.cfg.score_scale)
+        k_BTKH = rotate(k_BTKH, inputs.rope)
+        if self.cfg.qk_norm == "none":  # otherwise `_complete` names what the norm reads
+            q_BTNH, k_BTKH = name_product(q_BTNH, "q"), name_product(k_BTKH, "k")
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
@@ -105,6 +105,8 @@ class Attention(nnx.Module):
             )
             y = y + bias.astype(y.dtype)
         if self.cfg.qk_norm != "none" and name != "v":
+            # The norm's backward pass reads its input: kept after it, products would run again, and not rotation alone.
+            y = checkpoint_name(y, name)
             over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
             y = rms_norm(y, self._heads(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
         return y

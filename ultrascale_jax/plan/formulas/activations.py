@@ -129,17 +129,18 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = 3 * mlp
         parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
-        parts |= _named_bytes(layer, remat_names(run.remat)[0])
+        parts |= _named_bytes(run, layer, remat_names(run.remat)[0])
     return parts
 
 
-def _named_bytes(layer: Layer, names: Sequence[str]) -> dict[str, float]:
-    """Count the bytes of a dense layer's tensors of these names, by kind."""
+def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, float]:
+    """Count the bytes of a dense layer's tensors of these names, by kind; `mlp_out` where a norm reads it."""
     a, attention = layer.width, _attention_bytes(layer)
+    normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (run.shape.norm_placement != "pre")))
     return {
         "attention": sum(attention.get(name, 0) for name in names),
         "mlp": a * layer.ffn * sum(name in ("gate", "up") for name in names),
-        "norms": a * layer.residual * sum(name in ("attn_norm", "mlp_norm") for name in names),
+        "norms": a * layer.residual * sum(name in normed for name in names),
     }
 
 

@@ -13,7 +13,14 @@ RESULTS = {
 }
 """Matrix products of a layer and the names that `train.remat` has for their results."""
 
-KEPT = {"selective": (REMAT_NAMES,), "dots": (*RESULTS.values(), ("attn_core",)), "full": ((),)}
+NORMED_RESULTS = RESULTS | {"down": ("mlp_out",)}
+"""The same where a norm reads what the MLP returns, so that its backward pass needs that."""
+
+KEPT = {
+    "selective": (REMAT_NAMES,),
+    "dots": (*NORMED_RESULTS.values(), ("attn_core",)),
+    "full": ((),),
+}
 """Results that the policies of `train_step/remat.py` keep."""
 
 
@@ -28,10 +35,14 @@ class FrameworkProfile:
     passes: float
     """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
     matrix products and attention."""
+    norm_passes: float = 7
+    """Those of one norm; a layer has two among `passes`, and some models have more."""
     kept_passes: int = 0
     """Writes and reads of what `remat="none"` keeps and other recomputation would make again."""
     logit_bytes: float
     """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
+    chunked_loss: bool = False
+    """Whether logits are made in chunks, as `models/loss.py` does; each adds to the head's float32 gradient."""
     host_s: float
     """Least time of a layer, forward and backward: kernel launches of the host."""
     tensor_passes: int = 8
@@ -54,6 +65,7 @@ ULTRASCALE = FrameworkProfile(
     passes=19,
     kept_passes=2,
     logit_bytes=14,
+    chunked_loss=True,
     host_s=0.35e-3,
     gathers=6,
     travel=0.85,

@@ -163,7 +163,12 @@ class LayerTime:
         """
         shape, moe = self.shape, self.shape.expert_share
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
-        width = (shape.d_model + d_ff / 2) / self.tensor.ranks
-        passes = self.profile.passes * (1 if self.run.precision == "bf16" else 2)
-        size = 2 * passes * self.run.tokens * width + moe * experts_of.traffic_bytes(self.run)
+        width = self.profile.passes * (shape.d_model + d_ff / 2)
+        if shape.norm_placement == "both":
+            width += 2 * self.profile.norm_passes * shape.d_model
+        if shape.qk_norm != "none":
+            heads = shape.num_heads + shape.num_kv_heads
+            width += self.profile.norm_passes * heads * shape.head_dim
+        passes = width / self.tensor.ranks * (1 if self.run.precision == "bf16" else 2)
+        size = 2 * passes * self.run.tokens + moe * experts_of.traffic_bytes(self.run)
         return costs.memory_seconds(self.gpu, size)

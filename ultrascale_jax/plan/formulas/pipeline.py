@@ -7,6 +7,7 @@ rows. So the counts of a large table are those of two small ones, continued.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,7 +97,7 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
     def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
         bodies = (module.computations[name] for name in conditional.called)
         inside = [i.op_name for body in bodies for i in body]
-        if any("/attention/" in name for name in inside):
+        if any(re.search(r"[/(]attention[/)]", name) for name in inside):
             return shape.expert_share if mixed else 1 - shape.window_share
         if program is None:
             return 1.0

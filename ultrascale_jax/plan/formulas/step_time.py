@@ -10,8 +10,19 @@ from typing import NamedTuple
 from ultrascale_jax import config
 from ultrascale_jax.config import ORDERED_LAYERS, REMAT_NAMES, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
-from ultrascale_jax.plan.formulas.activations import layer_of, offloaded_bytes, saved_bytes
-from ultrascale_jax.plan.formulas.framework import KEPT, RESULTS, ULTRASCALE, FrameworkProfile
+from ultrascale_jax.plan.formulas.activations import (
+    layer_of,
+    loss_chunks,
+    offloaded_bytes,
+    saved_bytes,
+)
+from ultrascale_jax.plan.formulas.framework import (
+    KEPT,
+    NORMED_RESULTS,
+    RESULTS,
+    ULTRASCALE,
+    FrameworkProfile,
+)
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.hardware import Cluster
@@ -222,10 +233,17 @@ class Step:
         return self.layer_time.gemms(shapes, backward=backward, fp8=False)
 
     def loss(self) -> float:
-        """Time the cross-entropy of one micro-batch beside its matrix products."""
-        losses = 1 + self.shape.mtp_layers
-        logits = losses * self.run.tokens * self.shape.vocab_size / self.tensor.ranks
-        return costs.memory_seconds(self.gpu, logits * self.profile.logit_bytes)
+        """Time the cross-entropy of one micro-batch beside its matrix products.
+
+        Where logits come in several chunks, each reads and writes the head's gradient in float32.
+        """
+        losses, chunks = 1 + self.shape.mtp_layers, 1
+        if self.profile.chunked_loss:
+            chunks, _ = loss_chunks(self.run)
+        logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
+        table = self.shape.d_model * self.shape.vocab_size / self.tensor.ranks
+        size = logits * self.profile.logit_bytes + 8 * table * (chunks if chunks > 1 else 0)
+        return costs.memory_seconds(self.gpu, losses * size)
 
     def accumulation(self, params: list[Params]) -> float:
         """Time adding one micro-batch's bfloat16 gradients to those in float32, of a shard in ZeRO-2 and 3."""
@@ -236,6 +254,8 @@ class Step:
 
     def recomputed(self) -> float:
         """Time what the backward pass repeats of the forward pass: all that is not kept but a layer's last product.
+
+        A norm that reads that product needs it.
 
         Without a pipeline, what `none` keeps beyond `selective` is charged with its way to memory and back.
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
@@ -249,12 +269,13 @@ class Step:
         seconds += passes.traffic / 3
         if "attn_core" not in kept:
             seconds += passes.attention + self.exchanged()[0]
-        for product, names in RESULTS.items():
+        is_normed = self.shape.norm_placement != "pre"
+        for product, names in (NORMED_RESULTS if is_normed else RESULTS).items():
             own = set() if product == "routed up" and remat == "dots" else kept
             again = sum(name not in own for name in names) / len(names)
             seconds += passes.products[product] * again
-        gathered = 2 if "attn_out" in kept else 3
-        again = gathered / self.profile.tensor_passes
+        moves = 2 + ("attn_out" not in kept) + (is_normed and "mlp_out" not in kept)
+        again = moves / self.profile.tensor_passes
         return seconds + again * self.waited_share * self.tensor_group()
 
     def kept_beyond_names(self) -> float:

@@ -64,6 +64,9 @@ on a rank were not compared with a compiled program."""
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
+NORMED = {remat: remat.replace("save:", "save:mlp_out,") for remat in (*OFFLOADED, *NAMED)}
+"""The same by name for models with a norm behind the MLP: a byte of `mlp_out`, which it reads, saves the most."""
+
 NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out,gate", "save:attn_out")
 """The same with experts in a pipeline: what a tick has to have before it can send its tokens again, and one more."""
 
@@ -295,6 +298,8 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
             *NAMED,
             REMAT_POLICIES[-1],
         ]
+        if run.shape.norm_placement != "pre":
+            tried = [NORMED.get(remat, remat) for remat in tried]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
