@@ -31,7 +31,7 @@ SAFE = 0.91
 """Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.
 
 Of the programs of docs/planning/*.csv and docs/planning.md above 8 GiB, none needs more than 1.11 times the formula's
-bytes and few more than 1.04 (experts in a pipeline, of which only the recipe `deepseek_v3` was compared, 1.05), and the
+bytes and few more than 1.04 (experts in a pipeline, of which only the recipe `deepseek_v3` was compared, 1.06), and the
 workspaces of cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
 """
 
