@@ -151,12 +151,55 @@ def test_each_of_the_two_losses_has_its_own_gradient(z_loss):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()) + 1e-7)
 
 
-def test_chunks_bound_the_logits_of_a_device():
-    mesh = MeshConfig(fsdp=4, tp=2)
-    with jax.set_mesh(make_mesh(mesh)):
-        n = num_chunks(8, 8192, 128256)
-    assert 2 * 8192 // n * 128256 // 2 * 4 <= loss_module.CHUNK_BYTES
-    assert 8192 % n == 0
+def test_chunks_bound_the_exponentials_of_a_device():
+    tokens, vocab_size = 2 * 8192, 128256 // 2
+    n = num_chunks(tokens, vocab_size, 4)
+    assert tokens % n == 0 and n > 1
+    assert tokens // n * vocab_size * 4 <= loss_module.CHUNK_BYTES
+
+
+def test_common_heights_of_logits_change_nothing_and_what_is_too_high_counts_as_75():
+    x, head, targets = inputs()
+    high, low = x.copy(), x.copy()
+    high[:, :, 0], low[:, :, 0], head[0] = 30.0, -30.0, 10.0  # all logits 300 up or down
+    surprise, wrong = x.copy(), targets.copy()
+    surprise[0, 0], wrong[0, 0] = 100.0 * head[:, 1] / np.sum(head[:, 1] ** 2), 0
+    surprise[0, 0] += 100.0 * head[:, 1]
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        run = jax.jit(
+            lambda x, targets: jax.value_and_grad(ours, (0, 1), has_aux=True)(
+                jax.reshard(x, act("BRD")), head, targets, 0.0
+            )
+        )
+        found = {"high": run(high, targets), "low": run(low, targets)}
+        (capped, _), grads = run(surprise, wrong)
+    for name, values in {"high": high, "low": low}.items():
+        (expected, _), expected_grads = textbook(values, head, targets, 0.0)
+        (objective, _), got = found[name]
+        np.testing.assert_allclose(objective, expected, rtol=1e-4)
+        for a, b in zip(got, expected_grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-3 * float(np.abs(b).max()))
+    (other, _), _ = textbook(surprise[:, 1:], head, wrong[:, 1:], 0.0)
+    (rest, _), _ = textbook(surprise[1:, :1], head, wrong[1:, :1], 0.0)
+    assert 0.01 * 75 <= capped - other - rest <= 0.01 * (75 + np.log(V))
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_a_narrow_type_are_those_of_its_logits_up_to_rounding(dtype):
+    x, head, targets = inputs()
+    x, head = x.astype(dtype), head.astype(dtype)
+    (expected, _), expected_grads = textbook(x, head, targets, 0.1)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        run = jax.jit(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(x, head, targets, 0.1)
+        )
+        (objective, _), grads = run(jax.device_put(x, act("BRD")))
+    np.testing.assert_allclose(objective, expected, rtol=1e-3)
+    for a, b in zip(grads, expected_grads, strict=True):
+        assert a.dtype == dtype
+        off = np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b)
+        assert off <= float(jnp.finfo(dtype).eps), off
 
 
 def test_no_value_of_the_program_holds_all_logits(monkeypatch):
@@ -167,8 +210,8 @@ def test_no_value_of_the_program_holds_all_logits(monkeypatch):
         program = (
             jax.jit(jax.grad(ours, has_aux=True), static_argnums=3).lower(*args, 0.0).as_text()
         )
-    assert f"tensor<{B}x{T}x{V}xf32>" not in program
-    assert f"tensor<{B}x1x{V}xf32>" in program
+    assert f"tensor<{B * T}x{V}xf32>" not in program
+    assert f"tensor<1x{V}xf32>" in program
 
 
 @pytest.mark.slow

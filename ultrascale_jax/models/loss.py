@@ -1,11 +1,13 @@
 """Vocabulary-parallel cross-entropy that never holds the logits: chunks of tokens, gradients made on the way.
 
-For each chunk the logits, the loss and the gradients of hidden states and head are computed in one visit, so the
-backward pass has nothing to recompute and the largest buffer is one chunk of logits. The chunks take every n-th
-position, which leaves a sequence that is split over cp where it is.
+For each chunk the loss and the gradients of hidden states and head are computed in one visit, so the backward pass has
+nothing to recompute. The largest buffer is one chunk of exponentials in the type of compute, which the product of the
+logits writes; a pass sums them, and the two other products read them. Each device cuts its own tokens.
 """
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +16,31 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.sharding.manual import leave_partial, smap
-from ultrascale_jax.sharding.primitives import all_reduce, offset, piece
-from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary, varying
+from ultrascale_jax.sharding.primitives import all_reduce, offset
+from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary
 
 CHUNK_BYTES = 2**31
-"""Upper bound of one chunk's float32 logits on a device."""
+"""Upper bound of the exponentials of one chunk's logits on a device."""
+
+MAX_LOSS = 75.0
+"""The most by which a logit counts above its target's in a loss with gradients: float32 and bfloat16 hold e^88."""
 
 
-def num_chunks(batch: int, seq_len: int, vocab_size: int) -> int:
-    """Return the smallest number of chunks, a divisor of a device's sequence, whose logits stay below `CHUNK_BYTES`."""
-    rows, length = max(piece("B", batch), 1), piece("T", seq_len)
-    total = rows * length * piece("V", vocab_size) * 4
-    return next(
-        (n for n in range(1, length + 1) if length % n == 0 and total <= n * CHUNK_BYTES), length
-    )
+def num_chunks(tokens: int, vocab_size: int, width: int) -> int:
+    """Return the least number of chunks, a divisor of a device's tokens, whose exponentials fit `CHUNK_BYTES`.
+
+    Args:
+      tokens: of this device.
+      vocab_size: this device's part.
+      width: bytes of an exponential.
+    """
+    least = max(1, math.ceil(tokens * vocab_size * width / CHUNK_BYTES))
+    return next((n for n in range(least, tokens) if tokens % n == 0), tokens)
+
+
+def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Return the type of exponentials where a model computes in `dtype`: one with the range of float32."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -64,9 +77,8 @@ def row_losses(
       The sums, float32 `[B]`, and whether no token is likelier than a target anywhere in the row, bool `[B]`.
     """
     weight = jnp.float32(1.0)
-    (best, _), (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
-    over = 1 if nll.ndim == 2 else (0, 2)
-    return jnp.sum(nll, axis=over), jnp.all(best, axis=over)
+    best, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
+    return jnp.sum(nll, axis=1), jnp.all(best, axis=1)
 
 
 @jax.custom_vjp
@@ -77,28 +89,37 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) ->
     makes the logits again.
     """
     weight = jnp.float32(1.0)
-    _, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
-    if nll.ndim == 2:
-        return nll
-    return jax.lax.reshape(jnp.moveaxis(nll, 0, 2), targets_BT.shape, out_sharding=act("BT"))
+    return _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)[1][0]
 
 
 def _token_losses_forward(x_BTD, head_DV, targets_BT):
-    return token_losses(x_BTD, head_DV, targets_BT), (x_BTD, head_DV, targets_BT)
+    trained = _is_trained(head_DV)
+    x_BTD, head_DV, targets_BT = (argument.value for argument in (x_BTD, head_DV, targets_BT))
+    return token_losses(x_BTD, head_DV, targets_BT), (x_BTD, head_DV, targets_BT, trained)
 
 
 def _token_losses_backward(kept, g_BT):
-    x_BTD, head_DV, targets_BT = kept
-    (dx, dhead), _ = _scan(x_BTD, head_DV, targets_BT, g_BT, 0.0, with_gradients=True)
+    x_BTD, head_DV, targets_BT, trained = kept
+    (dx, dhead), _ = _scan(
+        x_BTD, head_DV, targets_BT, g_BT, 0.0, with_gradients=True, trained=trained is not None
+    )
     return dx, dhead, None
 
 
-token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+def _is_trained(head: Any) -> tuple[()] | None:
+    """Return, as a tree without leaves, whether the head's gradient is asked for: it is not if the head is frozen."""
+    return () if head.perturbed else None
+
+
+token_losses.defvjp(_token_losses_forward, _token_losses_backward, symbolic_zeros=True)
 
 
 def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
+    trained = head_DV.perturbed
     x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
-    gradients, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True)
+    gradients, (nll, z) = _scan(
+        x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True, trained=trained
+    )
     losses = weight * jnp.sum(nll + z), weight * jnp.sum(nll)
     return losses, (gradients, (x_BTD, head_DV, targets_BT, weight))
 
@@ -108,12 +129,16 @@ def _backward(z_loss, kept, g):
     gradients, (x_BTD, head_DV, targets_BT, weight) = kept
     found = []
     if not isinstance(g[0], SymbolicZero):
-        found.append([_scale(x, g[0]) for x in gradients])
+        found.append(jax.tree.map(lambda x: _scale(x, g[0]), gradients))
     if not isinstance(g[1], SymbolicZero):
         if z_loss:
-            gradients, _ = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=True)
-        found.append([_scale(x, g[1]) for x in gradients])
-    return *(functools.reduce(jnp.add, parts) for parts in zip(*found, strict=True)), None, None
+            trained = gradients[1] is not None
+            gradients, _ = _scan(
+                x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=True, trained=trained
+            )
+        found.append(jax.tree.map(lambda x: _scale(x, g[1]), gradients))
+    dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), found)
+    return dx, dhead, None, None
 
 
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -125,89 +150,118 @@ def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients):
-    """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term).
+def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained=True):
+    """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term), `[B, T]`.
 
-    `weight` is a scalar, or `[B, T]`. Without gradients dhead is none, and each token's `best` of `_visit` is in the
-    place of dx.
+    `weight` is a scalar, or `[B, T]`. Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place;
+    dhead is none if the head is not trained.
     """
-    B, T, D = x_BTD.shape
-    targets_BT = jax.reshard(targets_BT, act("BT"))
-    n = num_chunks(B, T, head_DV.shape[1])
-    if n == 1:
-        dhead, (dx, nll, z) = _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients)
-        return (dx, dhead if dhead is None else dhead.astype(head_DV.dtype)), (nll, z)
-    vocabulary = axes_of("V")
-    x = jax.lax.reshape(x_BTD, (B, T // n, n, D), out_sharding=act("BTCD", reduced=vocabulary))
+    of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
+    partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
+    trained = trained and with_gradients
 
-    def chunks(values_BT):
-        parts = jax.lax.reshape(values_BT, (B, T // n, n), out_sharding=act("BTC"))
-        return jnp.moveaxis(parts, 2, 0)
+    def local(x_BTD, head_DV, targets_BT, weight):
+        x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
+        (B, T), V = targets_BT.shape, head_DV.shape[1]
+        tokens = x_BTD, targets_BT, jnp.where(targets_BT >= 0, weight, 0.0)
+        n = num_chunks(B * T, V, exps_type(x_BTD.dtype).itemsize)
+        tokens = tuple(value.reshape(n, B * T // n, *value.shape[2:]) for value in tokens)
 
-    x, targets = jnp.moveaxis(x, 2, 0), chunks(targets_BT)
-    weights = chunks(weight) if weight.ndim else None
+        def visit(dhead, chunk):
+            x_MD, targets_M, weights_M = chunk
+            if not with_gradients:
+                return None, _losses(x_MD, targets_M, head_DV, z_loss)
+            more, found = _gradients(x_MD, targets_M, weights_M, head_DV, z_loss)
+            if not trained:
+                return None, found
+            return more if dhead is None else dhead + more, found
 
-    def step(dhead, chunk):
-        x_BTD, targets_BT, own = chunk
-        own = weight if own is None else own
-        more, out = _visit(x_BTD, head_DV, targets_BT, own, z_loss, with_gradients)
-        return dhead if more is None else dhead + more, out
+        # The first apart: so its head's gradient need not be added to zeros.
+        dhead, found = visit(None, tuple(value[0] for value in tokens))
+        parts = [tuple(value[None] for value in found)]
+        if n > 1:
+            # One after the other: XLA would make the exponentials of two chunks at once.
+            rest = tuple(value[1:] for value in tokens)
+            rest, dhead, parts = jax.lax.optimization_barrier((rest, dhead, parts))
+            dhead, others = jax.lax.scan(visit, dhead, rest)
+            parts.append(others)
+        found = (jnp.concatenate(values) for values in zip(*parts, strict=True))
+        found, *losses = (value.reshape(B, T, *value.shape[2:]) for value in found)
+        if not with_gradients:
+            return found, tuple(losses)
+        if dhead is not None:
+            # Both at once: XLA would leave the head's for the end of the backward pass, and the exponentials with it.
+            found, dhead = jax.lax.optimization_barrier((found, dhead.astype(head_DV.dtype)))
+            dhead = leave_partial(dhead, partial[1].unreduced)
+        return (leave_partial(found, partial[0].unreduced), dhead), tuple(losses)
 
-    start = None
-    if with_gradients:
-        unreduced = act("DV", unreduced=gradient_axes("DV", "BTD"))
-        start = jnp.zeros(head_DV.shape, jnp.float32, out_sharding=unreduced)
-        start = vary(start, varying(head_DV))
-    dhead, (dx, nll, z) = jax.lax.scan(step, start, (x, targets, weights))
-    if dhead is not None:
-        dx = jax.lax.reshape(
-            jnp.moveaxis(dx, 0, 2), (B, T, D), out_sharding=act("BTD", unreduced=vocabulary)
-        )
-        dhead = dhead.astype(head_DV.dtype)
-    return (dx, dhead), (nll, z)
+    given = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
+    results = results, (act("BT"), act("BT"))
+    return smap(local, in_specs=specs(given), out_specs=results)(*given)
 
 
-def _visit(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients):
-    """Visit one chunk: return dhead in float32, and (dx, nll, z-loss term).
+def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
+    """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
 
-    Without gradients: None, and (best, nll, z-loss term), where best says whether no token is likelier than the target.
+    The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
+    put to their few other rows, so that no pass makes the gradient of the logits. Less the target's logit they need no
+    maximum: their sum is at least 1, and its logarithm the loss.
     """
-    logits = jnp.einsum(
-        "BTD,DV->BTV", x_BTD, head_DV, out_sharding=act("BTV"), preferred_element_type=jnp.float32
+    dtype, f32 = exps_type(x_MD.dtype), jnp.float32
+    columns_M = targets_M - offset("V", head_DV.shape[1])
+    targets_MD = head_DV.T.at[columns_M].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    picked_M = all_reduce(jnp.sum(x_MD.astype(f32) * targets_MD.astype(f32), axis=1), "V")
+    exps_MV = jnp.exp(jnp.minimum(_logits(x_MD, head_DV) - picked_M[:, None], MAX_LOSS))
+    # In their own type before they are summed: the product writes them, and float32 logits never reach memory.
+    exps_MV = jax.lax.optimization_barrier(exps_MV.astype(dtype))
+    total_M = all_reduce(jnp.sum(exps_MV, axis=1, dtype=f32), "V")
+    total_M = jnp.where(targets_M >= 0, total_M, 1.0)
+    nll_M = jnp.log(total_M)
+    lse_M = picked_M + nll_M
+    of_lse_M = 1.0 + 2.0 * z_loss * lse_M
+    of_lse_M = jnp.where(jnp.abs(of_lse_M) < 1e-6, 1e-6, of_lse_M)  # a divisor below
+    factor_M1 = (weights_M * of_lse_M / total_M)[:, None]
+    exps_MV = exps_MV.at[jnp.arange(len(targets_M)), columns_M].set(
+        (1.0 - total_M / of_lse_M).astype(dtype),
+        **{"mode": "drop", "unique_indices": True, "wrap_negative_indices": False},
     )
-    counted = targets_BT >= 0
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=act("BTV"))
-    gold = ids == targets_BT[:, :, None] - offset("V", logits.shape[2])
-    lse, picked, highest = _log_sum_exp(logits, gold)
-    nll = jnp.where(counted, lse - picked, 0.0)
-    z = jnp.where(counted, z_loss * jnp.square(lse), 0.0)
-    if not with_gradients:
-        return None, (~counted | (picked >= highest), nll, z)
-    scale = jnp.where(counted, weight, 0.0)[:, :, None]
-    probabilities = jnp.exp(logits - lse[:, :, None])
-    dlogits = scale * (
-        probabilities * (1.0 + 2.0 * z_loss * lse[:, :, None]) - gold.astype(jnp.float32)
-    )
-    dlogits = dlogits.astype(x_BTD.dtype)
-    dx = jnp.einsum(
-        "BTV,DV->BTD", dlogits, head_DV, out_sharding=act("BTD", unreduced=axes_of("V"))
-    )
-    dhead = jnp.einsum(
-        "BTD,BTV->DV", x_BTD, dlogits, preferred_element_type=jnp.float32,
-        out_sharding=act("DV", unreduced=gradient_axes("DV", "BTD")),
-    )  # fmt: skip
-    return dhead, (dx, nll, z)
+    dx = jnp.einsum("MV,DV->MD", exps_MV, head_DV, preferred_element_type=f32) * factor_M1
+    dx, exps_MV = jax.lax.optimization_barrier((dx.astype(x_MD.dtype), exps_MV))
+    scaled_MD = (x_MD * factor_M1).astype(dtype)
+    dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
+    z_M = z_loss * jnp.square(lse_M)  # 0 where no token counts
+    return dhead, (dx, nll_M, z_M)
 
 
-def _log_sum_exp(logits_BTV, gold_BTV):
+def _losses(x_MD, targets_M, head_DV, z_loss):
+    """Visit one chunk of a device's tokens: return (best, nll, z-loss term).
+
+    `best` says whether no token is likelier than the target.
+    """
+    logits_MV = _logits(x_MD, head_DV)
+    columns_M = targets_M - offset("V", logits_MV.shape[1])
+    gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
+    lse_M, picked_M, highest_M = _log_sum_exp(logits_MV, gold_MV)
+    counted_M = targets_M >= 0
+    nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
+    z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
+    return ~counted_M | (picked_M >= highest_M), nll_M, z_M
+
+
+def _logits(x_MD, head_DV):
+    return jnp.einsum("MD,DV->MV", x_MD, head_DV, preferred_element_type=jnp.float32)
+
+
+def _log_sum_exp(logits_MV, gold_MV):
     """Return, over the whole vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
     lowest = jnp.finfo(jnp.float32).min
     own, total = jax.lax.reduce(
-        (logits_BTV, jnp.ones_like(logits_BTV)), (lowest, jnp.float32(0)), _join_sums, (2,)
+        (logits_MV, jnp.ones_like(logits_MV)), (lowest, jnp.float32(0)), _join_sums, (1,)
     )
     highest = all_reduce(own, "V", "max")
     total *= jnp.exp(own - highest)
-    picked = jnp.sum(jnp.where(gold_BTV, logits_BTV, 0.0), axis=-1)
+    picked = jnp.sum(jnp.where(gold_MV, logits_MV, 0.0), axis=-1)
     total, picked = all_reduce((total, picked), "V")
     return highest + jnp.log(total), picked, highest
 

@@ -37,6 +37,7 @@ def smap(
             unreduced=frozenset() if alone else spec.unreduced & axes,
         )
 
+    partial = out_specs
     in_specs, out_specs = jax.tree.map(
         keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
     )
@@ -44,7 +45,14 @@ def smap(
         fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
     )
     # Over one device JAX writes no region, and then trips over the type of such a cotangent.
-    return (lambda *args: region(*jax.tree.map(_plain, args))) if alone else region
+    if not alone:
+        return region
+
+    def plain(*args):
+        results = region(*jax.tree.map(_plain, args))
+        return jax.tree.map(lambda x, spec: _partial(x, spec.unreduced & axes), results, partial)
+
+    return plain
 
 
 def _is_one_device(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
@@ -75,11 +83,16 @@ def _forget(reduced: frozenset[str], x: jax.Array) -> jax.Array:
     return jax.reshard(x, P(*jax.typeof(x).sharding.spec.partitions))
 
 
-def _forget_backward(reduced, _, g):
-    parts, dims = jax.typeof(g).sharding.spec.partitions, range(1, g.ndim + 1)
-    spread = P(tuple(sorted(reduced)), *parts)
-    g = jax.lax.broadcast_in_dim(g, (1, *g.shape), dims, out_sharding=spread)
-    return (jax.lax.reduce_sum(g, (0,), out_sharding=P(*parts, unreduced=reduced)),)
+def _partial(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Type x as a partial sum over axes of one device."""
+    if not axes:
+        return x
+    parts, dims = jax.typeof(x).sharding.spec.partitions, range(1, x.ndim + 1)
+    spread = P(tuple(sorted(axes)), *parts)
+    x = jax.lax.broadcast_in_dim(x, (1, *x.shape), dims, out_sharding=spread)
+    return jax.lax.reduce_sum(x, (0,), out_sharding=P(*parts, unreduced=axes))
 
 
-_forget.defvjp(lambda reduced, x: (_forget(reduced, x), None), _forget_backward)
+_forget.defvjp(
+    lambda reduced, x: (_forget(reduced, x), None), lambda reduced, _, g: (_partial(g, reduced),)
+)

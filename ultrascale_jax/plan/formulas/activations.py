@@ -14,7 +14,7 @@ from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
 
 CHUNK_BYTES = 2**31
-"""`models/loss.py`: the float32 logits of one chunk, at most."""
+"""`models/loss.py`: the exponentials of one chunk's logits, at most."""
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,11 @@ def experts_forward_bytes(run: Run, layer: Layer) -> float:
 
 
 def loss_chunks(run: Run) -> tuple[int, float]:
-    """Count the chunks into which `models/loss.py` cuts a device's sequence, and one chunk's bytes in float32."""
-    length = run.seq_len // run.mesh.cp
+    """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials."""
+    tokens = run.sequences * run.seq_len // run.mesh.cp
+    width = 4 if run.precision == "fp32" else 2
     parts = run.mesh.tensor * run.mesh.pp
-    total = 4 * run.sequences * length * (run.shape.vocab_size // parts)
+    total = width * tokens * (run.shape.vocab_size // parts)
     least = max(1, math.ceil(total / CHUNK_BYTES))
-    chunks = next((n for n in range(least, length) if length % n == 0), length)
+    chunks = next((n for n in range(least, tokens) if tokens % n == 0), tokens)
     return chunks, total / chunks

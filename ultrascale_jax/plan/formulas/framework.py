@@ -64,7 +64,7 @@ class FrameworkProfile:
 ULTRASCALE = FrameworkProfile(
     passes=19,
     kept_passes=2,
-    logit_bytes=14,
+    logit_bytes=4,
     chunked_loss=True,
     host_s=0.35e-3,
     gathers=6,
@@ -76,7 +76,8 @@ ULTRASCALE = FrameworkProfile(
 )
 """This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA
 0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
-makes its logits in chunks and visits them in float32 and bfloat16 (models/loss.py). A layer is some 90 kernels of 4
-microseconds (XLA's own launch estimate). Where its matrices do not travel together they are gathered one by one, those
-of keys and values together. Of the way of tokens to their experts XLA's schedules hide a seventh, or a third
+writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
+some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices do not travel together they are
+gathered one by one, those of keys and values together. Of the way of tokens to their experts XLA's schedules hide a
+seventh, or a third
 (docs/planning/experts.csv). What else hides and what a step adds (`hide`, `step_s`) are estimates."""

@@ -181,21 +181,21 @@ def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, floa
 
 
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Count the bytes of the loss: the head and its float32 gradient, a chunk of float32 logits and their gradient.
+    """Count the bytes of the loss: the head and its gradient, and the exponentials of a chunk of logits.
 
-    The hidden states are there gathered, cut into chunks, and as gradients; with a single chunk gathered alone, as what
-    its logits make comes when they have gone. The layer with which the backward pass begins is gathered ahead.
+    The gradient of the head is in float32 if chunks add to it. The hidden states are there gathered, scaled, and as
+    gradients; with several chunks also cut. The layer with which the backward pass begins is gathered ahead.
     """
-    chunks, logits = loss_chunks(run)
-    gradient, states = 4 * weights.table * (not run.adapter_params), 4 if chunks > 1 else 1
+    chunks, exponentials = loss_chunks(run)
+    gradient = (4 if chunks > 1 else layer.width) * weights.table * (not run.adapter_params)
     prefetched = run.prefetches and run.microbatches == 1
     ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     parts = {
-        "gradients": gradient if chunks > 1 else max(0, gradient - logits),
-        "activations: logits": (1 + layer.width / 4) * logits,
+        "gradients": gradient,
+        "activations: logits": exponentials,
         "communication buffers": ahead,
-        "workspace": layer.width * (head + states * layer.whole),
+        "workspace": layer.width * (head + (4 if chunks > 1 else 3) * layer.whole),
     }
     if run.shape.mtp_layers:
         parts["communication buffers"] = 0

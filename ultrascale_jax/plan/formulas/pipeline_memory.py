@@ -110,12 +110,12 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Count the loss: a chunk of logits in float32 and their gradient, the head and its gradient, the embedding."""
-    a, (chunks, logits) = layer.width, loss_chunks(run)
+    """Count the loss: a chunk of logits' exponentials, the head and its gradient, the embedding."""
+    a, (chunks, exponentials) = layer.width, loss_chunks(run)
     gathers = 2 if run.zero == 3 and run.shards > 1 else 0
     return {
         "communication buffers": gathers * a * weights.table,
         "gradients": (4 if chunks > 1 else a) * weights.table,
-        "activations: logits": (1 + a / 4) * logits,
+        "activations: logits": exponentials,
         "workspace": 4 * a * layer.whole,
     }
