@@ -100,12 +100,12 @@ def test_elementwise_work_moves_12_percent_more_than_the_least(step):
         "rotary embedding": 2 * 2 * (own["queries"] + own["keys"]) + 2 * own["keys"],
         # Gate and up, then their product; backward its gradient too, then those of both and the product again.
         "SwiGLU": (3 + 6) * own["hidden"],
-        # Float32 parameters, cast twice, and gradients, cast once.
-        "casts": 3 * (1 + 2) * own["shard in bfloat16"],
+        # Parameters out of their stack twice, and gradients into theirs.
+        "rows of shards": 3 * 2 * own["shard in bfloat16"],
     }
     moved, _ = moved_in_layer(step)
     # Backward, XLA sums over a row and over the tokens in passes of their own before the one that writes (10%); it
-    # copies the MLP's float32 parameters that travel late (1%), and reads the tables of cosines (0.6%).
+    # copies the MLP's parameters that travel late (1%), and reads the tables of cosines (0.6%).
     assert sum(least.values()) <= moved <= 1.12 * sum(least.values())
 
 

@@ -162,6 +162,12 @@ class Run:
         )
 
     @property
+    def sums_by_layer(self) -> bool:
+        """Whether each layer's backward pass sums its gradients over dp, in float32 (`train_step/zero.py`)."""
+        whole = self.mesh.sp == self.microbatches == 1
+        return self.prefetches and self.mesh.dp > 1 and whole
+
+    @property
     def packs_documents(self) -> bool:
         """Whether attention ends at document borders without a mask, as `kernels/attention.py` decides for Hopper."""
         elements = self.sequences * self.seq_len * self.shape.num_heads * self.shape.head_dim

@@ -8,6 +8,7 @@
     all_reduce, mean                  a reduction over dims that may be split
     partial_axes                      axes over which an activation may be a partial sum
     offset, piece                     where this device's piece begins, and its size
+    empty                             an array to be written
     broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
     embed_lookup                      rows of a table that is split
 
@@ -26,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -63,6 +65,20 @@ def offset(dim: str, size: int) -> jax.Array | int:
 def partial_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which `x` may be a partial sum, as its type says; with pieces those over which it varies."""
     return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
+
+
+def empty(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: P) -> jax.Array:
+    """Make an array that is written before it is read: its memory is not set."""
+    if manual():
+        return jax.lax.empty(shape, dtype)
+    mesh, axes = jax.sharding.get_abstract_mesh(), tuple(sorted(spec.unreduced))
+    # Each device's partial sums are first a row of their own.
+    rows = P(axes, *spec.partitions) if axes else spec
+    whole = (mesh_size(*axes), *shape) if axes else shape
+    own = jax.sharding.NamedSharding(mesh, rows).shard_shape(whole)
+    # Outside of a region XLA would allocate the whole on each device.
+    array = smap(lambda: jax.lax.empty(own, dtype), in_specs=(), out_specs=rows)()
+    return jax.lax.reduce_sum(array, (0,), out_sharding=spec) if axes else array
 
 
 def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
@@ -229,12 +245,15 @@ def keep_sharded(
     """Leave a parameter sharded as it rests, for each layer to gather for itself (ZeRO-3).
 
     Its cotangent stays unreduced over the other axes that split `act_dims`, without those in `summed`, over which each
-    layer sums it. On pieces it is cast here and not in every layer.
+    layer sums it, in the parameter's own type. Other stacks of layers are cast here and not in every layer, so their
+    gradients collect in the type of compute. On pieces all parameters are.
     """
-    if not manual():
-        axes = gradient_axes(dims, act_dims) - set(SHARD) - summed
-        return jax.reshard(value, stored_spec(dims, value.shape, reduced=axes))
-    return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
+    if manual():
+        return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
+    if dims.startswith("L") and not summed:
+        value = cast(value, dims, dtype)
+    axes = gradient_axes(dims, act_dims) - set(SHARD) - summed
+    return jax.reshard(value, stored_spec(dims, value.shape, reduced=axes))
 
 
 def leave_sums(value: jax.Array, dims: str, act_dims: str) -> jax.Array:

@@ -101,14 +101,14 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     """Count the bytes that live through all micro-batches: parameters in compute dtype, float32 sums of gradients.
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
-    layer, and without recomputation keeps the cast shards, unless it gathers ahead. Only zero 2 and 3 shard the sums.
-    float32 needs no cast.
+    layer, of shards that are cast once, unless each layer sums its gradients in float32. Only zero 2 and 3 shard the
+    sums. float32 needs no cast.
     """
     several, cast = run.microbatches > 1, run.precision != "fp32"
     width = 2 if cast else 4
     if run.zero == 3:
-        kept = cast and run.remat == "none" and not (run.prefetches or run.adapter_params)
-        used = sharded_params(run, weights, tables=False) * kept
+        used = sharded_params(run, weights, tables=False)
+        used *= cast and not (run.sums_by_layer or run.adapter_params)
     else:
         used = (weights.blocks + weights.tables * several) * (
             (cast and not run.adapter_params) or run.zero > 0
@@ -137,7 +137,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the bytes that the backward pass of a layer adds.
 
     Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
-    Gradients of the blocks collect in the type and sharding in which the blocks are used: float32 shards with zero 3.
+    Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
     The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
     where XLA casts it earlier, this is too much by half of it. Of the layer's own parameters attention's and two of the
     feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed experts more.
@@ -159,9 +159,10 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
 
 def _block_gradients(run: Run, weights: Weights, layer: Layer) -> float:
-    """Count the bytes of a micro-batch's gradients of the blocks: float32 shards with zero 3."""
+    """Count the bytes of a micro-batch's gradients of the blocks: shards with zero 3, float32 if a layer sums them."""
     if run.zero == 3:
-        return 4 * sharded_params(run, weights, tables=False)
+        width = 4 if run.sums_by_layer else layer.width
+        return width * sharded_params(run, weights, tables=False)
     return layer.width * weights.blocks
 
 
