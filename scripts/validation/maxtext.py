@@ -169,8 +169,7 @@ RUNS: dict[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     ),
     "70B fp8": (
         512,
-        "llama3_70b --mesh dp=4,fsdp=64,sp=2 --train.microbatches 2 --train.remat dots "
-        "--data.no-document-mask --train.precision fp8",
+        f"{OURS_70B} --train.precision fp8",
         (
             (
                 "run,script,cublas",

@@ -278,7 +278,7 @@ def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():
 
 
 def test_each_chunk_of_logits_adds_to_the_heads_gradient():
-    short, long = (speed(run(fsdp=8, sequences=1, seq_len=n)).parts["loss"] for n in (2048, 8192))
+    short, long = (speed(run(fsdp=8, sequences=1, seq_len=n)).parts["loss"] for n in (4096, 16384))
     table = LLAMA3_8B.d_model * LLAMA3_8B.vocab_size
     # 1 and 2 chunks of 2 GiB.
     added = costs.memory_seconds(find_gpu("h100"), 8 * 2 * table)

@@ -45,7 +45,7 @@ def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
 
 def test_a_schedule_that_does_not_exist_is_skipped_with_the_reason(tmp_path, monkeypatch):
     found = {contestant: made for contestant, _, made in rows(8, 4)}
-    assert "must be a multiple of 8" in str(found["interleaved"])
+    assert "must be at least 8" in str(found["interleaved"])
     assert not isinstance(found["zb_v, v 2, divergent"], str)
 
     monkeypatch.setattr("scripts.bench_pipelines.SCHEDULES", ("interleaved",))

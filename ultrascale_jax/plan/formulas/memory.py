@@ -138,17 +138,16 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
     Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
     Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
-    The head's waits in float32 until the backward pass is over, or in the type of compute if the loss was one chunk;
-    where XLA casts it earlier, this is too much by half of it. Of the layer's own parameters attention's and two of the
-    feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed experts more.
+    The head's waits in the type of compute until the backward pass is over. Of the layer's own parameters attention's
+    and two of the feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed
+    experts more.
     """
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
     if run.prefetches:
         used += (layer.input_width + layer.width) * layer_params(run, weights)
-    head = 4 if loss_chunks(run)[0] > 1 else layer.width
-    gradients = _block_gradients(run, weights, layer) + head * weights.table
+    gradients = _block_gradients(run, weights, layer) + layer.width * weights.table
     if run.adapter_params:
         gradients = 4 * trained_params(run, weights)
     return {
@@ -173,9 +172,8 @@ def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, floa
     the blocks' gradients, and gathered the layer with which their backward pass begins.
     """
     modules = run.shape.mtp_layers
-    head = 4 if loss_chunks(run)[0] > 1 else layer.width
     return {
-        "gradients": head * modules * weights.table + _block_gradients(run, weights, layer),
+        "gradients": layer.width * modules * weights.table + _block_gradients(run, weights, layer),
         "communication buffers": layer.input_width * layer_params(run, weights) * run.prefetches,
         "workspace": 2 * layer.width * modules * layer.whole,
     }
@@ -184,16 +182,17 @@ def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, floa
 def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the bytes of the loss: the head and its gradient, and the exponentials of a chunk of logits.
 
-    The gradient of the head is in float32 if chunks add to it. The hidden states are there gathered, scaled, and as
-    gradients; with several chunks also cut. The layer with which the backward pass begins is gathered ahead.
+    The gradient of the head is in float32 if chunks add to it; that of one chunk comes when the head has gone. The
+    hidden states are there gathered, scaled, and as gradients; with several chunks also cut. The layer with which the
+    backward pass begins is gathered ahead.
     """
     chunks, exponentials = loss_chunks(run)
-    gradient = (4 if chunks > 1 else layer.width) * weights.table * (not run.adapter_params)
     prefetched = run.prefetches and run.microbatches == 1
     ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
+    gradient = 4 * weights.table if chunks > 1 else layer.width * (weights.table - head)
     parts = {
-        "gradients": gradient,
+        "gradients": gradient * (not run.adapter_params),
         "activations: logits": exponentials,
         "communication buffers": ahead,
         "workspace": layer.width * (head + (4 if chunks > 1 else 3) * layer.whole),
