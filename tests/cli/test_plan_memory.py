@@ -88,7 +88,7 @@ def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
     plan.main(["memory", "llama3_8b", "--json"])
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"]
-    assert captured.err.startswith("--train.remat save:q,k,v,attn_core,attn_out,up+offload:gate -")
+    assert captured.err.startswith("--train.remat selective --train.microbatches 64 ")
     assert captured.err.count("\n") == 1
     plan.main(["memory", "llama3_405b", "--gpus", "8", "--mesh", "auto", "--json"])
     captured = capsys.readouterr()

@@ -32,11 +32,12 @@ def with_policy(policy):
 
 
 def stacked_bytes(traced):
-    """Bytes of what the scan over layers stacks for the backward pass, on all devices."""
-    scans = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
-    layers = next(e for e in scans if e.params["length"] == CFG.model.num_layers)
-    shapes = [v.aval for v in layers.outvars if v.aval.shape[:1] == (CFG.model.num_layers,)]
-    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+    """Bytes of what the loop over layers stacks for the backward pass, on all devices."""
+    loops = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name in ("scan", "while")]
+    outputs = ([v.aval for v in loop.outvars] for loop in loops)
+    stacks = [[a for a in found if a.shape[:1] == (CFG.model.num_layers,)] for found in outputs]
+    forward = next(found for found in stacks if found)
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in forward)
 
 
 @functools.cache
