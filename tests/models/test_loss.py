@@ -9,12 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.models import loss as loss_module
+from ultrascale_jax.models import loss_chunks
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.loss import (
     cross_entropy,
     cross_entropy_of_pieces,
-    num_chunks,
     row_losses,
     token_losses,
 )
@@ -68,7 +67,7 @@ LOSSES = {
 def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     chunk_bytes, loss = LOSSES[chosen]
     ours_of = functools.partial(ours, loss=loss)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
     (expected, bare), expected_grads = textbook(x, head, targets, 0.1)
     with jax.set_mesh(
@@ -95,7 +94,7 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(mesh, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * V)
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V)
     x, head, targets = inputs()
     logits = np.float64(x) @ np.float64(head)
     lse = np.log(np.sum(np.exp(logits), axis=2))
@@ -153,9 +152,9 @@ def test_each_of_the_two_losses_has_its_own_gradient(z_loss):
 
 def test_chunks_bound_the_exponentials_of_a_device():
     tokens, vocab_size = 2 * 8192, 128256 // 2
-    n = num_chunks(tokens, vocab_size, 4)
+    n = loss_chunks.num_chunks(tokens, vocab_size, 4)
     assert tokens % n == 0 and n > 1
-    assert tokens // n * vocab_size * 4 <= loss_module.CHUNK_BYTES
+    assert tokens // n * vocab_size * 4 <= loss_chunks.CHUNK_BYTES
 
 
 def test_common_heights_of_logits_change_nothing_and_what_is_too_high_counts_as_75():
@@ -203,7 +202,7 @@ def test_gradients_of_a_narrow_type_are_those_of_its_logits_up_to_rounding(dtype
 
 
 def test_no_value_of_the_program_holds_all_logits(monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * V)
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V)
     x, head, targets = inputs()
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         args = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp"))), targets
@@ -217,7 +216,7 @@ def test_no_value_of_the_program_holds_all_logits(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "several"])
 def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
     logits = np.float64(x) @ np.float64(head)
     best = logits.argmax(axis=2)

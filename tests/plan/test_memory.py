@@ -14,7 +14,7 @@ import pytest
 from scripts.validation import xla_tables
 from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
-from ultrascale_jax.models.loss import num_chunks
+from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
 from ultrascale_jax.plan.formulas.memory import breakdown, fits, host_bytes, state, timeline
 from ultrascale_jax.plan.formulas.parameters import sharded_params, weights_of

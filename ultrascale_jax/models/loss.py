@@ -6,7 +6,6 @@ logits writes; a pass sums them, and the two other products read them. Each devi
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,27 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
+from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset
 from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary
 
-CHUNK_BYTES = 2**31
-"""Upper bound of the exponentials of one chunk's logits on a device."""
-
 MAX_LOSS = 75.0
 """The most by which a logit counts above its target's in a loss with gradients: float32 and bfloat16 hold e^88."""
-
-
-def num_chunks(tokens: int, vocab_size: int, width: int) -> int:
-    """Return the least number of chunks, a divisor of a device's tokens, whose exponentials fit `CHUNK_BYTES`.
-
-    Args:
-      tokens: of this device.
-      vocab_size: this device's part.
-      width: bytes of an exponential.
-    """
-    least = max(1, math.ceil(tokens * vocab_size * width / CHUNK_BYTES))
-    return next((n for n in range(least, tokens) if tokens % n == 0), tokens)
 
 
 def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:

@@ -4,17 +4,14 @@ The lists were read off XLA's buffer assignment of our step, tensor by tensor (`
 runs). In the comments, letters are those of `sharding.py`; `a` is the width of one activation in bytes.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ultrascale_jax.config import remat_names
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
+from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
-
-CHUNK_BYTES = 2**31
-"""`models/loss.py`: the exponentials of one chunk's logits, at most."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +253,6 @@ def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials."""
     tokens = run.sequences * run.seq_len // run.mesh.cp
     width = 4 if run.precision == "fp32" else 2
-    parts = run.mesh.tensor * run.mesh.pp
-    total = width * tokens * (run.shape.vocab_size // parts)
-    least = max(1, math.ceil(total / CHUNK_BYTES))
-    chunks = next((n for n in range(least, tokens) if tokens % n == 0), tokens)
-    return chunks, total / chunks
+    vocab_size = run.shape.vocab_size // (run.mesh.tensor * run.mesh.pp)
+    chunks = num_chunks(tokens, vocab_size, width)
+    return chunks, width * tokens * vocab_size / chunks
