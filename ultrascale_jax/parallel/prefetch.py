@@ -19,7 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
-from ultrascale_jax.sharding.primitives import empty
+from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import SHARD, TENSOR, mesh_size
 
 
@@ -302,7 +302,7 @@ def _part(path: tuple) -> str:
 
 
 def _row(stacks: Any, i: jax.Array | int) -> Any:
-    """Return row `i`, the first or the last one if there is none."""
+    """Return row `i`, bounded to the rows that there are."""
     return jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(
             stack, i, 0, keepdims=False, allow_negative_indices=False
@@ -312,7 +312,7 @@ def _row(stacks: Any, i: jax.Array | int) -> Any:
 
 
 def _put(stacks: Any, row: Any, i: jax.Array | int) -> Any:
-    """Write row `i`, the first or the last one if there is none."""
+    """Write row `i`, bounded to the rows that there are."""
     return jax.tree.map(
         lambda stack, own: jax.lax.dynamic_update_index_in_dim(
             stack, own, i, 0, allow_negative_indices=False
@@ -344,7 +344,16 @@ def _empty(like: Any, num: int) -> jax.Array:
     Zeros would be written, once and again for each further stack of the same type: 2% of the time of Llama 3 8B.
     """
     spec = _stacked(like, 1)
-    return _zeros(like, num) if spec.reduced else empty((num, *like.shape), like.dtype, spec)
+    if spec.reduced:
+        return _zeros(like, num)
+    # Each device's partial sums are first a row of their own.
+    axes = tuple(sorted(spec.unreduced))
+    rows = P(axes, *spec.partitions) if axes else spec
+    shape = (mesh_size(*axes),) * bool(axes) + (num, *like.shape)
+    own = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), rows).shard_shape(shape)
+    # Outside of a region XLA would allocate the whole on each device.
+    array = smap(lambda: jax.lax.empty(own, like.dtype), in_specs=(), out_specs=rows)()
+    return jax.lax.reduce_sum(array, (0,), out_sharding=spec) if axes else array
 
 
 def _on_host(rows: list, num: int) -> list:

@@ -8,7 +8,6 @@
     all_reduce, mean                  a reduction over dims that may be split
     partial_axes                      axes over which an activation may be a partial sum
     offset, piece                     where this device's piece begins, and its size
-    empty                             an array to be written
     broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
     embed_lookup                      rows of a table that is split
 
@@ -27,7 +26,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -65,20 +63,6 @@ def offset(dim: str, size: int) -> jax.Array | int:
 def partial_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which `x` may be a partial sum, as its type says; with pieces those over which it varies."""
     return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
-
-
-def empty(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: P) -> jax.Array:
-    """Make an array that is written before it is read: its memory is not set."""
-    if manual():
-        return jax.lax.empty(shape, dtype)
-    mesh, axes = jax.sharding.get_abstract_mesh(), tuple(sorted(spec.unreduced))
-    # Each device's partial sums are first a row of their own.
-    rows = P(axes, *spec.partitions) if axes else spec
-    whole = (mesh_size(*axes), *shape) if axes else shape
-    own = jax.sharding.NamedSharding(mesh, rows).shard_shape(whole)
-    # Outside of a region XLA would allocate the whole on each device.
-    array = smap(lambda: jax.lax.empty(own, dtype), in_specs=(), out_specs=rows)()
-    return jax.lax.reduce_sum(array, (0,), out_sharding=spec) if axes else array
 
 
 def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
