@@ -36,7 +36,8 @@ class FrameworkProfile:
     """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
     matrix products and attention."""
     norm_passes: float = 7
-    """Those of one norm; a layer has two among `passes`, and some models have more."""
+    """Reads and writes by a norm of a bfloat16 vector of what it norms, for each token, in both passes: `passes` has
+    those of two norms, and some models have more."""
     kept_passes: int = 0
     """Writes and reads of what `remat="none"` keeps and other recomputation would make again."""
     logit_bytes: float
@@ -79,5 +80,5 @@ ULTRASCALE = FrameworkProfile(
 writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
 some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices do not travel together they are
 gathered one by one, those of keys and values together. Of the way of tokens to their experts XLA's schedules hide a
-seventh, or a third
-(docs/planning/experts.csv). What else hides and what a step adds (`hide`, `step_s`) are estimates."""
+seventh, or a third (docs/planning/experts.csv). What else hides and what a step adds (`hide`, `step_s`) are
+estimates."""

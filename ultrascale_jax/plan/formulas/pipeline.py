@@ -135,7 +135,6 @@ class Key(NamedTuple):
         grouped = self.virtual > 1 and self.schedule in GROUPED
         row = self.ranks if grouped else 1
         small = 6 * row if grouped else 2 * self.ranks
-        small += (self.microbatches - small) % row
         steps = (self.microbatches - small) // row
         own = self.schedule.endswith(".csv") or self.microbatches % row > 0
         return None if own or steps <= 1 else (small, small + row, steps)

@@ -172,9 +172,8 @@ class Step:
         sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
         sends = counts.ticks["F"] + counts.ticks["B"]
         if self.hides_exchanges and run.chunk_layers <= ORDERED_LAYERS:
-            sends = (
-                2 * counts.ticks["all"] - sends
-            )  # where a tick has both passes, each hides what the other sends
+            # Where a tick has both passes, each hides what the other sends.
+            sends = 2 * counts.ticks["all"] - sends
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
 
     def layer(self) -> dict[str, float]:
