@@ -7,14 +7,13 @@ import sys
 import jax
 import pytest
 
+from tests.hlo.conftest import FAST
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import UserError
+from ultrascale_jax.hlo import deviceless
 from ultrascale_jax.hlo.deviceless import target_checks
 from ultrascale_jax.plan.compiled.compile import compile_step, target_devices
 from ultrascale_jax.plan.hardware import GPUS
-
-# As conftest.py: cuBLAS calls instead of Triton kernels.
-FAST = {"xla_gpu_enable_triton_gemm": "false"}
 
 WITHOUT_PLUGIN = """
 import sys
@@ -95,6 +94,18 @@ def test_a_missing_plugin_names_the_extra():
         "ultrascale_jax.config.base.UserError: gpu='h100': "
     )
     assert "ultrascale_jax[aot]" in run.stderr.splitlines()[-1]
+
+
+def test_a_missing_assembler_names_the_extra_whose_wheel_is_enough(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(deviceless, "TOOLKITS", ())
+    assert deviceless.has_assembler()
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    with pytest.raises(
+        UserError, match=r"gpu='h100': .*ptxas: pip install 'ultrascale_jax\[aot\]'"
+    ):
+        target_devices(8)
 
 
 def test_attention_asks_the_target_and_afterwards_this_machine_again():

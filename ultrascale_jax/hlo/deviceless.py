@@ -4,8 +4,10 @@ XLA's CUDA plugin compiles for a described chip. Without devices the autotuner's
 """
 
 import contextlib
+import importlib.util
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,9 @@ DEVICELESS_OPTIONS = {
     "xla_gpu_autotune_level": "0",
 }
 
+TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
+"""Where XLA looks for ptxas, after PATH and before the wheels beside its plugin."""
+
 # As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
 BOOLEANS = {"true": True, "false": False}
 
@@ -40,6 +45,16 @@ class Compilation(NamedTuple):
     """The stream of each asynchronous collective."""
     memory: MemoryPlan | None
     """Lives of the buffers."""
+
+
+def has_assembler() -> bool:
+    """Tell whether XLA will find ptxas, without which it fails in many words, or crashes."""
+    if shutil.which("ptxas") or "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", ""):
+        return True
+    wheels = importlib.util.find_spec("nvidia")
+    folders = wheels.submodule_search_locations if wheels else None
+    found = (path for folder in folders or () for path in Path(folder).glob("*/bin/ptxas"))
+    return any(path.is_file() for path in (*found, *(Path(kit, "bin/ptxas") for kit in TOOLKITS)))
 
 
 def compile_deviceless(

@@ -3,7 +3,8 @@
 XLA's CUDA plugin compiles for a described chip (`hardware.py`). `compile_step` compiles the very program that
 `train_step/step.py` would run, `compile_program` any other; `simulate_step` says how long it takes. The result is real:
 XLA's own buffer assignment and schedule. Not known without a GPU is the autotuner's choice of kernels: products are the
-Triton kernels that XLA picks by its cost model. Needs only the plugin's wheels (extra `aot`), no GPU, driver or CUDA.
+Triton kernels that XLA picks by its cost model. Needs the plugin and NVIDIA's assembler (extra `aot`), no GPU and no
+other part of CUDA.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from ultrascale_jax.config import Config, UserError, require, require_type
 from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
-from ultrascale_jax.hlo.deviceless import compile_deviceless, target_checks
+from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks
 from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
@@ -106,7 +107,7 @@ def target_devices(
 
     Raises:
       UserError: the GPU is unknown, XLA cannot read its description, the last host would not be full, or XLA's CUDA
-        plugin is not installed.
+        plugin or NVIDIA's assembler is not installed.
     """
     chosen = find_gpu(gpu)
     require(num_devices > 0, "num_devices", num_devices, "must be at least 1")
@@ -116,6 +117,10 @@ def target_devices(
         "give other hosts as gpus_per_host, or --cluster NODESxGPUS,INTRA,INTER"
     )
     require(num_devices % host == 0, "num_devices", num_devices, fix)
+    if not has_assembler():
+        raise UserError(
+            f"gpu={gpu!r}: compiling for it needs NVIDIA's assembler, ptxas: pip install 'ultrascale_jax[aot]'"
+        )
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
