@@ -32,6 +32,8 @@ LAYERS = 2
 """Layers in one iteration of the loops of a prefetching step (`parallel/prefetch.py`), which XLA unrolls."""
 # cuBLAS calls instead of Triton kernels: nothing to generate, so a compilation takes a third of the time.
 FAST = {"xla_gpu_enable_triton_gemm": "false"}
+# An assembler that writes nothing: the text of the program is the same.
+NO_MACHINE_CODE = {"xla_gpu_cuda_data_dir": str(Path(__file__).with_name("no_machine_code"))}
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,8 @@ def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comp
         with Path(folder, f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                step = compile_step(cfg, num_devices, estimates=False, options=dict(options))
+                flags = NO_MACHINE_CODE | dict(options)
+                step = compile_step(cfg, num_devices, estimates=False, options=flags)
                 path.write_bytes(pickle.dumps(step))
             return pickle.loads(path.read_bytes())
 

@@ -218,12 +218,12 @@ FAST = {"fsdp2_sp2_tp2_qwen3"}
 # dp-cp, dp-sp, cp-sp, fsdp-sp, fsdp-tp, sp-tp and ep-cp. test_pipelines.py has ep-cp with further rounds;
 # huggingface/test_numbers.py DeepSeek-V3's layers on fsdp-sp-tp. What the wide rows have beside is proved where it is
 # done: strategies of attention in parallel/test_context.py, dispatches and experts split by tp in
-# parallel/test_experts.py, auxiliary losses in models/test_moe.py.
+# parallel/test_experts.py, auxiliary losses in models/test_moe.py, DPO and LoRA on fsdp-tp in
+# train_step/test_preference.py and train_step/test_lora.py.
 SLOW = {
     "dp2_cp2_sp2_zero1",
     "dp2_fsdp4_one_micro_batch",
     "ep2_cp2_zero1",
-    "fsdp2_sp2_tp2_dpo_lora",
 }
 # The other rows with cp evaluate, and wide ones of the same families.
 UNEVALUATED = {"cp2", "ep2_cp2_zero1", "fsdp2_sp2_tp2_qwen3", "fsdp2_sp2_tp2_dpo_lora"}

@@ -99,9 +99,7 @@ def wide(names, but):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", wide(sorted(RECIPES), but=("llama3_8b_1m", "llama3_405b", "deepseek_v3"))
-)
+@pytest.mark.parametrize("name", wide(sorted(RECIPES), but=("llama3_8b_1m", "llama3_405b")))
 def test_the_step_of_each_recipe_returns_the_state_that_it_takes(name):
     assert_the_step_returns_the_state_that_it_takes(on_4096(RECIPES[name]), name)
 
@@ -112,7 +110,8 @@ def test_the_step_of_a_pipeline_returns_the_state_that_it_takes(name):
     assert_the_step_returns_the_state_that_it_takes(in_a_pipeline(name), name)
 
 
-@pytest.mark.slow
+# huggingface/test_numbers.py runs DeepSeek-V3 with its module on a mesh, and the step below has all else of the recipe.
+@pytest.mark.wide
 def test_the_step_of_deepseek_v3_with_its_module_returns_the_state_that_it_takes():
     cfg = RECIPES["deepseek_v3"]
     model = dataclasses.replace(cfg.model, mtp_layers=1)
