@@ -45,7 +45,7 @@ def program(compile_once, place: str, kernel: str = "auto"):
     "place",
     [
         "plain",
-        pytest.param("ulysses", marks=pytest.mark.slow),
+        pytest.param("ulysses", marks=pytest.mark.wide),  # plain, between two all-to-alls
         pytest.param("pipeline", marks=pytest.mark.slow),
     ],
 )
@@ -64,7 +64,7 @@ def test_documents_are_a_call_for_each_class_of_lengths_and_no_mask(compile_once
     }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_mask_is_an_array_of_the_sequence_squared(compile_once):
     """So the test above would see it."""
     assert squares(program(compile_once, "plain", "cudnn"))

@@ -28,7 +28,6 @@ from ultrascale_jax.config.model import ModelConfig as ModelConfig
 from ultrascale_jax.config.model import RopeScaling as RopeScaling
 from ultrascale_jax.config.training import AUTO as AUTO
 from ultrascale_jax.config.training import FP8 as FP8
-from ultrascale_jax.config.training import ORDERED_LAYERS as ORDERED_LAYERS
 from ultrascale_jax.config.training import REMAT_NAMES as REMAT_NAMES
 from ultrascale_jax.config.training import REMAT_POLICIES as REMAT_POLICIES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
@@ -36,6 +35,7 @@ from ultrascale_jax.config.training import OptimConfig as OptimConfig
 from ultrascale_jax.config.training import TrainConfig as TrainConfig
 from ultrascale_jax.config.training import gathers_ahead as gathers_ahead
 from ultrascale_jax.config.training import hides_exchanges as hides_exchanges
+from ultrascale_jax.config.training import orders_whole_stage as orders_whole_stage
 from ultrascale_jax.config.training import parameters_travel_alone as parameters_travel_alone
 from ultrascale_jax.config.training import remat_names as remat_names
 from ultrascale_jax.config.watch import DistConfig as DistConfig

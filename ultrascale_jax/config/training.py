@@ -66,8 +66,16 @@ def parameters_travel_alone(*, tp: int, ring: int, has_experts: bool) -> bool:
 
 
 ORDERED_LAYERS = 2
-"""Layers of a pipeline's stage up to which its passes are ordered as a whole where they hide exchanges, and not layer
-by layer: the order goes on from one layer to the next, and what a pass sends to the next rank is part of it."""
+"""Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""
+
+
+def orders_whole_stage(layers: int, *, split: bool) -> bool:
+    """Return whether passes that hide exchanges are ordered through all `layers` of a stage, and not layer by layer.
+
+    Then what a pass sends to the next rank is part of the order. Backward passes that are `split` in two, for input and
+    weights, are ordered layer by layer.
+    """
+    return layers == 1 or (layers <= ORDERED_LAYERS and not split)
 
 
 def hides_exchanges(

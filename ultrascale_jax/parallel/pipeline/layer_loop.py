@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.config import ORDERED_LAYERS
+from ultrascale_jax.config import orders_whole_stage
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
@@ -44,8 +44,8 @@ class LayerLoop:
         self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
-        whole = self.hides_exchanges and not schedule.split and self.depth <= ORDERED_LAYERS
-        self.step = self.depth if whole else 1
+        whole = orders_whole_stage(self.depth, split=schedule.split)
+        self.step = self.depth if self.hides_exchanges and whole else 1
         self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
         every = lengths or [self.depth] * schedule.num_stages
         self.starts = self._by_chunk([sum(every[:stage]) for stage in range(len(every))])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax import config
-from ultrascale_jax.config import ORDERED_LAYERS, REMAT_NAMES, remat_names, require_type
+from ultrascale_jax.config import REMAT_NAMES, orders_whole_stage, remat_names, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     layer_of,
@@ -157,13 +157,14 @@ class Step:
         """
         run, counts = self.run, pipeline.counts(self.run)
         m, rank_s = run.microbatches, run.rank_layers * layer_s
+        split = counts.slots["weights"] > 0  # of schedules that run B and W apart
         passes, weight = self.passes, self.passes.backward_products / 2
         times = passes.forward, passes.backward - weight + self.recomputed(), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
         if run.per_rank_control_flow:
             idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
         else:
-            chunks = {"F": f, "B": b if counts.slots["weights"] else b + w, "W": w}
+            chunks = {"F": f, "B": b if split else b + w, "W": w}
             ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
             idle = ticks / run.virtual_stages - m * rank_s
         idle += (counts.times["head"] - m) * head_s
@@ -171,7 +172,7 @@ class Step:
         summed = self.collective("all-reduce", size, self.group("pp"))
         sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
         sends = counts.ticks["F"] + counts.ticks["B"]
-        if self.hides_exchanges and run.chunk_layers <= ORDERED_LAYERS:
+        if self.hides_exchanges and orders_whole_stage(run.chunk_layers, split=split):
             # Where a tick has both passes, each hides what the other sends.
             sends = 2 * counts.ticks["all"] - sends
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
