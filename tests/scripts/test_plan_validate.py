@@ -68,9 +68,9 @@ def test_other_models_and_cells_of_few_rows_are_shown(few, capsys):
 @pytest.mark.slow
 def test_calibrate_prints_its_constants(tmp_path, capsys):
     head, *rows = RUNS.read_text().splitlines(keepends=True)
-    few = tmp_path / "few.csv"
-    few.write_text(head + "".join(rows[::8]))
-    plan.main(["validate", str(few), "--calibrate"], VERBS)
+    path = tmp_path / "eighth.csv"
+    path.write_text(head + "".join(rows[::8]))
+    plan.main(["validate", str(path), "--calibrate"], VERBS)
     text = capsys.readouterr().out
     assert "host_s" in text and "fitted" in text and "rank" in text
 

@@ -75,7 +75,7 @@ def orders_whole_stage(layers: int, *, split: bool) -> bool:
     Then what a pass sends to the next rank is part of the order. Backward passes that are `split` in two, for input and
     weights, are ordered layer by layer.
     """
-    return layers == 1 or (layers <= ORDERED_LAYERS and not split)
+    return layers <= (1 if split else ORDERED_LAYERS)
 
 
 def hides_exchanges(

@@ -49,12 +49,13 @@ class Compilation(NamedTuple):
 
 def has_assembler() -> bool:
     """Tell whether XLA will find ptxas, without which it fails in many words, or crashes."""
-    if shutil.which("ptxas") or "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", ""):
+    if "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", ""):
         return True
-    wheels = importlib.util.find_spec("nvidia")
-    folders = wheels.submodule_search_locations if wheels else None
-    found = (path for folder in folders or () for path in Path(folder).glob("*/bin/ptxas"))
-    return any(path.is_file() for path in (*found, *(Path(kit, "bin/ptxas") for kit in TOOLKITS)))
+    nvidia = importlib.util.find_spec("nvidia")
+    wheels = nvidia.submodule_search_locations if nvidia else None
+    places = [os.environ.get("PATH", ""), *(f"{kit}/bin" for kit in TOOLKITS)]
+    places += [str(place) for wheel in wheels or () for place in Path(wheel).glob("*/bin")]
+    return shutil.which("ptxas", path=os.pathsep.join(places)) is not None
 
 
 def compile_deviceless(

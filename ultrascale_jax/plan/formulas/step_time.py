@@ -125,7 +125,7 @@ class Step:
         params = count / (self.shards.ranks if run.zero == 3 else 1)
         layer = layer_of(run)
         activations = 2 * sum(saved_bytes(run, layer).values())
-        if pipeline.counts(run).slots["weights"]:
+        if self.splits_backward:
             activations += 2 * pipeline_memory.w_queue_bytes(run, layer)
         return costs.memory_seconds(self.gpu, activations + 8 * params)
 
@@ -157,14 +157,13 @@ class Step:
         """
         run, counts = self.run, pipeline.counts(self.run)
         m, rank_s = run.microbatches, run.rank_layers * layer_s
-        split = counts.slots["weights"] > 0  # of schedules that run B and W apart
         passes, weight = self.passes, self.passes.backward_products / 2
         times = passes.forward, passes.backward - weight + self.recomputed(), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
         if run.per_rank_control_flow:
             idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
         else:
-            chunks = {"F": f, "B": b if split else b + w, "W": w}
+            chunks = {"F": f, "B": b if self.splits_backward else b + w, "W": w}
             ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
             idle = ticks / run.virtual_stages - m * rank_s
         idle += (counts.times["head"] - m) * head_s
@@ -172,7 +171,8 @@ class Step:
         summed = self.collective("all-reduce", size, self.group("pp"))
         sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
         sends = counts.ticks["F"] + counts.ticks["B"]
-        if self.hides_exchanges and orders_whole_stage(run.chunk_layers, split=split):
+        whole = orders_whole_stage(run.chunk_layers, split=self.splits_backward)
+        if self.hides_exchanges and whole:
             # Where a tick has both passes, each hides what the other sends.
             sends = 2 * counts.ticks["all"] - sends
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
@@ -360,6 +360,11 @@ class Step:
         (forward, backward), share = self.ways, self.shape.expert_share
         alone = forward * (counts["all"] - counts["B"]) + backward * (counts["all"] - counts["F"])
         return self.profile.travel * share * alone * layers * self.one_way
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether the pipeline's schedule runs gradients of inputs and of weights apart, and so queues."""
+        return pipeline.counts(self.run).slots["weights"] > 0
 
     @property
     def hides_exchanges(self) -> bool:
