@@ -37,7 +37,7 @@ def linear_cross_entropy(
     Args:
       x: `[M, D]` hidden states.
       head: `[D, V]` in x's type; with `axes` this device's words.
-      targets: `[M]` int32 numbers of words; -1 is not counted.
+      targets: `[M]` int32 numbers of words; -1 is not counted. One that is no word makes the loss NaN.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
       offset: number of the first word of `head`.
@@ -62,6 +62,8 @@ def linear_cross_entropy(
     # A target that does not count, or is no word of this piece, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
     counted = jnp.where(targets >= 0, weight, 0.0)
+    is_word = (targets >= -1) & (targets < V * lax.axis_size(tuple(axes)))
+    counted = jnp.where(is_word, counted, jnp.nan)
     arrays = match_vma(x, head, columns)
     return _cross_entropy(*arrays, counted, z_loss, tuple(sorted(axes)), fused)
 
@@ -98,19 +100,15 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _statistics(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return each token's log-sum-exp, and its target's logit (0 if that is no column), a chunk of tokens at a time."""
-    (M, D), V = x.shape, head.shape[1]
-    most = max(CHUNK_BYTES // (4 * V), 1)
-    rows = next(rows for rows in range(min(M, most), 0, -1) if M % rows == 0)
+    rows = max(CHUNK_BYTES // (4 * head.shape[1]), 1)
 
-    def chunk(_, inputs):
-        x, columns = inputs
-        logits = _logits(x, head)
-        gold = jnp.sum(jnp.where(_hits(logits, columns), logits, 0.0), axis=1)
-        return None, (jax.nn.logsumexp(logits, axis=1), gold)
+    def token(inputs):
+        x_D, column = inputs
+        logits_1V = _logits(x_D[None], head)
+        gold = jnp.sum(jnp.where(_hits(logits_1V, column[None]), logits_1V, 0.0))
+        return jax.nn.logsumexp(logits_1V), gold
 
-    chunks = x.reshape(M // rows, rows, D), columns.reshape(M // rows, rows)
-    _, (lse, gold) = lax.scan(chunk, None, chunks)
-    return lse.reshape(M), gold.reshape(M)
+    return lax.map(token, (x, columns), batch_size=rows)
 
 
 def _gradients(x, head, columns, lse, scale, gold_scale, fused: bool) -> tuple:

@@ -11,8 +11,9 @@ from ultrascale_jax.plan.compiled.compile import CompiledStep
 MATRICES = 7
 """Of a layer: q, k, v, o, gate, up, down."""
 
-HEAD = 3
-"""Products of the head, in bfloat16: logits and two gradients."""
+HEAD = 5
+"""Products of the head, in bfloat16: logits and two gradients, and twice the logits in the loop of `models/loss.py`
+that runs where a target is far below the highest logit."""
 
 
 def gemms(step: CompiledStep) -> list[str]:

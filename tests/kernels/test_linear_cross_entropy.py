@@ -64,8 +64,8 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
-# Compiled at their first call, with as many bytes in a chunk.
-references = {n: jax.jit(with_gradients(loss)) for n in (2**28, 4 * 300 * 5, 4)}
+# Compiled at their first call, with as many bytes in a chunk: of all tokens, of three at a time, of one.
+references = {n: jax.jit(with_gradients(loss)) for n in (2**28, 4 * 600 * 3, 4)}
 
 
 @pytest.mark.parametrize("chunk_bytes", list(references), ids=["one", "several", "all"])
@@ -78,6 +78,14 @@ def test_the_reference_equals_float64_in_any_chunks(monkeypatch, chunk_bytes, co
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     for got, want in zip(gradients, expected_gradients, strict=True):
         assert relative(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("target", [600, 10**6, -2])
+def test_a_target_that_is_no_word_makes_the_loss_nan(target):
+    x, head, targets = inputs(20, 12, 600)
+    targets[3] = target
+    values, gradients = references[2**28](x, head, targets)
+    assert all(np.isnan(value).any() for value in (*values, *gradients))
 
 
 def test_a_split_vocabulary_and_split_tokens_give_the_same_loss_and_gradients():

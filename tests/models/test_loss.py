@@ -36,7 +36,9 @@ def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0)):
     """Objective and loss, and the gradients of x and head for these cotangents, in float64."""
     x, head = np.float64(x), np.float64(head)
     logits_BTV = x @ head
-    lse_BT1 = np.log(np.sum(np.exp(logits_BTV), axis=2, keepdims=True))
+    highest_BT1 = np.max(logits_BTV, axis=2, keepdims=True)
+    sums_BT1 = np.sum(np.exp(logits_BTV - highest_BT1), axis=2, keepdims=True)
+    lse_BT1 = highest_BT1 + np.log(sums_BT1)
     right_BTV = targets[:, :, None] == np.arange(V)
     weight_BT1 = 0.01 * (targets >= 0)[:, :, None]
     nll = np.sum(weight_BT1 * lse_BT1) - np.sum(weight_BT1 * right_BTV * logits_BTV)
@@ -151,37 +153,86 @@ def test_each_of_the_two_losses_has_its_own_gradient(z_loss):
 
 
 def test_chunks_bound_the_exponentials_of_a_device():
-    tokens, vocab_size = 2 * 8192, 128256 // 2
-    n = loss_chunks.num_chunks(tokens, vocab_size, 4)
-    assert tokens % n == 0 and n > 1
-    assert tokens // n * vocab_size * 4 <= loss_chunks.CHUNK_BYTES
+    vocab_size = 128256 // 2
+    for tokens, divides in ((2 * 8192, True), (16381, False)):  # the second is prime
+        n = loss_chunks.num_chunks(tokens, vocab_size, 4)
+        assert (tokens % n == 0) == divides and 1 < n < 8
+        assert tokens // n * vocab_size * 4 <= loss_chunks.CHUNK_BYTES
 
 
-def test_common_heights_of_logits_change_nothing_and_what_is_too_high_counts_as_75():
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [5.0, 95.0])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_least_likely_targets_have_exact_losses_and_gradients(mesh, scale):
     x, head, targets = inputs()
-    high, low = x.copy(), x.copy()
+    head *= scale
+    least = np.argmin(np.float64(x) @ head, axis=2)
+    targets = np.where(targets >= 0, least, -1).astype(np.int32)
+    (objective, nll), expected_grads = textbook(x, head, targets, 0.1)
+    with jax.set_mesh(
+        make_mesh(MeshConfig.of(**mesh), jax.devices()[: int(np.prod([*mesh.values()]))])
+    ):
+        placed = [
+            jax.device_put(x, act("BRD")),
+            jax.device_put(head, P(None, ("sp", "tp"))),
+            jax.device_put(targets, act("BT")),
+        ]
+        values, grads = jax.jit(
+            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, 0.1)
+        )(*placed)
+        without_gradients = jax.jit(lambda *args: ours(*args, 0.1))(*placed)
+    np.testing.assert_allclose(values, (objective, nll), rtol=1e-6)
+    np.testing.assert_allclose(without_gradients, (objective, nll), rtol=1e-6)
+    for a, b in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))
+
+
+def test_common_heights_of_logits_and_those_of_tokens_that_do_not_count_change_nothing():
+    x, head, targets = inputs()
+    high, low, uncounted = x.copy(), x.copy(), x.copy()
     high[:, :, 0], low[:, :, 0], head[0] = 30.0, -30.0, 10.0  # all logits 300 up or down
-    surprise, wrong = x.copy(), targets.copy()
-    surprise[0, 0], wrong[0, 0] = 100.0 * head[:, 1] / np.sum(head[:, 1] ** 2), 0
-    surprise[0, 0] += 100.0 * head[:, 1]
+    uncounted[targets < 0] *= 1e4
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         run = jax.jit(
-            lambda x, targets: jax.value_and_grad(ours, (0, 1), has_aux=True)(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(
                 jax.reshard(x, act("BRD")), head, targets, 0.0
             )
         )
-        found = {"high": run(high, targets), "low": run(low, targets)}
-        (capped, _), grads = run(surprise, wrong)
-    for name, values in {"high": high, "low": low}.items():
-        (expected, _), expected_grads = textbook(values, head, targets, 0.0)
-        (objective, _), got = found[name]
-        np.testing.assert_allclose(objective, expected, rtol=1e-4)
-        for a, b in zip(got, expected_grads, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-3 * float(np.abs(b).max()))
-    (other, _), _ = textbook(surprise[:, 1:], head, wrong[:, 1:], 0.0)
-    (rest, _), _ = textbook(surprise[1:, :1], head, wrong[1:, :1], 0.0)
-    assert 0.01 * 75 <= capped - other - rest <= 0.01 * (75 + np.log(V))
-    assert all(np.isfinite(g).all() for g in grads)
+        for values in (high, low, uncounted):
+            (expected, _), expected_grads = textbook(values, head, targets, 0.0)
+            (objective, _), got = run(values)
+            np.testing.assert_allclose(objective, expected, rtol=1e-4)
+            for a, b in zip(got, expected_grads, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-3 * float(np.abs(b).max()))
+
+
+def test_a_last_chunk_that_is_not_full_changes_nothing(monkeypatch):
+    x, head, targets = (value[:1, :7] if value.ndim > 2 else value for value in inputs())
+    targets = targets[:1, :7]
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V * 3)
+    assert loss_chunks.num_chunks(7, V, 4) == 3
+    (expected, _), expected_grads = textbook(x, head, targets, 0.1)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        (objective, _), grads = jax.jit(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(x, head, targets, 0.1)
+        )(jax.device_put(x, act("BRD")))
+    np.testing.assert_allclose(objective, expected, rtol=1e-6)
+    for a, b in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize("target", [V, 10**6, -2])
+def test_a_target_that_is_no_word_makes_the_loss_nan(target):
+    x, head, targets = inputs()
+    targets[0, 3] = target
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, tp=2), jax.devices()[:4])):
+        placed = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp")))
+        loss = jax.jit(lambda *args: ours(*args, targets, 0.1))
+        loss_with_gradients = jax.jit(
+            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, targets, 0.1)
+        )
+        values = *loss(*placed), *loss_with_gradients(*placed)[0]
+    assert np.isnan(values).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

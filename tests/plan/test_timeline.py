@@ -299,8 +299,13 @@ def test_beside_its_own_streams_a_step_tells_one_stream_none_and_the_most_conten
     assert [told[name] for name in names] == [getattr(found, name) for name in names]
 
 
-@pytest.mark.parametrize(("where", "warned"), [("layers/moe/while", 0), ("layers/while", 1)])
-def test_a_step_warns_of_a_loop_of_unknown_length_that_is_not_of_experts(where, warned, recwarn):
+@pytest.mark.parametrize(
+    ("where", "warned"),
+    [("layers/moe/while", 0), ("loss/from_highest_logits/while", 0), ("layers/while", 1)],
+)
+def test_a_step_warns_of_a_loop_of_unknown_length_unless_it_is_known_to_be_rare(
+    where, warned, recwarn
+):
     loop = f'%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={{op_name="{where}"}}'
     more = LOOP + indented([PRODUCT]) + "\n}\n"
     step = step_of(text_of(NORM, loop, computations=more), fsdp=8)

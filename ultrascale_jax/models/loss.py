@@ -6,6 +6,7 @@ logits writes; a pass sums them, and the two other products read them. Each devi
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,10 +18,16 @@ from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset
-from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, specs, vary
+from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, mesh_size, specs, vary
 
-MAX_LOSS = 75.0
-"""The most by which a logit counts above its target's in a loss with gradients: float32 and bfloat16 hold e^88."""
+MOST_ABOVE_TARGET = 40.0
+"""Log-sum-exp above the target's logit, in nats, from which on the exponentials are made from the highest logit.
+
+Up to it, a token's weight over its sum of exponentials, a factor of its gradients, is far above float32's e^-87.
+"""
+
+ROWS_OF_LOGITS = 256
+"""Tokens whose float32 logits are in memory at once while the highest logits are looked for."""
 
 
 def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -41,7 +48,7 @@ def cross_entropy(
     Args:
       x_BTD: hidden states, `reduced` over the axes of V (`gather_sequence`).
       head_DV: output head, in the type of compute.
-      targets_BT: token ids; -1 is not counted.
+      targets_BT: token ids; -1 is not counted. One that is no word of the vocabulary makes the loss NaN.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
 
@@ -148,9 +155,9 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
     def local(x_BTD, head_DV, targets_BT, weight):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         (B, T), V = targets_BT.shape, head_DV.shape[1]
-        tokens = x_BTD, targets_BT, jnp.where(targets_BT >= 0, weight, 0.0)
+        weight = jnp.broadcast_to(weight, (B, T))
         n = num_chunks(B * T, V, exps_type(x_BTD.dtype).itemsize)
-        tokens = tuple(value.reshape(n, B * T // n, *value.shape[2:]) for value in tokens)
+        tokens = _cut(x_BTD, n), _cut(targets_BT, n, fill=-1), _cut(weight, n)
 
         def visit(dhead, chunk):
             x_MD, targets_M, weights_M = chunk
@@ -171,7 +178,8 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
             dhead, others = jax.lax.scan(visit, dhead, rest)
             parts.append(others)
         found = (jnp.concatenate(values) for values in zip(*parts, strict=True))
-        found, *losses = (value.reshape(B, T, *value.shape[2:]) for value in found)
+        found = (value.reshape(-1, *value.shape[2:])[: B * T] for value in found)
+        found, *losses = (value.reshape(B, T, *value.shape[1:]) for value in found)
         if not with_gradients:
             return found, tuple(losses)
         if dhead is not None:
@@ -186,29 +194,33 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
     return smap(local, in_specs=specs(given), out_specs=results)(*given)
 
 
+def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
+    """Cut a device's tokens into equal chunks, the last one filled up: `[B, T, ...]` to `[chunks, M, ...]`."""
+    value_N = value_BT.reshape(-1, *value_BT.shape[2:])
+    rows = -(-len(value_N) // chunks)
+    padding = [(0, chunks * rows - len(value_N))] + [(0, 0)] * (value_N.ndim - 1)
+    value_N = jnp.pad(value_N, padding, constant_values=fill)
+    return value_N.reshape(chunks, rows, *value_N.shape[1:])
+
+
 def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
     """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
 
     The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
-    put to their few other rows, so that no pass makes the gradient of the logits. Less the target's logit they need no
-    maximum: their sum is at least 1, and its logarithm the loss.
+    put to their few other rows, so that no pass makes the gradient of the logits.
     """
     dtype, f32 = exps_type(x_MD.dtype), jnp.float32
-    columns_M = targets_M - offset("V", head_DV.shape[1])
-    targets_MD = head_DV.T.at[columns_M].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    picked_M = all_reduce(jnp.sum(x_MD.astype(f32) * targets_MD.astype(f32), axis=1), "V")
-    exps_MV = jnp.exp(jnp.minimum(_logits(x_MD, head_DV) - picked_M[:, None], MAX_LOSS))
-    # In their own type before they are summed: the product writes them, and float32 logits never reach memory.
-    exps_MV = jax.lax.optimization_barrier(exps_MV.astype(dtype))
-    total_M = all_reduce(jnp.sum(exps_MV, axis=1, dtype=f32), "V")
-    total_M = jnp.where(targets_M >= 0, total_M, 1.0)
-    nll_M = jnp.log(total_M)
+    picked_M, columns_M, counted_M = _target_logits(x_MD, targets_M, head_DV)
+    exps_MV, total_M, shift_M = _exponentials(x_MD, head_DV, picked_M, counted_M)
+    total_M = jnp.where(counted_M, total_M, 1.0)
+    nll_M = jnp.where(counted_M, shift_M - picked_M + jnp.log(total_M), 0.0)
     lse_M = picked_M + nll_M
     of_lse_M = 1.0 + 2.0 * z_loss * lse_M
     of_lse_M = jnp.where(jnp.abs(of_lse_M) < 1e-6, 1e-6, of_lse_M)  # a divisor below
     factor_M1 = (weights_M * of_lse_M / total_M)[:, None]
+    target_exps_M = jnp.exp(picked_M - shift_M) - total_M / of_lse_M
     exps_MV = exps_MV.at[jnp.arange(len(targets_M)), columns_M].set(
-        (1.0 - total_M / of_lse_M).astype(dtype),
+        target_exps_M.astype(dtype),
         **{"mode": "drop", "unique_indices": True, "wrap_negative_indices": False},
     )
     dx = jnp.einsum("MV,DV->MD", exps_MV, head_DV, preferred_element_type=f32) * factor_M1
@@ -217,6 +229,52 @@ def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
     dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
     z_M = z_loss * jnp.square(lse_M)  # 0 where no token counts
     return dhead, (dx, nll_M, z_M)
+
+
+def _target_logits(x_MD, targets_M, head_DV):
+    """Return the logit of each target, 0 where none counts; the target's column here; whether the target counts."""
+    columns_M = targets_M - offset("V", head_DV.shape[1])
+    targets_MD = head_DV.T.at[columns_M].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    picked_M = jnp.sum(x_MD.astype(jnp.float32) * targets_MD.astype(jnp.float32), axis=1)
+    picked_M = _nan_unless_words(all_reduce(picked_M, "V"), targets_M, head_DV.shape[1])
+    return picked_M, columns_M, targets_M != -1
+
+
+def _nan_unless_words(logits_M, targets_M, local_vocab_size):
+    """Return the targets' logits, NaN for a target that is neither -1 nor a word of the vocabulary."""
+    vocab_size = local_vocab_size * mesh_size(*axes_of("V"))
+    is_word_M = (targets_M >= -1) & (targets_M < vocab_size)
+    return jnp.where(is_word_M, logits_M, jnp.nan)
+
+
+def _exponentials(x_MD, head_DV, picked_M, counted_M):
+    """Return `exp(logit - shift)` in `exps_type`, its sum over the whole vocabulary, and the shift of each token.
+
+    The shift is the target's logit, known before the product, whose epilogue then writes the exponentials. Should that
+    be too low for any token, the loop runs once, and makes them all again from the highest logits. The exponentials of
+    a token that does not count are 0.
+    """
+
+    def shifted(shift_M):
+        # Made before the product: XLA keeps the exponentials out of a product whose epilogue would have to select.
+        shift_M = jax.lax.optimization_barrier(jnp.where(counted_M, shift_M, jnp.inf))
+        exps_MV = jnp.exp(_logits(x_MD, head_DV) - shift_M[:, None])
+        # In their own type before they are summed: the product writes them, and float32 logits never reach memory.
+        exps_MV = jax.lax.optimization_barrier(exps_MV.astype(exps_type(x_MD.dtype)))
+        return exps_MV, all_reduce(jnp.sum(exps_MV, axis=1, dtype=jnp.float32), "V"), shift_M
+
+    def too_low(state):
+        return jnp.any(state[1] > math.exp(MOST_ABOVE_TARGET))
+
+    def from_highest(_):
+        highest_M = jax.lax.map(
+            lambda x_D: jnp.max(_logits(x_D[None], head_DV)), x_MD, batch_size=ROWS_OF_LOGITS
+        )
+        return shifted(all_reduce(highest_M, "V", "max"))
+
+    start = shifted(picked_M)
+    with jax.named_scope("from_highest_logits"):
+        return jax.lax.while_loop(too_low, from_highest, start)
 
 
 def _losses(x_MD, targets_M, head_DV, z_loss):
@@ -228,7 +286,8 @@ def _losses(x_MD, targets_M, head_DV, z_loss):
     columns_M = targets_M - offset("V", logits_MV.shape[1])
     gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
     lse_M, picked_M, highest_M = _log_sum_exp(logits_MV, gold_MV)
-    counted_M = targets_M >= 0
+    picked_M = _nan_unless_words(picked_M, targets_M, logits_MV.shape[1])
+    counted_M = targets_M != -1
     nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
     z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
     return ~counted_M | (picked_M >= highest_M), nll_M, z_M

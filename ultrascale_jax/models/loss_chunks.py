@@ -7,12 +7,14 @@ CHUNK_BYTES = 2**31
 
 
 def num_chunks(tokens: int, vocab_size: int, width: int) -> int:
-    """Return the least number of chunks, a divisor of a device's tokens, whose exponentials fit `CHUNK_BYTES`.
+    """Return the number of chunks of a device's tokens whose exponentials fit `CHUNK_BYTES`.
+
+    It is a divisor of the tokens if there is one below twice the least number; else the last chunk is filled up.
 
     Args:
       tokens: of this device.
       vocab_size: this device's part.
       width: bytes of an exponential.
     """
-    least = max(1, math.ceil(tokens * vocab_size * width / CHUNK_BYTES))
-    return next((n for n in range(least, tokens) if tokens % n == 0), tokens)
+    least = min(max(1, math.ceil(tokens * vocab_size * width / CHUNK_BYTES)), tokens)
+    return next((n for n in range(least, 2 * least) if tokens % n == 0), least)

@@ -12,8 +12,9 @@ that XLA starts and finishes apart runs beside it:
 * While a collective runs, NCCL keeps `costs.NCCL_CORES` multiprocessors; products and attention are that much slower.
   Two that run side by side keep twice as many. A collective that is in flight but waits its turn keeps none.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
-  is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first. Of
-  a conditional's branches the slowest counts unless the caller says in which share of the iterations it is taken.
+  is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first, and
+  the exponentials of a loss that are made again. The slowest branch of a conditional counts unless the caller says in
+  which share of the iterations it is taken.
 * All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
 """
 
