@@ -41,7 +41,7 @@ import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import SpecialTokens, UserError, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.documents import (
     JSON_LINES,
@@ -78,6 +78,9 @@ class Args:
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json (or its URL), or its folder."""
+    special_tokens: SpecialTokens = "bos"
+    """As `data.special_tokens` of the run: `bos` begins texts as the tokenizer does, `none` without it; in either names
+    of special tokens in a text are text, with `all` they are these tokens."""
     train_bpe: int = 0
     """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
     text_field: str = "text"
@@ -100,7 +103,7 @@ class Args:
     @property
     def settings(self) -> dict:
         """The settings that a restart must share with the run before it, beside the tokenizer."""
-        names = ("train_bpe", "text_field", "shard_tokens")  # those of text, as they always were
+        names = ("train_bpe", "text_field", "shard_tokens", "special_tokens")
         kinds = (name for name in ("chat", "preferences") if getattr(self, name))
         return {name: getattr(self, name) for name in (*names, *kinds)}
 
@@ -123,8 +126,6 @@ def prepare(args: Args) -> shards.Index:
     paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
-    if Path(args.tokenizer).is_dir():
-        args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
         if args.kind == "text":
@@ -185,12 +186,16 @@ def renderer(args: Args) -> Callable[[Any], str] | None:
         return None
     fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
     require(not (args.preferences and args.train_bpe), "train_bpe", args.train_bpe, fix)
-    own, path, template = load_tokenizer(args.tokenizer), Path(args.tokenizer), None
+    own, path, template = (
+        load_tokenizer(args.tokenizer, args.special_tokens),
+        Path(args.tokenizer),
+        None,
+    )
     is_json = isinstance(own, tokenizer.JsonTokenizer)
     if is_json and (args.chat or chat.has_template(path)):
         template = chat.ChatTemplate(path, own)
     if args.preferences:
-        return functools.partial(preferences.render_pair, template=template)
+        return functools.partial(preferences.render_pair, tokenizer=own, template=template)
     if args.train_bpe or template is None:
         fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
         raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
@@ -213,7 +218,9 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
         tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
-    chosen = load_tokenizer(tokenizer_name(args))
+    chosen = chosen_tokenizer(args)
+    if chosen.rule:
+        progress.console.print(chosen.rule, soft_wrap=True, markup=False, highlight=False)
     index = shards.Index(
         dtype=str(tokenizer.token_dtype(chosen.vocab_size)),
         tokenizer=chosen.fingerprint,
@@ -231,9 +238,10 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     return found
 
 
-def tokenizer_name(args: Args) -> str:
-    """The tokenizer to load: the trained one, or else the given one."""
-    return str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
+def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
+    """Load the trained tokenizer, or else the given one."""
+    name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
+    return load_tokenizer(name, args.special_tokens)
 
 
 def skip_documents(
@@ -304,14 +312,13 @@ def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
 
 
 def copy_tokenizer(args: Args) -> None:
-    """Copy a tokenizer that was given, and its chat template, beside the shards."""
+    """Copy a tokenizer that was given, its settings and its chat template beside the shards."""
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.tokenizer == "bytes":
         return
     path = Path(args.tokenizer)
     shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
-    template = (chat.CONFIG, chat.TEMPLATE) if args.kind != "text" else ()
-    for other in map(path.with_name, template):
+    for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
 
@@ -343,7 +350,7 @@ def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
         initializer=use_one_thread,
     ) as pool:
         for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts, args.kind))
+            waiting.append(pool.submit(tokenize_group, args, texts))
             if len(waiting) > 2 * args.workers:  # bounds the text that is held
                 yield waiting.popleft().result()
         while waiting:
@@ -355,9 +362,9 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenize_group(name: str, texts: list[str], kind: str) -> Tokenized:
-    """Work of one process: a group of documents, or of rendered chat or pairs, with the tokenizer of that name."""
-    own = load_tokenizer(name)
+def tokenize_group(args: Args, texts: list[str]) -> Tokenized:
+    """Work of one process: a group of documents, or of rendered chat or pairs."""
+    own, kind = chosen_tokenizer(args), args.kind
     hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
     if kind == "preferences":
         hashes = np.repeat(hashes, 2)
@@ -454,4 +461,6 @@ def main(argv: Sequence[str]) -> None:
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
     print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
+    if args.special_tokens != Args.special_tokens:
+        print(f"--data.special-tokens {args.special_tokens}", end=" ")
     print(f"--model.vocab-size {index.vocab_size}")

@@ -2,7 +2,8 @@
 
 A rendered conversation has BEGIN and END, which no text may hold, around every answer of the assistant with the token
 that ends its turn. Where the template says what it generates (`{% generation %}`), that is the answer. Elsewhere an
-answer begins where the template's prompt for it ends.
+answer begins where the template's prompt for it ends. Special tokens are the template's alone: in a message their names
+are text, and have QUOTE in them.
 """
 
 import json
@@ -15,8 +16,9 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
-from ultrascale_jax.data.tokenizer import CONFIG as CONFIG
-from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer, special_tokens, token_dtype
+from ultrascale_jax.data.tokenizer import QUOTE, JsonTokenizer, Tokenizer, token_dtype
+from ultrascale_jax.data.tokenizer_files import CONFIG as CONFIG
+from ultrascale_jax.data.tokenizer_files import named_tokens
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""
@@ -62,7 +64,7 @@ class ChatTemplate:
         except Exception as error:
             fix = f"is no chat template that jinja2 can read ({_words(error)})"
             raise UserError(f"tokenizer={str(self.file)!r}: {fix}") from None
-        self._names = special_tokens(path)
+        self._names, self._quote = named_tokens(path), tokenizer.quote
         self._added = sorted(tokenizer.added, key=len, reverse=True)
 
     def render(self, row: Any, first: int = 0) -> str:
@@ -76,8 +78,8 @@ class ChatTemplate:
             raise UserError('has no `messages`, a list of {"role": ..., "content": ...}')
         if not any(turn.get("role") == "assistant" for turn in messages[first:]):
             raise UserError("has no assistant turn, so no answer to learn; leave it out")
-        if {BEGIN, END} & set(json.dumps(row, ensure_ascii=False)):
-            raise UserError("has U+FDD0 or U+FDD1, which are no characters; remove them")
+        if {BEGIN, END, QUOTE} & set(json.dumps(row, ensure_ascii=False)):
+            raise UserError("has U+FDD0, U+FDD1 or U+FDD3, which are no characters; remove them")
         tools = row.get("tools") or None
         whole = self._text(messages, tools)
         if BEGIN in whole:
@@ -121,6 +123,7 @@ class ChatTemplate:
         return begin, end
 
     def _text(self, messages: list, tools: Any, add_generation_prompt: bool = False) -> str:
+        messages, tools = self._quoted(messages), self._quoted(tools)
         values = {"messages": messages, "tools": tools, "documents": None, **self._names}
         try:
             return self._template.render(**values, add_generation_prompt=add_generation_prompt)
@@ -128,11 +131,19 @@ class ChatTemplate:
             fix = "change the roles and contents that it does not take"
             raise UserError(f"is refused by {self.file}: {_words(error)}; {fix}") from None
 
+    def _quoted(self, value: Any) -> Any:
+        """Return a value of JSON whose texts are quoted."""
+        if isinstance(value, str):
+            return self._quote(value)
+        if isinstance(value, Mapping):
+            return {self._quote(name): self._quoted(part) for name, part in value.items()}
+        return [self._quoted(part) for part in value] if isinstance(value, list) else value
+
 
 def encode_conversations(
     tokenizer: Tokenizer, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encode rendered conversations end to end, each followed by the separator, as `encode_documents`.
+    """Encode rendered conversations end to end, each followed by the separator unless the template ends with it.
 
     Returns:
         All tokens; the length of every conversation; and bool, for each token, whether it begins in an answer. The
@@ -141,15 +152,19 @@ def encode_conversations(
     pieces, answers = [], []
     for start in range(0, len(texts), 64):
         parts = [re.split(f"[{BEGIN}{END}]", text) for text in texts[start : start + 64]]
-        encoded = tokenizer.encode_with_offsets(["".join(part) for part in parts])
-        for part, (ids, offsets) in zip(parts, encoded, strict=True):
+        plain = ["".join(part) for part in parts]
+        encoded = tokenizer.encode_with_offsets(plain)
+        for part, text, (ids, offsets) in zip(parts, plain, encoded, strict=True):
             borders = np.cumsum([len(piece) for piece in part])
             passed = np.searchsorted(borders, offsets[:, 0], side="right")
             counted = passed % 2 == 1  # every second piece is an answer
             # White space before an answer, where a tokenizer trims it, is an empty span at the answer's beginning.
             counted &= offsets[:, 1] > borders[passed - 1]
-            pieces.append(np.append(ids, tokenizer.eos))
-            answers.append(np.append(counted, len(part) % 2 == 0))
+            ends = offsets[ids == tokenizer.eos, 1]
+            if not ends.size or text[ends[-1] :].strip():
+                ids, counted = np.append(ids, tokenizer.eos), np.append(counted, len(part) % 2 == 0)
+            pieces.append(ids)
+            answers.append(counted)
     lengths = np.array([piece.size for piece in pieces], np.int64)
     dtype = token_dtype(tokenizer.vocab_size)
     return np.concatenate(pieces).astype(dtype), lengths, np.concatenate(answers)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate
+from ultrascale_jax.data.tokenizer import QUOTE, Tokenizer
 
 NEXT = "\ufdd2"
 """Parts the chosen text of a pair from the rejected one; a noncharacter as `BEGIN` and `END`."""
@@ -27,22 +28,23 @@ def is_pair(row: Any) -> bool:
     return isinstance(row, dict) and {"chosen", "rejected"} <= row.keys()
 
 
-def render_pair(row: Any, template: ChatTemplate | None) -> str:
+def render_pair(row: Any, tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
     """Return both texts of a pair with marks around their answers, joined by `NEXT`.
 
-    The `prompt` itself has no answer to learn, though it may be a conversation. Messages need the `template`. Raises
-    `UserError` with words that follow the row's place.
+    The `prompt` itself has no answer to learn, though it may be a conversation. Messages need the `template` of the
+    `tokenizer`. Raises `UserError` with words that follow the row's place.
     """
     if not is_pair(row):
         raise UserError("has no `chosen` and `rejected`")
-    if {BEGIN, END, NEXT} & set(json.dumps(row, ensure_ascii=False)):
-        raise UserError("has U+FDD0, U+FDD1 or U+FDD2, which are no characters; remove them")
+    if {BEGIN, END, NEXT, QUOTE} & set(json.dumps(row, ensure_ascii=False)):
+        raise UserError("has one of U+FDD0 to U+FDD3, which are no characters; remove it")
     answers, given = (row["chosen"], row["rejected"]), row.get("prompt")
     if all(isinstance(answer, str) for answer in answers):
         if not isinstance(given, str | None):
             raise UserError(f"has a `prompt` unlike `chosen` and `rejected`, which are {FORMS}")
+        answers = tuple(map(tokenizer.quote, answers))
         count = 0 if given is not None else _shared(*answers)
-        prompt = given if given is not None else answers[0][:count]
+        prompt = tokenizer.quote(given) if given is not None else answers[0][:count]
         return NEXT.join(prompt + BEGIN + answer[count:] for answer in answers)
     if not all(map(is_messages, answers)):
         raise UserError(f"has `chosen` and `rejected` that are not both {FORMS}")
