@@ -15,6 +15,7 @@ import tokenizers
 import transformers
 from safetensors.numpy import load_file
 
+from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
@@ -199,6 +200,15 @@ def test_a_run_with_a_tokenizer_of_its_own_describes_it_for_transformers(tmp_pat
     own.unlink()
     with pytest.raises(UserError, match=r"data.tokenizer=.* there is no such file"):
         tokenizer_files(Config(data=data), tmp_path, 32)
+
+
+def test_an_export_says_where_its_tokenizer_begins_a_text_as_the_run_did_not(tmp_path, capsys):
+    path = write_tokenizer(tmp_path / "own", {"<s>": True, "</s>": True}, post="<s> $A")
+    for kind in ("bos", "none"):
+        data = DataConfig(tokenizer=str(path), special_tokens=kind)
+        tokenizer_files(Config(data=data), tmp_path, 32)
+        told = capsys.readouterr().err
+        assert ("special_tokens=none; in text of the exported" in told) == (kind == "none")
 
 
 def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):

@@ -179,9 +179,10 @@ def test_names_of_special_tokens_in_a_message_are_text_unless_asked_for(bpe, tmp
         texts.append(tokenizer.decode(tokens))
         if kind == "bos":
             assert tokenizer.decode(tokens[answers]) == f"no {EVIL}<|im_end|>"
-            prompt = ChatTemplate(path, tokenizer).prompt(talk[:1])
-            ids = tokenizer.encode(prompt, rendered=True)
-            assert ids.count(tokenizer.id_of("<|im_end|>")) == (template == CHATML)
+            for said in (EVIL, EVIL.replace("|im", f"{BEGIN}|im")):
+                prompt = ChatTemplate(path, tokenizer).prompt(turns(said))
+                ids = tokenizer.encode(prompt, rendered=True)
+                assert ids.count(tokenizer.id_of("<|im_end|>")) == (template == CHATML)
     written = 2 if template == CHATML else 1  # by the template itself
     typed = 2 if template == CHATML else 3  # one is a tool's name
     assert counts[0] == (written, 1) and counts[1] == (written + typed, 2)
@@ -288,6 +289,7 @@ def answers_by_hand(batch, tokenizer):
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_packed_rows_have_targets_in_answers_alone(talks, document_mask):
     loader, every = loaders(talks, document_mask)
+    assert loader.notes == [loader.tokenizer.rule]
     batch, plain = loader.batch(0), every.batch(0)
     counted = answers_by_hand(plain, loader.tokenizer)
     assert counted.sum() >= 4 * 5

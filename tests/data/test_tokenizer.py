@@ -232,6 +232,11 @@ def test_a_fingerprint_changes_with_the_special_tokens_of_a_document(tmp_path):
     assert JsonTokenizer(named).fingerprint == found[0]
 
 
+def test_a_kind_of_special_tokens_that_is_none_is_refused():
+    with pytest.raises(UserError, match="special_tokens='no': must be one of bos, none, all"):
+        load_tokenizer("bytes", "no")
+
+
 def test_a_byte_order_mark_before_a_tokenizer_is_taken_off(tmp_path):
     path = write_tokenizer(tmp_path, {"</s>": True})
     plain = JsonTokenizer(path)

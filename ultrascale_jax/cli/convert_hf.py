@@ -186,6 +186,10 @@ def tokenizer_files(
     if files.get(TOKENIZER, content) != content:
         ids, files = None, {}
     own = load_tokenizer(name)
+    kind = cfg.data.special_tokens
+    if load_tokenizer(name, kind).rule != own.rule:
+        words = f"in text of the exported tokenizer {own.rule}"
+        print(f"note: the run trained with data.special_tokens={kind}; {words}", file=sys.stderr)
     if content is not None and TOKENIZER not in files:
         assert isinstance(own, JsonTokenizer)
         # Beside a `tokenizer.json`, as prepare-data --chat writes one, lie its own settings and template.

@@ -132,9 +132,9 @@ class ChatTemplate:
             raise UserError(f"is refused by {self.file}: {_words(error)}; {fix}") from None
 
     def _quoted(self, value: Any) -> Any:
-        """Return a value of JSON whose texts are quoted."""
+        """Return a value of JSON whose texts are quoted, and have no marks."""
         if isinstance(value, str):
-            return self._quote(value)
+            return self._quote(re.sub(f"[{BEGIN}{END}]", "", value))
         if isinstance(value, Mapping):
             return {self._quote(name): self._quoted(part) for name, part in value.items()}
         return [self._quoted(part) for part in value] if isinstance(value, list) else value

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -231,6 +231,9 @@ class JsonTokenizer:
 
 def load_tokenizer(name: str, special_tokens: SpecialTokens = "bos") -> Tokenizer:
     """Load a tokenizer: `bytes`, or the path or URL of a `tokenizer.json`, or its folder."""
+    known = get_args(SpecialTokens)
+    fix = f"must be one of {', '.join(known)}"
+    require(special_tokens in known, "special_tokens", special_tokens, fix)
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(on_disk(name), special_tokens)
 
 
