@@ -189,6 +189,16 @@ def test_names_of_special_tokens_in_a_message_are_text_unless_asked_for(bpe, tmp
     assert texts[0] == texts[1]
 
 
+def test_a_name_of_a_special_token_in_a_message_is_told(bpe, tmp_path, capsys):
+    path = make_folder(bpe, tmp_path / "hf", CHATML)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns(EVIL, "no")}))
+    words = ["--input", f"{tmp_path}/a.jsonl", "--tokenizer", str(path), "--workers", "1"]
+    for kind in ("bos", "all"):
+        main([*words, "--out", f"{tmp_path}/{kind}", "--special-tokens", kind])
+        told = "in messages are text: <|im_end|>, <|im_start|>; --special-tokens all makes"
+        assert (told in capsys.readouterr().out) == (kind == "bos")
+
+
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_conversation_begins_once_and_ends_once_as_its_tokenizer_says(bpe, tmp_path, writes_bos):
     path = make_folder(bpe, tmp_path / "a", LLAMA3 if writes_bos else CHATML)

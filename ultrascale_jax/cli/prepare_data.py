@@ -147,7 +147,9 @@ def prepare(args: Args) -> shards.Index:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
-        return write_shards(args, index, documents, progress, stream)
+        index = write_shards(args, index, documents, progress, stream)
+        tell_quoted(args, progress)
+        return index
 
 
 def inputs(args: Args) -> Sequence[Input]:
@@ -309,6 +311,16 @@ def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
     begin, end = int(lengths[:first].sum()), int(lengths[:last].sum())
     counted = None if counted is None else counted[begin:end]
     return tokens[begin:end], lengths[first:last], hashes[first:last], counted
+
+
+def tell_quoted(args: Args, progress: Progress) -> None:
+    """Print which names of special tokens are text in the messages."""
+    used = chosen_tokenizer(args)
+    if isinstance(used, tokenizer.JsonTokenizer) and used.quoted:
+        names = ", ".join(sorted(used.quoted))
+        words = f"names of special tokens in messages are text: {names}"
+        words += "; --special-tokens all makes them tokens"
+        progress.console.print(words, soft_wrap=True, markup=False, highlight=False)
 
 
 def copy_tokenizer(args: Args) -> None:

@@ -137,6 +137,8 @@ class JsonTokenizer:
         # A token of one character has no place for `QUOTE`.
         names = sorted((t.content for t in added if t.special and t.content[1:]), key=len)
         self._special = re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
+        self.quoted: set[str] = set()
+        """Names of special tokens that `quote` has found."""
         self._typed = special_tokens == "all"
         self._tokenizer.encode_special_tokens = not self._typed
         shown = " ".join(f"{self._tokenizer.id_to_token(id_)!r} ({id_})" for id_ in self._prefix)
@@ -205,8 +207,9 @@ class JsonTokenizer:
         return found
 
     def quote(self, text: str) -> str:
-        if self._typed:
+        if self._typed or not (names := set(self._special.findall(text))):
             return text
+        self.quoted |= names
         return self._special.sub(lambda name: f"{name[0][0]}{QUOTE}{name[0][1:]}", text)
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
