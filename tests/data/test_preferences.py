@@ -45,7 +45,7 @@ WRONG = [
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and .* do not begin alike; give one"),
     ({"prompt": ASKED, "chosen": "a", "rejected": "b"}, "has a `prompt` unlike"),
     ({"prompt": {}, "chosen": GOOD, "rejected": BAD}, "has a `prompt` unlike"),
-    ({"prompt": "a", "chosen": f"b{NEXT}", "rejected": "c"}, r"U\+FDD3, which are no characters"),
+    ({"prompt": "a", "chosen": f"b{NEXT}", "rejected": "c"}, r"U\+FDD4, which are no characters"),
     ({"prompt": GOOD, "chosen": ASKED[:1], "rejected": BAD}, "has no assistant turn"),
 ]
 

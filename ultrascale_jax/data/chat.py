@@ -79,7 +79,7 @@ class ChatTemplate:
         if not any(turn.get("role") == "assistant" for turn in messages[first:]):
             raise UserError("has no assistant turn, so no answer to learn; leave it out")
         if {BEGIN, END, QUOTE} & set(json.dumps(row, ensure_ascii=False)):
-            raise UserError("has U+FDD0, U+FDD1 or U+FDD3, which are no characters; remove them")
+            raise UserError("has U+FDD0, U+FDD1 or U+FDD4, which are no characters; remove them")
         tools = row.get("tools") or None
         whole = self._text(messages, tools)
         if BEGIN in whole:

@@ -37,7 +37,7 @@ def render_pair(row: Any, tokenizer: Tokenizer, template: ChatTemplate | None) -
     if not is_pair(row):
         raise UserError("has no `chosen` and `rejected`")
     if {BEGIN, END, NEXT, QUOTE} & set(json.dumps(row, ensure_ascii=False)):
-        raise UserError("has one of U+FDD0 to U+FDD3, which are no characters; remove it")
+        raise UserError("has one of U+FDD0 to U+FDD4, which are no characters; remove it")
     answers, given = (row["chosen"], row["rejected"]), row.get("prompt")
     if all(isinstance(answer, str) for answer in answers):
         if not isinstance(given, str | None):

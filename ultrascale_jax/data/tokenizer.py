@@ -29,7 +29,7 @@ from ultrascale_jax.data.tokenizer_files import (
 )
 from ultrascale_jax.storage.remote import is_url
 
-QUOTE = "\ufdd3"
+QUOTE = "\ufdd4"
 """Stands within the name of a special token that is text; one of Unicode's noncharacters, for use inside a program."""
 
 RANDOM = ("dropout", "alpha", "nbest_size")
