@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.config import UserError
@@ -148,6 +148,15 @@ def test_added_tokens_with_another_id_than_the_files_say_are_refused(
     with pytest.raises(UserError, match=r"data\.tokenizer=.* number added tokens with") as refused:
         JsonTokenizer(path)
     assert message in str(refused.value)
+
+
+def test_an_end_of_text_that_cannot_be_encoded_is_refused_in_one_line(tmp_path):
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="b"))
+    made.pre_tokenizer = pre_tokenizers.Punctuation()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UserError, match=r"data\.tokenizer=.*: cannot encode the text"):
+        JsonTokenizer(tmp_path / "tokenizer.json")
 
 
 def test_two_tokens_with_one_id_are_refused_with_their_names(tmp_path):

@@ -23,7 +23,7 @@ from ultrascale_jax.data.tokenizer_files import (
     FILE,
     SEPARATORS,
     beginning,
-    check_ids,
+    check_vocabulary,
     end_of_text,
     read_tokenizer,
 )
@@ -123,7 +123,7 @@ class JsonTokenizer:
             text = content.decode("utf-8-sig")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._encode_all_alike()
-        check_ids(path, text, self._tokenizer)
+        check_vocabulary(path, text, self._tokenizer)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder().values()
@@ -131,7 +131,8 @@ class JsonTokenizer:
         """Texts of the tokens beside the model's own vocabulary, such as the one that ends a turn."""
         self.eos_token, source = end_of_text(path, self._tokenizer)
         self.eos = vocab[self.eos_token]
-        self._prefix = beginning(path, self._tokenizer, self.eos_token)
+        with self._refused(ENCODE_FIX):
+            self._prefix = beginning(path, self._tokenizer, self.eos_token)
         if special_tokens == "none":
             self._prefix = []
         # A token of one character has no place for `QUOTE`.
@@ -172,7 +173,7 @@ class JsonTokenizer:
         """Raise the library's errors as `UserError`; a panic in its Rust code is not even an `Exception`."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, MemoryError):
+        except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
             raise
         except BaseException as error:
             words = " ".join(str(error).split())

@@ -67,7 +67,7 @@ def named_tokens(path: Path) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def check_ids(path: Path, text: str, tokenizer: "Tokenizer") -> None:
+def check_vocabulary(path: Path, text: str, tokenizer: "Tokenizer") -> None:
     """Refuse files by which a token has another id than in `tokenizer`, or two tokens have one id.
 
     `text` is the JSON that `tokenizer` was made of.
