@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,7 +129,7 @@ def chat(
     from ultrascale_jax.data.tokenizer import JsonTokenizer
 
     tokenizer = JsonTokenizer(path)
-    template = ChatTemplate(path, tokenizer)
+    template = ChatTemplate(path, tokenizer, datetime.now())
     ends = {tokenizer.eos}
     if (end := template.end_of_turn()) is not None:
         ends.update(tokenizer.encode(end))

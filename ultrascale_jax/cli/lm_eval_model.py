@@ -10,6 +10,7 @@ Texts are tokenized as the harness's own model `hf` does it: with BOS where the 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -289,5 +290,7 @@ class LMEvalModel(TemplateLM):
             known = isinstance(tokenizer, JsonTokenizer)
             require(known, "tokenizer", self._model.cfg.data.tokenizer, fix)
             assert isinstance(tokenizer, JsonTokenizer)
-            self._template = ChatTemplate(Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer)
+            self._template = ChatTemplate(
+                Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer, datetime.now()
+            )
         return self._template
