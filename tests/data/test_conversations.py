@@ -158,8 +158,9 @@ def test_calls_are_written_once_whether_arguments_are_an_object_or_text(
     [
         (PLAIN, call(OBJECT), r"has message 2 with a call of 'find' and arguments=.* not write"),
         (PLAIN, call(OBJECT, content="a"), r"has message 2 with a call of 'find'"),
-        (HERMES, call("{oops"), r"a call of 'find' and arguments='{oops', which .* not write"),
-        (HERMES, call("[1]"), r"a call of 'find' and arguments='\[1\]', which .* not write"),
+        (HERMES, call("{oops"), r"a call of 'find' and arguments='{oops', which is no JSON object"),
+        (HERMES, call("[1]"), r"a call of 'find' and arguments='\[1\]', which is no JSON object"),
+        (LLAMA, call("{oops"), r"a call of 'find' and arguments='{oops', which is no JSON object"),
         (HERMES, call(None), r"has message 2 with the call .*; give a `name`, and `arguments`"),
         (HERMES, call(OBJECT, tool_calls="x"), r"has `tool_calls` as text, which is not JSON"),
         (HERMES, call(OBJECT, tool_calls=["x"]), r"has message 2 with the call 'x'; give a `name`"),
@@ -324,10 +325,6 @@ def test_a_template_is_told_the_date_that_was_given_and_no_other(chat):
         ("{{ ''.__class__.__mro__ }}", r"unsafe\.; a template may only read the conversation"),
         ("{{ messages.append(1) }}", r"unsafe\.; a template may only read the conversation"),
         ("{{ messages[0].content + 1 }}", r"concatenate .*; give what it takes, or change the"),
-        (
-            "{{ '' if messages else '' }}",
-            r"has message 3, of which .* writes nothing; leave the row",
-        ),
     ],
 )
 def test_each_error_of_a_template_gets_its_own_fix(chat, source, said):
@@ -354,9 +351,27 @@ def test_a_template_that_cannot_be_read_is_refused_with_its_place(bpe, tmp_path,
     path.with_name("chat_template.jinja").write_bytes(content)
     with pytest.raises(UserError, match=said):
         ChatTemplate(path, JsonTokenizer(path))
+    path.with_name("chat_template.jinja").write_bytes(b"{% for m in messages %}{% endfor %}")
+    with pytest.raises(UserError, match=r"jinja': writes nothing of an answer that is text; give"):
+        ChatTemplate(path, JsonTokenizer(path))
     path.with_name("chat_template.jinja").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())
     text = ChatTemplate(path, JsonTokenizer(path)).render({"messages": TALK})
     assert text.startswith("<|im_start|>")
+
+
+def test_an_answer_that_nothing_leads_to_is_refused_where_the_template_needs_a_prompt(chat):
+    talk = turns("a", "b", "c", "d")[1:]
+    assert "user\nc" in chat(PLAIN).render({"messages": talk})
+    source = "{% if messages[0].role == 'system' %}s{% endif %}" + PLAIN
+    with pytest.raises(
+        UserError, match=r"begins with an answer, which .* does not prompt for; put"
+    ):
+        chat(source).render({"messages": talk})
+
+
+def test_a_call_with_broken_arguments_is_learned_as_text_where_the_template_takes_text(chat):
+    text = marked(chat(DEEPSEEK).render({"messages": call("{oops")}))
+    assert "[<call>find {oops</call><|im_end|>]" in text
 
 
 def test_answers_in_a_prompt_have_no_marks_though_a_template_marks_each_twice(chat):

@@ -16,7 +16,14 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
-from ultrascale_jax.data.conversations import forms, messages_of, probe, tools_of, turns_of
+from ultrascale_jax.data.conversations import (
+    PROBE,
+    forms,
+    messages_of,
+    probe,
+    tools_of,
+    turns_of,
+)
 from ultrascale_jax.data.tokenizer import CONFIG as CONFIG
 from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer, special_tokens, token_dtype
 
@@ -75,6 +82,18 @@ class ChatTemplate:
         self._tool_use = self._compiled(environment, sources.get(TOOL_USE, self.source))
         self._names = special_tokens(path)
         self._added = sorted(tokenizer.added, key=len, reverse=True)
+        self._require_text()
+
+    def _require_text(self) -> None:
+        """Refuse a template that writes nothing of an answer that is text, as where it takes parts alone."""
+        answer = f"{PROBE}answer{PROBE}"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        try:
+            written = answer in self._text(messages, None)
+        except UserError:  # each row will say so
+            return
+        fix = "writes nothing of an answer that is text; give a chat template that does"
+        require(written, "tokenizer", str(self.file), fix)
 
     def _compiled(self, environment: Any, source: str) -> Any:
         try:
@@ -128,7 +147,7 @@ class ChatTemplate:
         once more are not found in its text as they are.
         """
         lost, refusal = "", None
-        for form in forms(messages):
+        for form in forms(messages):  # which raises where arguments have no other form
             probes, texts = probe(form)
             if not texts:
                 return form
@@ -148,7 +167,15 @@ class ChatTemplate:
 
     def _answer(self, whole: str, done: int, messages: list, i: int, tools: Any) -> tuple[int, int]:
         """Find message `i` in `whole` from `done` on, with its end-of-turn token but no white space after that."""
-        prompt = self._text(messages[:i], tools, add_generation_prompt=True)
+        try:
+            prompt = self._text(messages[:i], tools, add_generation_prompt=True)
+        except UserError:
+            if i:
+                raise
+            fix = "put a message before it, or leave it out"
+            raise UserError(
+                f"begins with an answer, which {self.file} does not prompt for; {fix}"
+            ) from None
         so_far = self._text(messages[: i + 1], tools)
         begin, end = len(prompt), -1
         last = next((token for token in self._added if so_far.rstrip().endswith(token)), None)
@@ -156,13 +183,11 @@ class ChatTemplate:
             end = len(so_far if last is None else so_far.rstrip())
         elif last is not None and (at := whole.find(last, begin)) >= 0:
             end = at + len(last)  # the template drops an answer's reasoning once more turns follow
-        if begin == end == len(whole.rstrip()):
-            fix = "leave the row out, or let the template write it"
-            raise UserError(f"has message {i + 1}, of which {self.file} writes nothing; {fix}")
         if not (whole.startswith(prompt) and done <= begin <= end):
+            how = "when more follow" if whole.startswith(prompt) else "than it prompts for it"
             raise UserError(
-                f"cannot be parted into prompts and answers: {self.file} writes message {i + 1} otherwise when more "
-                "follow; mark what the model writes there with {% generation %} and {% endgeneration %}"
+                f"cannot be parted into prompts and answers: {self.file} writes message {i + 1} otherwise {how}; "
+                "mark what the model writes there with {% generation %} and {% endgeneration %}"
             )
         return begin, end
 

@@ -92,14 +92,16 @@ def forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield the forms in which templates may want the messages, first as they are.
 
     The arguments of calls are objects or JSON text. An answer of calls alone has no `content`, an empty or a null one.
+    Raises `UserError` before the second form of arguments, which are objects, where one is none.
     """
-    called = any(map(_calls, messages))
     silent = any("content" not in message for message in messages)
     fills: list[Message] = [{}, {"content": ""}, {"content": None}] if silent else [{}]
-    for fill, kind in itertools.product(fills, (None, dict, str) if called else (None,)):
-        form = [_with_arguments({**fill, **message}, kind) for message in messages]
-        if None not in form:
-            yield [message for message in form if message is not None]
+    kinds = (None, dict, str) if any(map(_calls, messages)) else (None,)
+    for kind, fill in itertools.product(kinds, fills):
+        yield [
+            _with_arguments({**fill, **message}, kind, f"message {number}")
+            for number, message in enumerate(messages, start=1)
+        ]
 
 
 def probe(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
@@ -125,9 +127,8 @@ def probe(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
         return value
 
     def call_of(call: dict[str, Any], number: int) -> dict[str, Any]:
-        arguments, name = call["arguments"], call["name"]
-        words = f"message {number} with a call of {name!r} and arguments={_shown(arguments)}"
-        if isinstance(arguments, str):
+        words = f"message {number} with {_described(call)}"
+        if isinstance(call["arguments"], str):
             text = json.dumps({"a": fresh(words)}, ensure_ascii=False)
             texts[text] = words
             return {**call, "name": fresh(words), "arguments": text}
@@ -208,6 +209,11 @@ def _calls(message: Message) -> list[dict[str, Any]]:
     return calls + ([message["function_call"]] if "function_call" in message else [])
 
 
+def _described(call: dict[str, Any]) -> str:
+    """Return words about a call."""
+    return f"a call of {call['name']!r} and arguments={_shown(call['arguments'])}"
+
+
 def _with_calls(message: Message, calls: list[dict[str, Any]]) -> Message:
     """Return the message with these functions in place of those that it calls."""
     calls = list(calls)
@@ -220,15 +226,16 @@ def _with_calls(message: Message, calls: list[dict[str, Any]]) -> Message:
     return {**message, "tool_calls": wrapped}
 
 
-def _with_arguments(message: Message, kind: type | None) -> Message | None:
-    """Return the message with the arguments of its calls as objects or as text; None where they are no JSON object."""
+def _with_arguments(message: Message, kind: type | None, where: str) -> Message:
+    """Return the message with the arguments of its calls as objects, as text, or as they are."""
     calls = []
     for call in _calls(message):
         arguments = call["arguments"]
         if kind is dict and isinstance(arguments, str):
             arguments = _json_of(arguments)
             if not isinstance(arguments, dict):
-                return None
+                words = f"{_described(call)}, which is no JSON object as this chat template needs"
+                raise UserError(f"has {where} with {words}; correct it, or leave the row out")
         elif kind is str and isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "arguments": arguments})
