@@ -300,6 +300,13 @@ def test_named_templates_are_chosen_as_transformers_does(bpe, tmp_path):  # noqa
         text = text.replace(BEGIN, "").replace(END, "")
         assert text == reference.apply_chat_template(TALK, tools=given, tokenize=False)
         assert text.startswith("default:" if given is None else "tool_use:")
+        # The same as files.
+        (tmp_path / "b/additional_chat_templates").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "b/chat_template.jinja").write_text(named["default"])
+        (tmp_path / "b/additional_chat_templates/tool_use.jinja").write_text(named["tool_use"])
+        (tmp_path / "b/tokenizer.json").write_bytes(path.read_bytes())
+        files = ChatTemplate(tmp_path / "b/tokenizer.json", JsonTokenizer(path))
+        assert files.render({"messages": TALK, "tools": given}).startswith(text[:12])
     del config["chat_template"][1]
     (tmp_path / "a/tokenizer_config.json").write_text(json.dumps(config))
     said = r"names its chat templates \['tool_use', 'rag'\], none of them default; put one into"

@@ -37,6 +37,9 @@ TEMPLATE = "chat_template.jinja"
 TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, where a folder has several, as in `transformers`."""
 
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside `TEMPLATE`, by name."""
+
 
 def read_templates(path: Path) -> tuple[dict[str, str], Path]:
     """Return the chat templates beside the `tokenizer.json` at `path`, by name, and the file that has them.
@@ -45,16 +48,20 @@ def read_templates(path: Path) -> tuple[dict[str, str], Path]:
     """
     config, file = path.with_name(CONFIG), path.with_name(TEMPLATE)
     if file.exists():
-        try:
-            content = read_foreign(file, name="tokenizer").decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise UserError(f"tokenizer={str(file)!r}: is not UTF-8 text; convert it") from None
-        return {"default": content}, file
+        files = {"default": file, TOOL_USE: path.parent / MORE_TEMPLATES / f"{TOOL_USE}.jinja"}
+        return {name: _read_text(one) for name, one in files.items() if one.exists()}, file
     settings = read_json(config, name="tokenizer") if config.exists() else {}
     source = settings.get("chat_template")
     parts = source if isinstance(source, list) else [{"name": "default", "template": source}]
     named = [(part.get("name"), part.get("template")) for part in parts if isinstance(part, dict)]
     return {str(name): text for name, text in named if isinstance(text, str)}, config
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_foreign(path, name="tokenizer").decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"tokenizer={str(path)!r}: is not UTF-8 text; convert it") from None
 
 
 def has_template(path: Path) -> bool:
