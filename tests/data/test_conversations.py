@@ -226,13 +226,24 @@ def test_rows_of_sharegpt_are_the_messages_that_they_name(chat):
             assert template.render({"conversations": talk}) == expected
 
 
+PAIRS = [
+    {"prompt": None, "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+    {"prompt": turns("a"), "chosen": call({"x": 1})[1:], "rejected": call({"y": "z"})[1:]},
+]
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"conversations": "a"}, r"has no `messages`, a list of .*, nor `conversations` of"),
+        (PAIRS[0], r"has no `messages`, .*; pairs need --preferences$"),
         (
             {"conversations": [{"from": "narrator", "value": "a"}]},
             r"from='narrator', which is none",
+        ),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            r"from=\['human'\], which is none",
         ),
         ({"conversations": [{"from": "human", "value": None}]}, r"message 1 with content=None"),
         (
@@ -411,12 +422,6 @@ def write_rows(folder, rows):
     table = pyarrow.Table.from_pylist(rows)
     day = pyarrow.array([datetime(2025, 1, 31)] * len(rows))  # of no kind that JSON has
     pyarrow.parquet.write_table(table.append_column("day", day), folder / "parquet/a.parquet")
-
-
-PAIRS = [
-    {"prompt": None, "chosen": turns("a", "b"), "rejected": turns("a", "c")},
-    {"prompt": turns("a"), "chosen": call({"x": 1})[1:], "rejected": call({"y": "z"})[1:]},
-]
 
 
 @pytest.mark.parametrize("rows", [ROWS, PAIRS], ids=["chat", "preferences"])

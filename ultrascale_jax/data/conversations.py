@@ -26,7 +26,7 @@ ROLES = {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning; templates read the first two, so that both are filled, as in `transformers`."""
 
-PROBE = "\ufdd3"
+PROBE = "\ufdd4"
 """Begins and ends what stands for a text in a probe: a noncharacter, which Python's `repr` and JSON in JSON escape."""
 
 Message = dict[str, Any]
@@ -68,7 +68,9 @@ def messages_of(row: Any) -> list[Message]:
     turns = turns_of(row)
     if not turns:
         form = '`messages`, a list of {"role": ..., "content": ...}'
-        raise UserError(f'has no {form}, nor `conversations` of {{"from": ..., "value": ...}}')
+        form += ', nor `conversations` of {"from": ..., "value": ...}'
+        fix = "; pairs need --preferences" if kind_of_row(row) == "preferences" else ""
+        raise UserError(f"has no {form}{fix}")
     messages = [_message(turn, f"message {number}") for number, turn in enumerate(turns, start=1)]
     if isinstance(system := row.get("system"), str) and system:
         if messages[0]["role"] == "system":
@@ -181,7 +183,7 @@ def _from_sharegpt(turn: Message, where: str) -> Message:
     """Return a turn of ShareGPT as a message; a `function_call` is JSON text, of one call or a list of them."""
     source = turn["from"]
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if source not in ROLES:
+    if not isinstance(source, str) or source not in ROLES:
         raise UserError(f"has {where} from={source!r}, which is none of {', '.join(ROLES)}")
     message = {**others, "role": ROLES[source]}
     if source == "function_call":

@@ -25,7 +25,8 @@ def render_pair(row: Any, template: ChatTemplate | None) -> str:
     `UserError` with words that follow the row's place.
     """
     if kind_of_row(row) != "preferences":
-        raise UserError("has no `chosen` and `rejected`")
+        fix = "; conversations need --chat" if kind_of_row(row) == "chat" else ""
+        raise UserError(f"has no `chosen` and `rejected`{fix}")
     if {BEGIN, END, NEXT} & set(json.dumps(row, ensure_ascii=False, default=str)):
         raise UserError("has U+FDD0, U+FDD1 or U+FDD2, which are no characters; remove them")
     answers, given = (row["chosen"], row["rejected"]), row.get("prompt")
