@@ -185,6 +185,7 @@ def test_json_that_a_row_holds_as_text_is_parsed(chat):
         {"messages": messages, "tools": as_text},
         {"messages": json.dumps(messages), "tools": tools},
         {"messages": [messages[0], {**messages[1], "tool_calls": calls}], "tools": tools},
+        {"messages": [messages[0], {**messages[1], "tool_calls": calls[1:-1]}], "tools": tools},
     ):
         assert template.render(row) == expected
     for value, said in (
@@ -210,7 +211,8 @@ def test_rows_of_sharegpt_are_the_messages_that_they_name(chat):
             {"conversations": talk, "system": "s", "messages": None},
             {"messages": [system, *talk], "system": ""},
         ):
-            assert template.render(row) == expected and kind_of_row(row) == "chat"
+            assert template.render(row) == expected
+            assert kind_of_row({**row, "chosen": None, "rejected": None}) == "chat"
     row = {"conversations": turns("a", "b"), "system": "s"}
     assert template.render(row) == expected
     asked, answered = call(OBJECT)

@@ -1,4 +1,4 @@
-"""Read a row of a data set as a conversation: messages as chat templates take them, and the tools that they may call.
+"""Read a row of a dataset as a conversation: messages as chat templates take them, and the tools that they may call.
 
 A row has `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Columns of
 Parquet often hold JSON as text, which is parsed.
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 def kind_of_row(row: Any) -> Literal["chat", "preferences"] | None:
     """Return the option of `prepare-data` that reads a row, None for a row that is neither of both."""
-    if isinstance(row, dict) and {"chosen", "rejected"} <= row.keys():
+    if isinstance(row, dict) and None not in (row.get("chosen"), row.get("rejected")):
         return "preferences"
     return "chat" if turns_of(row) else None
 
@@ -130,11 +130,11 @@ def probe(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
 
     def call_of(call: dict[str, Any], number: int) -> dict[str, Any]:
         words = f"message {number} with {_described(call)}"
+        arguments: Any = {"a": fresh(words)}
         if isinstance(call["arguments"], str):
-            text = json.dumps({"a": fresh(words)}, ensure_ascii=False)
-            texts[text] = words
-            return {**call, "name": fresh(words), "arguments": text}
-        return {**call, "name": fresh(words), "arguments": {"a": fresh(words)}}
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            texts[arguments] = words
+        return {**call, "name": fresh(words), "arguments": arguments}
 
     probes = []
     for number, message in enumerate(messages, start=1):
@@ -149,25 +149,22 @@ def probe(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
 
 def _message(turn: Message, where: str) -> Message:
     """Return a turn as a message without null keys, with `content`, `tool_calls` or a `function_call`."""
-    turn = {key: value for key, value in turn.items() if value is not None}
+    turn = _present(turn)
     message = _from_sharegpt(turn, where) if "from" in turn and "role" not in turn else turn
     role = message.get("role")
     if not (isinstance(role, str) and role):
         raise UserError(f"has {where} with role={role!r}; give it a role, such as 'user'")
     if message.get("tool_calls"):
-        message = {**message, "tool_calls": _parsed(message["tool_calls"], "tool_calls")}
+        message = {**message, "tool_calls": _listed_calls(message["tool_calls"])}
     calls = _calls(message)
     for call in calls:
         whole = isinstance(call, dict) and isinstance(call.get("name"), str)
         if not (whole and isinstance(call.get("arguments"), dict | str)):
-            fix = (
-                "give a `name`, and `arguments` as an object or its JSON text, {} if there are none"
-            )
+            fix = "give a `name`, and `arguments`, an object or its JSON text, {} if there are none"
             raise UserError(f"has {where} with the call {_shown(call)}; {fix}")
     content = message.get("content")
     if is_messages(content):  # parts, whose null keys are those of parts of other types
-        content = [{k: one for k, one in part.items() if one is not None} for part in content]
-        message = {**message, "content": content}
+        message = {**message, "content": [_present(part) for part in content]}
     if not (isinstance(content, str) or _holds_text(content) or (content is None and calls)):
         fix = "which is no text; give text, or leave the row out"
         raise UserError(f"has {where} with content={_shown(content)}, {fix}")
@@ -177,6 +174,18 @@ def _message(turn: Message, where: str) -> Message:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _present(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without its null keys."""
+    return {key: one for key, one in value.items() if one is not None}
+
+
+def _listed_calls(value: Any) -> list[Any]:
+    """Return `tool_calls`, which may be JSON text or a single call, as a list of calls without null keys."""
+    calls = _parsed(value, "tool_calls")
+    calls = calls if isinstance(calls, list) else [calls]
+    return [_present(call) if isinstance(call, dict) else call for call in calls]
 
 
 def _from_sharegpt(turn: Message, where: str) -> Message:
@@ -206,7 +215,6 @@ def _holds_text(content: Any) -> bool:
 def _calls(message: Message) -> list[dict[str, Any]]:
     """Return the functions that a message calls, each with `name` and `arguments`."""
     calls = message.get("tool_calls") or []
-    calls = calls if isinstance(calls, list) else [calls]
     calls = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     return calls + ([message["function_call"]] if "function_call" in message else [])
 
