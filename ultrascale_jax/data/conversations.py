@@ -26,7 +26,7 @@ ROLES = {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning; templates read the first two, so that both are filled, as in `transformers`."""
 
-PROBE = "\ufdd4"
+PROBE = "\ufdd6"
 """Begins and ends what stands for a text in a probe: a noncharacter, which Python's `repr` and JSON in JSON escape."""
 
 Message = dict[str, Any]
