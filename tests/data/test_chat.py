@@ -268,7 +268,7 @@ def test_shards_hold_a_bit_for_each_token_and_continue_after_a_crash(talks, caps
         open_shards(folder / "out", index.vocab_size, index.tokenizer)
     words = ["--input", f"{folder}/a.jsonl", "--out", f"{folder}/out", "--shard-tokens", "30"]
     main([*words, "--tokenizer", f"{folder}/hf", "--workers", "1"])
-    assert f"{folder}/a.jsonl has conversations (messages): --chat" in capsys.readouterr().out
+    assert f"{folder}/a.jsonl has conversations: --chat" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
 
 
@@ -350,7 +350,7 @@ def test_a_run_learns_the_answers_alone(talks):
             {"messages": [{"role": "tool", "content": "a"}, *TALK]},
             r"line 2 is refused by .*tokenizer_config\.json: no role tool; change the roles",
         ),
-        (CHATML, {"messages": turns("a", None)}, r"line 2 is refused by .*; change the roles"),
+        (CHATML, {"messages": turns("a", None)}, r"line 2 has message 2 with content=None, which"),
         ("{{ ''.__class__.__base__ }}", {}, r"line 1 is refused by .* is unsafe"),
         (CHATML, {"messages": turns("a", BEGIN)}, r"line 2 has U\+FDD0, U\+FDD1 or"),
         (CHANGING, {"messages": turns(*"abcd")}, r"line 2 cannot be parted .*{% generation %}"),
@@ -374,8 +374,18 @@ def test_what_chat_data_need_is_said(bpe, tmp_path, monkeypatch):
     args = Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match=r"'bytes': has no chat template, .*; give --tokenizer"):
         prepare(args)
-    with pytest.raises(ValueError, match=r"b\.txt': is no file of JSON lines"):
+    with pytest.raises(ValueError, match=r"b\.txt': is no file of JSON lines or Parquet"):
         prepare(replace(args, input=f"{tmp_path}/*.*", tokenizer=str(path)))
+    for changes, said in (
+        ({"train_bpe": 300}, r"train_bpe=300: is for text; train a tokenizer on text first"),
+        (
+            {"date": "31.1.2025", "tokenizer": str(path)},
+            r"date='31\.1\.2025': write it as 2025-01-31",
+        ),
+        ({"date": "2025-01-31", "input": f"{tmp_path}/b.txt"}, r"date=.*: is for chat templates"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare(replace(args, **changes))
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"needs jinja2; pip install 'ultrascale_jax\[chat\]'"):
         prepare(replace(args, tokenizer=str(path)))

@@ -40,7 +40,9 @@ FORMS = [
     ({"chosen": "all", "rejected": "all"}, "al[l|al[l"),
 ]
 WRONG = [
-    ({"prompt": "a", "chosen": "b"}, "has no `chosen` and `rejected`"),
+    ({"prompt": "a", "chosen": "b"}, "has no `chosen` and `rejected`$"),
+    ({"messages": ASKED}, "has no `chosen` and `rejected`; conversations need --chat$"),
+    ({"prompt": ASKED, "chosen": [said("assistant", None)], "rejected": BAD}, "content=None"),
     ({"chosen": "a", "rejected": GOOD}, "not both text, or lists of messages"),
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and .* do not begin alike; give one"),
     ({"prompt": ASKED, "chosen": "a", "rejected": "b"}, "has a `prompt` unlike"),

@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -241,7 +242,7 @@ def _end_of_turn(path: Path) -> list[int]:
         return []
     tokenizer = JsonTokenizer(path)
     try:
-        end = ChatTemplate(path, tokenizer).end_of_turn()
+        end = ChatTemplate(path, tokenizer, datetime.now()).end_of_turn()
     except UserError as error:
         print(f"note: {GENERATION} may lack the token that ends a turn: {error}", file=sys.stderr)
         return []

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -151,7 +152,7 @@ def chat(
     """
     from ultrascale_jax.data.chat import ChatTemplate
 
-    template = ChatTemplate(path, tokenizer)
+    template = ChatTemplate(path, tokenizer, datetime.now())
     ending = ends(Path(options.model), tokenizer, template)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for turn, line in enumerate(filter(None, map(str.strip, lines))):

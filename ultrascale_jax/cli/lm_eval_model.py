@@ -11,6 +11,7 @@ names of special tokens in a text are these tokens. In messages of a chat they a
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,5 +276,7 @@ class LMEvalModel(TemplateLM):
             known = isinstance(tokenizer, JsonTokenizer)
             require(known, "tokenizer", self._model.cfg.data.tokenizer, fix)
             assert isinstance(tokenizer, JsonTokenizer)
-            self._template = ChatTemplate(Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer)
+            self._template = ChatTemplate(
+                Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer, datetime.now()
+            )
         return self._template

@@ -13,11 +13,12 @@ the same command after a crash keeps the shards that are whole, checks that the 
 their documents, and continues behind them. Before the first whole shard there is no index. Of a
 dataset that Hugging Face `datasets` streams, only the last few thousand of them are read again.
 
-Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` and, if need be,
-`tools`. Each conversation is one document, written by the tokenizer's own chat template, and the
-loss counts only the assistant's answers, each with the token that ends its turn.
+Chat data are rows of JSON lines or Parquet with `messages: [{"role": ..., "content": ...}, ...]`, or
+ShareGPT's `conversations`, and, if need be, `tools`. Each conversation is one document, written by
+the tokenizer's own chat template, and the loss counts only the assistant's answers, each with the
+token that ends its turn.
 
-Preference data are JSON lines with `chosen` and `rejected`, and mostly `prompt`: all text, or all
+Preference data are such rows with `chosen` and `rejected`, and mostly `prompt`: all text, or all
 lists of messages as above. Without `prompt` it is what both begin with. Each makes two documents.
 
     ultrascale prepare-data --input 'pairs/*.jsonl' --out tokens/pairs --tokenizer HF_DIR --preferences
@@ -33,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,12 +44,14 @@ from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import SpecialTokens, UserError, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
+from ultrascale_jax.data.conversations import kind_of_row, without_nulls
 from ultrascale_jax.data.documents import (
     JSON_LINES,
     File,
     Input,
     kind_of,
     read_file,
+    read_parquet_rows,
     read_rows,
     text_of,
     whole_characters,
@@ -59,6 +62,9 @@ from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
+
+ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
+"""Reader of the rows of a file that may hold conversations and pairs."""
 
 Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
@@ -86,9 +92,11 @@ class Args:
     text_field: str = "text"
     """Field or column that holds the text of a document."""
     chat: command_line.Flag = False
-    """The JSON lines hold conversations, `messages`; on by itself if the first row has them and no text."""
+    """The rows hold conversations, `messages` or ShareGPT's; on by itself if the first row has them and no text."""
     preferences: command_line.Flag = False
     """The rows hold preference pairs, `chosen` and `rejected`; on by itself as `chat` is."""
+    date: str = ""
+    """The date, as 2025-01-31, for chat templates that write today's (`strftime_now`)."""
     workers: int = os.cpu_count() or 1
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
@@ -104,7 +112,7 @@ class Args:
     def settings(self) -> dict:
         """The settings that a restart must share with the run before it, beside the tokenizer."""
         names = ("train_bpe", "text_field", "shard_tokens", "special_tokens")
-        kinds = (name for name in ("chat", "preferences") if getattr(self, name))
+        kinds = (name for name in ("chat", "preferences", "date") if getattr(self, name))
         return {name: getattr(self, name) for name in (*names, *kinds)}
 
     @property
@@ -164,20 +172,23 @@ def inputs(args: Args) -> Sequence[Input]:
 
 
 def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
-    """The option for the first input of rows, whose first has no text, and words about it; empty for text."""
-    path = next((path for path in paths if kind_of(path) in (*JSON_LINES, hub.SUFFIX)), None)
-    if isinstance(path, hub.HubDataset):
-        row = path.first()
-    else:
-        _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
-    fields = row if isinstance(row, dict) else {}
-    if isinstance(fields.get(field), str):
+    """The option for the input's first row, if that has no text, and words about it; empty for text."""
+    rows = ((path, first_row(path)) for path in paths)
+    path, row = next((pair for pair in rows if pair[1] is not None), (None, None))
+    is_text = isinstance(row, dict) and isinstance(row.get(field), str)
+    kind = None if is_text else kind_of_row(row)
+    if kind is None:
         return "", ""
-    if preferences.is_pair(fields):
-        return "preferences", f"{path} has preference pairs (chosen, rejected): --preferences\n"
-    if isinstance(fields.get("messages"), list):
-        return "chat", f"{path} has conversations (messages): --chat\n"
-    return "", ""
+    names = "conversations" if kind == "chat" else "preference pairs (chosen, rejected)"
+    return kind, f"{path} has {names}: --{kind}\n"
+
+
+def first_row(path: Input) -> Any:
+    """The first row of an input that may hold conversations; None if there is none, or no such input."""
+    if isinstance(path, hub.HubDataset):
+        return path.first()
+    reader = ROWS.get(kind_of(path))
+    return next((row for _, row, _ in reader(path)), None) if reader else None
 
 
 def renderer(args: Args) -> Callable[[Any], str] | None:
@@ -185,9 +196,11 @@ def renderer(args: Args) -> Callable[[Any], str] | None:
     fix = "is for conversations, and preferences for pairs; give one of them"
     require(not (args.chat and args.preferences), "chat", True, fix)
     if args.kind == "text":
+        fix = "is for chat templates; leave it out"
+        require(not args.date, "date", args.date, fix)
         return None
     fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
-    require(not (args.preferences and args.train_bpe), "train_bpe", args.train_bpe, fix)
+    require(not args.train_bpe, "train_bpe", args.train_bpe, fix)
     own, path, template = (
         load_tokenizer(args.tokenizer, args.special_tokens),
         Path(args.tokenizer),
@@ -195,13 +208,21 @@ def renderer(args: Args) -> Callable[[Any], str] | None:
     )
     is_json = isinstance(own, tokenizer.JsonTokenizer)
     if is_json and (args.chat or chat.has_template(path)):
-        template = chat.ChatTemplate(path, own)
+        template = chat.ChatTemplate(path, own, day(args.date))
     if args.preferences:
         return functools.partial(preferences.render_pair, tokenizer=own, template=template)
-    if args.train_bpe or template is None:
+    if template is None:
         fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
         raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
     return template.render
+
+
+def day(date: str) -> datetime | None:
+    """The beginning of a day that is written as 2025-01-31; None for none."""
+    try:
+        return datetime.strptime(date, "%Y-%m-%d") if date else None
+    except ValueError:
+        raise UserError(f"date={date!r}: write it as 2025-01-31") from None
 
 
 def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards.Index:
@@ -441,7 +462,7 @@ def read_dataset(
     """The text of every row of a dataset, or what `render` makes of it, and the bytes read so far."""
     if render is None:
         return stream.texts(lambda row, where: text_of(row, field, where), (field,))
-    return stream.texts(lambda row, where: rendered(render, row, where))
+    return stream.texts(lambda row, where: rendered(render, without_nulls(row), where))
 
 
 def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
@@ -453,11 +474,13 @@ def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
 
 
 def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[str, int]]:
-    """Every line's conversation or pair as `render` makes it, and the bytes read so far."""
-    fix = "is no file of JSON lines, as conversations and pairs are; leave it out of the pattern"
-    require(kind_of(path) in JSON_LINES, "input", str(path), fix)
-    for number, row, done in read_rows(path):
-        yield rendered(render, row, f"input={str(path)!r}: line {number}"), done
+    """Every row's conversation or pair as `render` makes it, and the bytes read so far."""
+    fix = "is no file of JSON lines or Parquet, as conversations and pairs are; leave it out of the pattern"
+    require(kind_of(path) in ROWS, "input", str(path), fix)
+    unit = "line" if kind_of(path) in JSON_LINES else "row"
+    for number, row, done in ROWS[kind_of(path)](path):
+        row = row if unit == "line" else without_nulls(row)
+        yield rendered(render, row, f"input={str(path)!r}: {unit} {number}"), done
 
 
 def main(argv: Sequence[str]) -> None:
