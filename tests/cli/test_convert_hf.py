@@ -11,9 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 from safetensors.numpy import load_file
 
+from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
@@ -117,10 +119,11 @@ def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision
 
 
 def word_tokenizer(*words):
-    """The text of a `tokenizer.json` with these words."""
+    """The text of a `tokenizer.json` with these words, of which `</s>` is special."""
     vocab = {word: number for number, word in enumerate(words)}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=words[0]))
+    made.add_special_tokens(["</s>"])
+    return made.to_str()
 
 
 FILES = {
@@ -199,17 +202,23 @@ def test_a_run_with_a_tokenizer_of_its_own_describes_it_for_transformers(tmp_pat
         tokenizer_files(Config(data=data), tmp_path, 32)
 
 
+def test_an_export_says_where_its_tokenizer_begins_a_text_as_the_run_did_not(tmp_path, capsys):
+    path = write_tokenizer(tmp_path / "own", {"<s>": True, "</s>": True}, post="<s> $A")
+    for kind in ("bos", "none"):
+        data = DataConfig(tokenizer=str(path), special_tokens=kind)
+        tokenizer_files(Config(data=data), tmp_path, 32)
+        told = capsys.readouterr().err
+        assert ("special_tokens=none; in text of the exported" in told) == (kind == "none")
+
+
 def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
     """Of a checkpoint's own generation_config.json, or of none; the template comes with shards of conversations too."""
-    made = json.loads(word_tokenizer("a", "</s>"))
-    made["added_tokens"] = [{"id": 2, "content": "<|im_end|>", "special": True}]
-    made["added_tokens"][0] |= dict.fromkeys(
-        ("single_word", "lstrip", "rstrip", "normalized"), False
-    )
+    made = tokenizers.Tokenizer.from_str(word_tokenizer("a", "</s>"))
+    made.add_special_tokens(["<|im_end|>"])
     shards, run_dir = tmp_path / "shards", tmp_path / "run"
     shards.mkdir(), run_dir.mkdir()
     template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    (shards / "tokenizer.json").write_text(json.dumps(made))
+    made.save(str(shards / "tokenizer.json"))
     (shards / "chat_template.jinja").write_text(template)
     cfg = Config(data=DataConfig(tokenizer=str(shards / "tokenizer.json")))
 

@@ -12,16 +12,19 @@ import tokenizers
 
 from tests.faults.tiny import config as tiny
 from tests.runs import change, run
+from tests.tokenizers import write_tokenizer
 from ultrascale_jax.cli import convert_hf
-from ultrascale_jax.cli.evaluate import main
-from ultrascale_jax.config import Config, DataConfig, MeshConfig
+from ultrascale_jax.cli.evaluate import main, read_questions
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.sources import open_sources
+from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
-from ultrascale_jax.training.scoring import source_rows
+from ultrascale_jax.training.scoring import Scorer, source_rows
 
 HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
 T = 64
@@ -138,6 +141,25 @@ def test_loss_and_choices_are_those_of_the_logits_on_one_device(
         assert f"{found['sources']['one']['loss']:.4f}" in capsys.readouterr().out
 
 
+def test_a_question_begins_as_any_text_and_its_choices_follow_it(tmp_path):
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTIONS[0] | {"question": "2</s>"}))
+    added = {"<s>": True, "</s>": True}
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path, added, post="<s> $A"))
+    [question] = read_questions(str(tmp_path / "q.jsonl"), tokenizer, 300, 64)
+    assert question.question[0] == 256 and 257 not in question.question
+    assert [tokenizer.decode(choice) for choice in question.choices] == QUESTIONS[0]["choices"]
+
+
+@pytest.mark.parametrize("pair", [([1], [256]), ([-1], [2]), ([10**6, 1], [2])])
+def test_token_ids_outside_the_vocabulary_are_not_scored(pair):
+    cfg = Config(model=read_config(HF), mesh=MeshConfig(fsdp=1))
+    with jax.set_mesh(make_mesh(cfg.mesh, jax.devices()[:1])):
+        model = jax.eval_shape(lambda key: Transformer(cfg.model, key), jax.random.key(0))
+        scorer = Scorer(cfg, model, ByteTokenizer())
+        with pytest.raises(UserError, match=r"pairs=.*: is outside .* vocabulary, 0 to 255; give"):
+            scorer.continuations([([1], [2]), pair])
+
+
 # Implied by the loaders of test_loader.py and the eval step of any mesh, here and in tests/parity.
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", ["fsdp=8", "pp=2,cp=2,tp=2"])
@@ -204,7 +226,9 @@ def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, 
     Path("long.jsonl").write_text(json.dumps(QUESTIONS[2] | {"question": "a" * 509}))
     Path("empty.jsonl").write_text("\n")
     large = tokenizers.models.WordLevel({"a": 300, "</s>": 1}, unk_token="a")
-    tokenizers.Tokenizer(large).save("words.json")
+    made = tokenizers.Tokenizer(large)
+    made.add_special_tokens(["</s>"])
+    made.save("words.json")
     given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
     with pytest.raises(SystemExit, match="2"):
         main([str(HF), *words.split(), *given])

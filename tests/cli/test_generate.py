@@ -107,7 +107,7 @@ def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, caps
     words |= {f"w{number}": number for number in range(6, CFG.model.vocab_size)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     name = str(tmp_path / "tokenizer.json")
@@ -118,6 +118,7 @@ def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, caps
     assert len(first.split()) == 6
     history = [("system", "w6"), ("user", "w7 w8"), ("assistant", first), ("user", "w9")]
     prompt = "".join(f"<|im_start|>{role} {text}<|im_end|>" for role, text in history)
+    options += ["--special-tokens", "all"]
     main([str(run_dir), "--prompt", f"{prompt}\n<|im_start|>assistant ", *options])
     assert capsys.readouterr().out.endswith(f"assistant {second}\n") and second != first
 

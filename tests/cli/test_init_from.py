@@ -1,5 +1,6 @@
 """`--init-from`: a run begins with the parameters of a Hugging Face folder or of another run, on any mesh."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.tokenizers import write_tokenizer
+from ultrascale_jax.checkpoint.init_from import Source, files
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, train
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import Config, DataConfig, UserError
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import to_checkpoint_layout
@@ -23,6 +26,24 @@ TINY = "debug --data.seq-len 64 --data.source synthetic --train.global-batch 8"
 WORDS = {"version": "1.0", "added_tokens": []} | {
     "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
 }
+
+
+def test_a_run_hands_its_tokenizer_on_with_the_settings_beside_it(tmp_path):
+    """Without them documents would end with another token."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    path = write_tokenizer(
+        tmp_path / "shards", {"</s>": True, "<eos>": True}, {"eos_token": "<eos>"}
+    )
+    write_tokenizer(run_dir, {"</s>": True}, {"eos_token": "</s>"})
+    (run_dir / "generation_config.json").write_text("{}")
+    for name in (path, path.parent):
+        cfg = Config(data=DataConfig(tokenizer=str(name)))
+        (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+        brought = files(Source(run_dir, False))
+        for one in ("tokenizer.json", "tokenizer_config.json"):
+            assert brought[one] == path.with_name(one).read_bytes()
+        assert brought["generation_config.json"] == b"{}"
 
 
 def parsed(words):

@@ -212,7 +212,9 @@ def folder(tmp_path_factory):
         follow("prepare-data --input pairs.jsonl --out pairs --workers 1")
         shutil.copytree(HF, "hf")
         words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
-        tokenizers.Tokenizer(words).save("hf/tokenizer.json")
+        made = tokenizers.Tokenizer(words)
+        made.add_special_tokens(["</s>"])
+        made.save("hf/tokenizer.json")
         cfg, _ = parsed("./my.py --run-dir trained")
         mesh = make_mesh(cfg.mesh)
         with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
 
+from tests.tokenizers import write_tokenizer
 from ultrascale_jax.cli.prepare_data import Args, main, prepare
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data.shards import open_shards
+from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +160,42 @@ def test_a_given_tokenizer_is_used_and_copied_beside_the_shards(tmp_path):
     assert index.dtype == "uint16"
     copy = JsonTokenizer(tmp_path / "out" / "tokenizer.json")
     assert read_documents(tmp_path / "out", copy) == read_documents(tmp_path / "trained", copy)
+
+
+def test_shards_say_how_documents_begin_and_end_and_a_run_does_it_alike(tmp_path, capsys):
+    added, config = {"<s>": True, "</s>": True}, {"eos_token": "</s>", "chat_template": "a"}
+    path = write_tokenizer(tmp_path / "hf", added, config, "<s> $A")
+    (tmp_path / "a.txt").write_text("hi </s>")
+    words = ["--input", f"{tmp_path}/a.txt", "--workers", "1", "--tokenizer", str(path.parent)]
+    typed = JsonTokenizer(path).encode("</s>", begins=False)
+    for kind, begins, inside in (("bos", [256], typed), ("none", [], typed), ("all", [256], [257])):
+        out = tmp_path / kind
+        main([*words, "--out", str(out), "--special-tokens", kind])
+        told = capsys.readouterr().out
+        first = "'<s>' (256)" if begins else "its text"
+        assert f"begins with {first}, and ends with '</s>' (257), eos_token of" in told
+        assert ("--data.special-tokens " + kind in told) == (kind != "bos")
+        data = DataConfig(source=f"tokens:{out}", tokenizer=str(out), special_tokens=kind)
+        [corpus] = open_sources(data, 300).corpora
+        tokens = corpus.read(0, int(corpus.ends[0])).tolist()
+        hi = JsonTokenizer(path).encode("hi ", begins=False)
+        assert tokens == [*begins, *hi, *inside, 257]
+        # The same text in memory, with the tokenizer beside the shards.
+        memory = replace(data, source=f"text:{tmp_path}/a.txt")
+        [corpus] = open_sources(memory, 300).corpora
+        assert corpus.read(0, len(tokens)).tolist() == tokens
+        other = replace(data, special_tokens="none" if kind == "all" else "all")
+        with pytest.raises(UserError, match=rf"and data\.special_tokens={kind}"):
+            open_sources(other, 300)
+        with pytest.raises(UserError, match="has shards made with other settings"):
+            prepare(
+                Args(
+                    input=f"{tmp_path}/a.txt",
+                    out=out,
+                    tokenizer=str(path),
+                    special_tokens=other.special_tokens,
+                )
+            )
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.pairs import write_pairs
 from ultrascale_jax.cli.prepare_data import Args, main, prepare
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.config.dpo import most_pairs
-from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate
+from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate, encode_conversations
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.preferences import NEXT, render_pair
 from ultrascale_jax.data.shards import load_index, open_shards
@@ -40,12 +40,14 @@ FORMS = [
     ({"chosen": "all", "rejected": "all"}, "al[l|al[l"),
 ]
 WRONG = [
-    ({"prompt": "a", "chosen": "b"}, "has no `chosen` and `rejected`"),
+    ({"prompt": "a", "chosen": "b"}, "has no `chosen` and `rejected`$"),
+    ({"messages": ASKED}, "has no `chosen` and `rejected`; conversations need --chat$"),
+    ({"prompt": ASKED, "chosen": [said("assistant", None)], "rejected": BAD}, "content=None"),
     ({"chosen": "a", "rejected": GOOD}, "not both text, or lists of messages"),
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and .* do not begin alike; give one"),
     ({"prompt": ASKED, "chosen": "a", "rejected": "b"}, "has a `prompt` unlike"),
     ({"prompt": {}, "chosen": GOOD, "rejected": BAD}, "has a `prompt` unlike"),
-    ({"prompt": "a", "chosen": f"b{NEXT}", "rejected": "c"}, r"U\+FDD2, which are no characters"),
+    ({"prompt": "a", "chosen": f"b{NEXT}", "rejected": "c"}, r"U\+FDD4, which are no characters"),
     ({"prompt": GOOD, "chosen": ASKED[:1], "rejected": BAD}, "has no assistant turn"),
 ]
 
@@ -59,15 +61,30 @@ def test_every_form_is_a_prompt_with_two_marked_answers(tmp_path, marks):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(TOKENIZER.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
-    made = ChatTemplate(path, JsonTokenizer(path))
+    tokenizer = JsonTokenizer(path)
+    made = ChatTemplate(path, tokenizer)
     for row, expected in FORMS:
-        text = render_pair(row, made).replace(BEGIN, "[").replace(END, "]").replace(NEXT, "|")
+        text = (
+            render_pair(row, tokenizer, made)
+            .replace(BEGIN, "[")
+            .replace(END, "]")
+            .replace(NEXT, "|")
+        )
         assert text == expected
     for row, words in WRONG:
         with pytest.raises(UserError, match=words):
-            render_pair(row, made)
+            render_pair(row, tokenizer, made)
     with pytest.raises(UserError, match="need a chat template; give --tokenizer the folder"):
-        render_pair(FORMS[0][0], None)
+        render_pair(FORMS[0][0], tokenizer, None)
+
+
+def test_names_of_special_tokens_in_pairs_of_text_are_text_unless_asked_for():
+    row = {"chosen": "a<|end|>b", "rejected": "a<|end|>c"}
+    for kind, count in (("bos", 0), ("all", 1)):
+        tokenizer = JsonTokenizer(TOKENIZER, kind)
+        for text in render_pair(row, tokenizer, None).split(NEXT):
+            tokens, _, _ = encode_conversations(tokenizer, [text])
+            assert (tokens == tokenizer.id_of("<|end|>")).sum() == count
 
 
 def test_shards_hold_whole_pairs_and_go_on_where_they_were_left(tmp_path, capsys):

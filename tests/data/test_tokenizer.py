@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from tests.tokenizers import write_tokenizer
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data.tokenizer import (
+    QUOTE,
     ByteTokenizer,
     JsonTokenizer,
     encode_documents,
@@ -80,6 +82,201 @@ def test_the_separator_is_the_end_of_text_token_of_the_tokenizer(tmp_path, separ
     tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.eos == names.index(separator)
     assert tokenizer.token_bytes() is None  # not of bytes
+
+
+@pytest.mark.parametrize(
+    ("added", "config", "name", "source"),
+    [
+        # A token for padding comes before the end of text among the known names.
+        ({"</s>": True, "<|endoftext|>": True}, {"eos_token": {"content": "</s>"}}, "</s>", "eos_"),
+        # Gemma's vocabulary has `</s>` for HTML.
+        ({"</s>": False, "<eos>": True}, {}, "<eos>", "the first known"),
+        ({"</s>": True, "<stop>": False}, {"eos_token": "<stop>"}, "<stop>", "eos_token of tok"),
+        ({"</s>": True}, {"eos_token": None}, "</s>", "the first known"),
+    ],
+)
+def test_documents_end_with_the_eos_token_that_is_named_or_a_known_special_token(
+    tmp_path, added, config, name, source
+):
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path, added, config))
+    assert tokenizer.eos == 256 + list(added).index(name) == tokenizer.id_of(tokenizer.eos_token)
+    assert f"ends with {name!r} ({tokenizer.eos}), {source}" in tokenizer.rule
+
+
+@pytest.mark.parametrize(
+    ("added", "config", "message"),
+    [
+        ({"</s>": True}, {"eos_token": "<end>"}, "eos_token='<end>', which tokenizer.json lacks"),
+        ({"</s>": False}, {}, "is a special token; name the end of text as `eos_token`"),
+        (
+            {"</s>": True},
+            {"add_bos_token": True, "bos_token": "<s>"},
+            "bos_token='<s>', which tokenizer.json lacks",
+        ),
+    ],
+)
+def test_named_tokens_that_the_vocabulary_lacks_are_refused(tmp_path, added, config, message):
+    with pytest.raises(UserError, match=r"data\.tokenizer='.*tokenizer\.json'") as refused:
+        JsonTokenizer(write_tokenizer(tmp_path, added, config))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "config", "message"),
+    [
+        ([256, 300, 301], {}, "tokenizer.json gives the added token '<a>' the id 300, but it gets"),
+        ([256, 257, 257], {}, "the added token '<b>' the id 257, but it gets the id 258"),
+        ([256, 257, 5], {}, "the added token '<b>' the id 5, but it gets the id 258"),
+        (None, {"258": {"content": "<a>"}}, "tokenizer_config.json gives the added token '<a>'"),
+        (None, {"300": {"content": "<pad>"}}, "'<pad>' the id 300, but tokenizer.json has no such"),
+        (None, {"257": {"content": "<a>"}}, None),
+    ],
+)
+def test_added_tokens_with_another_id_than_the_files_say_are_refused(
+    tmp_path, ids, config, message
+):
+    added = dict.fromkeys(["</s>", "<a>", "<b>"], True)
+    path = write_tokenizer(tmp_path, added, {"added_tokens_decoder": config})
+    if ids is not None:
+        settings = json.loads(path.read_text())
+        for token, id_ in zip(settings["added_tokens"], ids, strict=True):
+            token["id"] = id_
+        path.write_text(json.dumps(settings))
+    if message is None:
+        assert JsonTokenizer(path).vocab_size == 259
+        return
+    with pytest.raises(UserError, match=r"data\.tokenizer=.* number added tokens with") as refused:
+        JsonTokenizer(path)
+    assert message in str(refused.value)
+
+
+def test_an_end_of_text_that_cannot_be_encoded_is_refused_in_one_line(tmp_path):
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="b"))
+    made.pre_tokenizer = pre_tokenizers.Punctuation()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UserError, match=r"data\.tokenizer=.*: cannot encode the text"):
+        JsonTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_two_tokens_with_one_id_are_refused_with_their_names(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": True})
+    settings = json.loads(path.read_text())
+    settings["model"]["vocab"]["again"] = settings["model"]["vocab"]["!"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"'(!|again)' and '(!|again)' have one id, "):
+        JsonTokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("post", "config", "special_tokens", "begins"),
+    [
+        ("<s> $A </s>", {}, "bos", True),
+        ("$A", {}, "bos", False),
+        ("$A", {"add_bos_token": True, "bos_token": "<s>"}, "bos", True),
+        ("<s> $A", {"add_bos_token": True, "bos_token": "<s>"}, "bos", True),
+        ("<s> $A", {"add_bos_token": False, "bos_token": "<s>"}, "bos", False),
+        ("<s> $A", {}, "none", False),
+        ("<s> $A", {}, "all", True),
+    ],
+)
+def test_every_text_begins_as_the_tokenizer_says(tmp_path, post, config, special_tokens, begins):
+    path = write_tokenizer(tmp_path, {"<s>": True, "</s>": True}, config, post)
+    tokenizer = JsonTokenizer(path, special_tokens)
+    letters = [tokenizer.id_of(letter) for letter in "ab"]
+    expected = [256] * begins + letters
+    assert tokenizer.encode("ab") == tokenizer.encode("ab", rendered=True) == expected
+    assert tokenizer.encode("ab", begins=False) == letters
+    [ids] = tokenizer.encode_batch(["ab"])
+    [(again, offsets)] = tokenizer.encode_with_offsets(["ab"])
+    assert ids.tolist() == again.tolist() == expected
+    assert offsets.tolist() == [[0, 0]] * begins + [[0, 1], [1, 2]]
+    documents, lengths = encode_documents(tokenizer, ["ab", ""])
+    assert documents.tolist() == [*expected, 257, *expected[:begins], 257]
+    assert lengths.tolist() == [len(expected) + 1, begins + 1]
+    assert tokenizer.rule.startswith(
+        f"each document begins with {"'<s>' (256)" if begins else 'its text'}, "
+    )
+    # A text that begins with BOS itself gets no second one.
+    assert tokenizer.encode("<s>ab", rendered=True) == [256, *letters]
+
+
+def test_names_of_special_tokens_in_a_text_are_text_unless_asked_for(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": True, "<|im_end|>": True, "<think>": False})
+    text = "a<|im_end|><think>"
+    plain, typed = JsonTokenizer(path), JsonTokenizer(path, "all")
+    ids = plain.encode(text)
+    assert 257 not in ids and ids[-1] == 258 and plain.decode(ids) == text
+    assert plain.token_bytes()[ids].sum() == len(text)
+    assert typed.encode(text)[1:] == [257, 258]
+    assert [ids.tolist() for ids in plain.encode_batch([text])] == [ids]
+    # Of a rendered text those that are not quoted are tokens.
+    quoted = plain.quote(text)
+    assert QUOTE in quoted and typed.quote(text) == text
+    assert plain.encode(f"{quoted}<|im_end|>", rendered=True) == [*ids, 257]
+    [(again, offsets)] = plain.encode_with_offsets([f"{quoted}<|im_end|>"])
+    assert again.tolist() == [*ids, 257]
+    assert offsets[-1].tolist() == [len(quoted), len(quoted) + len("<|im_end|>")]
+
+
+def test_a_special_token_that_is_normalized_is_quoted_too(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": True})
+    settings = json.loads(path.read_text())
+    settings["added_tokens"][0]["normalized"] = True
+    settings["normalizer"] = {"type": "NFC"}
+    path.write_text(json.dumps(settings))
+    tokenizer = JsonTokenizer(path)
+    text = tokenizer.quote("</s>")
+    assert tokenizer.encode(f"{text}</s>", rendered=True) == [*tokenizer.encode("</s>"), 256]
+    assert len(tokenizer.encode("</s>")) == 4
+
+
+def test_a_fingerprint_changes_with_the_special_tokens_of_a_document(tmp_path):
+    added = {"<s>": True, "</s>": True, "<|im_end|>": True}
+    path = write_tokenizer(tmp_path / "a", added, {}, "<s> $A")
+    chat = write_tokenizer(tmp_path / "b", added, {"eos_token": "<|im_end|>"}, "<s> $A")
+    named = write_tokenizer(tmp_path / "c", added, {"eos_token": "</s>"}, "<s> $A")
+    found = [JsonTokenizer(path, kind).fingerprint for kind in ("bos", "none", "all")]
+    assert len({*found, JsonTokenizer(chat).fingerprint}) == 4
+    assert JsonTokenizer(named).fingerprint == found[0]
+
+
+def test_a_kind_of_special_tokens_that_is_none_is_refused():
+    with pytest.raises(UserError, match="special_tokens='no': must be one of bos, none, all"):
+        load_tokenizer("bytes", "no")
+
+
+def test_a_byte_order_mark_before_a_tokenizer_is_taken_off(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": True})
+    plain = JsonTokenizer(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert JsonTokenizer(path).encode("ab") == plain.encode("ab")
+    assert JsonTokenizer(path).fingerprint == plain.fingerprint
+
+
+def test_the_folder_of_a_tokenizer_names_it(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": True})
+    assert load_tokenizer(str(tmp_path)).fingerprint == load_tokenizer(str(path)).fingerprint
+
+
+@pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_a_tokenizer_in_another_format_is_refused_with_the_command_that_converts_it(
+    tmp_path, other
+):
+    (tmp_path / other).touch()
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(
+            UserError, match=rf"{other} is not read; make .*from_pretrained\('{tmp_path}'\)"
+        ):
+            load_tokenizer(str(name))
+
+
+def test_a_path_without_a_tokenizer_is_told_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"data\.tokenizer='gpt2': .* no file {tmp_path}/gpt2, and no name of"
+    ):
+        load_tokenizer("gpt2")
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused_by_name(tmp_path):

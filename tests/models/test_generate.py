@@ -123,6 +123,15 @@ def test_lengths_that_no_prompt_can_have_are_refused():
                 generate(model, np.ones((2, 2), np.int32), 1, lengths_B=lengths, key=key)
 
 
+@pytest.mark.parametrize("id_", [32, 10**6, -1])
+def test_ids_outside_the_vocabulary_are_refused(id_):
+    key = jax.random.key(0)
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
+        model = jax.eval_shape(lambda key: Transformer(MODELS["llama"], key), key)
+        with pytest.raises(UserError, match=rf"prompt_BP={id_}: is outside .* 0 to 31; give ids"):
+            generate(model, np.array([[1, id_]]), 1, key=key)
+
+
 def test_a_vocabulary_that_the_pipeline_does_not_divide_is_refused():
     key = jax.random.key(0)
     with jax.set_mesh(make_mesh(MeshConfig(pp=3, fsdp=1), jax.devices()[:3])):

@@ -40,7 +40,7 @@ def shards(url, monkeypatch):
 
 def in_this_process(args, documents):
     for group in prepare_data.groups(documents):
-        yield prepare_data.tokenize_group(prepare_data.tokenizer_name(args), group, args.kind)
+        yield prepare_data.tokenize_group(args, group)
 
 
 def corpus(source, tokenizer="bytes"):

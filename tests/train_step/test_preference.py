@@ -71,7 +71,8 @@ def corpus(name):
     rows = [json.loads(line) for line in (TRL / name).read_text().splitlines()]
     pairs = name == "pairs.jsonl"
     if pairs:
-        texts = [text for row in rows for text in render_pair(row, template).split(NEXT)]
+        both = [render_pair(row, tokenizer, template) for row in rows]
+        texts = [text for pair in both for text in pair.split(NEXT)]
     else:
         texts = [template.render(row) for row in rows]
     tokens, lengths, answers = encode_conversations(tokenizer, texts)

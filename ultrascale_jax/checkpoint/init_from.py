@@ -12,7 +12,14 @@ from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.config import read_config
-from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, inside, is_huggingface, travelling
+from ultrascale_jax.huggingface.files import (
+    GENERATION,
+    ORIGINAL,
+    TOKENIZER,
+    inside,
+    is_huggingface,
+    travelling,
+)
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of, read_regular, write_atomic
 from ultrascale_jax.storage.remote import is_url
 
@@ -134,8 +141,12 @@ def files(source: Source) -> dict[str, bytes]:
     if (source.folder / ORIGINAL).is_file():
         found[ORIGINAL] = read_regular(source.folder / ORIGINAL)
     named = Path(saved_config(source.folder).data.tokenizer)
+    named = named / TOKENIZER if named.is_dir() else named
     if named.is_file():  # the run's own tokenizer, or the copy that it brought along
-        found[TOKENIZER] = named.read_bytes()
+        # Its settings and its template lie beside it.
+        model = {name: found[name] for name in (GENERATION, ORIGINAL) if name in found}
+        beside = {name: read_regular(named.with_name(name)) for name in travelling(named.parent)}
+        found = {**beside, **model, TOKENIZER: named.read_bytes()}
     return found
 
 

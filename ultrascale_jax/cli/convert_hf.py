@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,6 +30,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.families import MTP, family_of
 from ultrascale_jax.huggingface.files import GENERATION, ORIGINAL, TOKENIZER, inside, travelling
@@ -86,7 +88,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         # All that may be refused is read before the first file is written.
-        meta = describe(cfg, 0, NO_DATA + _fingerprint(folder))
+        meta = describe(cfg, 0, NO_DATA + _fingerprint(cfg, folder))
         params = checkpoint.load(folder, abstract_state(cfg, mesh).params)
         state = jax.jit(fresh_state, static_argnums=0)(cfg, params)
         # No lock is held here: the run's first start copies the checkpoint.
@@ -102,12 +104,13 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
         checkpoints.save(state, meta, wait=True)
 
 
-def _fingerprint(hf_dir: Path) -> str:
-    """Return that of the tokenizer that the checkpoint brings, empty if it brings none."""
+def _fingerprint(cfg: Config, hf_dir: Path) -> str:
+    """Return that of the tokenizer that the checkpoint brings, as `cfg` uses it; empty if it brings none."""
     from ultrascale_jax.data.tokenizer import load_tokenizer
 
-    brought = TOKENIZER in travelling(hf_dir)
-    return load_tokenizer(str(inside(hf_dir, TOKENIZER))).fingerprint if brought else ""
+    if TOKENIZER not in travelling(hf_dir):
+        return ""
+    return load_tokenizer(str(inside(hf_dir, TOKENIZER)), cfg.data.special_tokens).fingerprint
 
 
 def export_checkpoint(options: Export, mesh: "Mesh") -> None:
@@ -166,7 +169,8 @@ def tokenizer_files(
     Both are those of the checkpoint that was imported, unless the run trained with another tokenizer: then they are its
     own. `generation_config.json` is always among them, with the tokens that end an answer.
     """
-    from ultrascale_jax.data.tokenizer import MOST_BYTES, load_tokenizer, on_disk
+    from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer, on_disk
+    from ultrascale_jax.data.tokenizer_files import MOST_BYTES
 
     files = {name: read_regular(run_dir / name) for name in travelling(run_dir)}
     ids: dict[str, object] | None = None
@@ -183,11 +187,16 @@ def tokenizer_files(
     if files.get(TOKENIZER, content) != content:
         ids, files = None, {}
     own = load_tokenizer(name)
+    kind = cfg.data.special_tokens
+    if load_tokenizer(name, kind).rule != own.rule:
+        words = f"in text of the exported tokenizer {own.rule}"
+        print(f"note: the run trained with data.special_tokens={kind}; {words}", file=sys.stderr)
     if content is not None and TOKENIZER not in files:
+        assert isinstance(own, JsonTokenizer)
         # Beside a `tokenizer.json`, as prepare-data --chat writes one, lie its own settings and template.
         beside = travelling(path.parent) if path.name == TOKENIZER else []
         files |= {name: read_foreign(path.with_name(name), name="tokenizer") for name in beside}
-        files = {**_described(own.decode([own.eos]), context), **files, TOKENIZER: content}
+        files = {**_described(own.eos_token, context), **files, TOKENIZER: content}
     ids = {**NO_TOKEN_IDS, "eos_token_id": own.eos} if ids is None else ids
     files[GENERATION] = _generation_config(files.get(GENERATION), ids, own.eos, path)
     return ids, files
@@ -233,7 +242,7 @@ def _end_of_turn(path: Path) -> list[int]:
         return []
     tokenizer = JsonTokenizer(path)
     try:
-        end = ChatTemplate(path, tokenizer).end_of_turn()
+        end = ChatTemplate(path, tokenizer, datetime.now()).end_of_turn()
     except UserError as error:
         print(f"note: {GENERATION} may lack the token that ends a turn: {error}", file=sys.stderr)
         return []
@@ -334,11 +343,11 @@ def _import(arguments: Sequence[str]) -> None:
 
 def check_tokenizer(cfg: Config, folder: Path) -> None:
     """Refuse a `data.tokenizer` that is another than the one in `folder`, if there is one."""
-    from ultrascale_jax.data.tokenizer import load_tokenizer
+    from ultrascale_jax.data.tokenizer import run_tokenizer
 
     own = str(Path(cfg.log.run_dir) / TOKENIZER)
-    if cfg.data.tokenizer != own and (brought := _fingerprint(folder)):
-        same = load_tokenizer(cfg.data.tokenizer).fingerprint == brought
+    if cfg.data.tokenizer != own and (brought := _fingerprint(cfg, folder)):
+        same = run_tokenizer(cfg.data).fingerprint == brought
         fix = f"is another tokenizer than {folder / TOKENIZER}, with which the model was trained; leave it out"
         require(same, "data.tokenizer", cfg.data.tokenizer, fix)
 
@@ -346,7 +355,8 @@ def check_tokenizer(cfg: Config, folder: Path) -> None:
 def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
     """Yield lines about what a user of the checkpoint may not expect."""
     if cfg.data.tokenizer == "bytes":
-        yield f"note: {hf_dir} brings no {TOKENIZER}; give the model's own by --data.tokenizer FILE"
+        fix = conversion(hf_dir) or "give the model's own by --data.tokenizer FILE"
+        yield f"note: {hf_dir} brings no {TOKENIZER}; {fix}"
     raw = read_json(inside(hf_dir, "config.json"))
     known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
     if isinstance(known, int) and known < cfg.data.seq_len:

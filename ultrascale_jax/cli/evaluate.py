@@ -109,7 +109,8 @@ def read_questions(
         refuse_unless(whole, "choices must be a list of at least two texts")
         inside = type(answer) is int and 0 <= answer < len(texts)
         refuse_unless(inside, f"answer must be the index of a choice, from 0 to {len(texts) - 1}")
-        ids, *choices = (tokenizer.encode(text) for text in (question, *texts))
+        ids = tokenizer.encode(question)
+        choices = [tokenizer.encode(text, begins=False) for text in texts]
         refuse_unless(bool(ids) and all(choices), "each text must hold at least one token")
         most = max(max(part) for part in (ids, *choices))
         fix = f"has token {most}, but the model's vocabulary ends at {vocab_size - 1}; give the model's --tokenizer"
@@ -188,7 +189,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     """Return the results of every source, of all together under `all` if they are several, of every file and task."""
     import jax
 
-    from ultrascale_jax.data.tokenizer import load_tokenizer
+    from ultrascale_jax.data.tokenizer import run_tokenizer
     from ultrascale_jax.training.scoring import Scorer, source_rows
 
     if options.devices is not None:
@@ -197,7 +198,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     options = replace(options, model=run_on_disk(named_model, options.step))
     cfg, positions = described(options)
     cfg, mesh = on_mesh(options, cfg, positions)
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer = run_tokenizer(cfg.data)
     # All input is checked before a large model is loaded.
     sources = {
         name: source_rows(cfg, source) for name, source in named(options.source, "source").items()

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +13,15 @@ import tyro
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.models import huggingface_config, kept_tokenizer, load_huggingface
-from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.huggingface.files import is_huggingface
+from ultrascale_jax.config import Config, MeshConfig, SpecialTokens, require
+from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ultrascale_jax.data.tokenizer import Tokenizer
+    from ultrascale_jax.data.chat import ChatTemplate
+    from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer
     from ultrascale_jax.models.transformer import Transformer
 
 
@@ -44,6 +47,11 @@ class Options:
     """Another seed is another text."""
     tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
     """`bytes`, or a Hugging Face tokenizer.json."""
+    special_tokens: Annotated[
+        SpecialTokens | None, command_line.option("KIND", "the run's, or bos")
+    ] = None
+    """As `data.special_tokens`: `bos`, `none` or `all`. With `all` the names of special tokens in the prompt, as
+    <|im_start|>, are these tokens; else they are text."""
     step: int | None = None
     """Step of the run's checkpoint; none is the newest."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
@@ -107,6 +115,19 @@ def cut(ids: Sequence[int], ends: Collection[int]) -> list[int]:
     return list(itertools.takewhile(lambda id_: id_ not in ends, ids))
 
 
+def ends(folder: Path, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> set[int]:
+    """Return the tokens that end a text of the model in `folder`.
+
+    They are the end of text, those of `generation_config.json`, and with a chat `template` the end of a turn.
+    """
+    path = folder / GENERATION
+    listed = read_json(path).get("eos_token_id") if path.is_file() else None
+    listed = listed if isinstance(listed, list) else [listed]
+    turn = None if template is None else template.end_of_turn()
+    turn_ids = [] if turn is None else tokenizer.encode(turn, begins=False, rendered=True)
+    return {tokenizer.eos, *turn_ids, *(id_ for id_ in listed if isinstance(id_, int))}
+
+
 def continued(
     cfg: Config, params: "Transformer", tokenizer: "Tokenizer", prompt: str, options: Options
 ) -> str:
@@ -114,30 +135,31 @@ def continued(
     ids = tokenizer.encode(prompt)
     require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
     new = sample(cfg, params, ids, options, seed=options.seed)
-    return prompt + tokenizer.decode(cut(new, {tokenizer.eos}))
+    return prompt + tokenizer.decode(cut(new, ends(Path(options.model), tokenizer)))
 
 
 def chat(
-    cfg: Config, params: "Transformer", path: Path, options: Options, lines: Iterable[str]
+    cfg: Config,
+    params: "Transformer",
+    tokenizer: "JsonTokenizer",
+    path: Path,
+    options: Options,
+    lines: Iterable[str],
 ) -> Iterator[str]:
     """Yield the answer to each of `lines`, a user's turns, by the chat template beside the `tokenizer.json` at `path`.
 
     Empty lines are passed over. Each turn has a seed of its own, from `options.seed` on.
     """
     from ultrascale_jax.data.chat import ChatTemplate
-    from ultrascale_jax.data.tokenizer import JsonTokenizer
 
-    tokenizer = JsonTokenizer(path)
-    template = ChatTemplate(path, tokenizer)
-    ends = {tokenizer.eos}
-    if (end := template.end_of_turn()) is not None:
-        ends.update(tokenizer.encode(end))
+    template = ChatTemplate(path, tokenizer, datetime.now())
+    ending = ends(Path(options.model), tokenizer, template)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for turn, line in enumerate(filter(None, map(str.strip, lines))):
         messages.append({"role": "user", "content": line})
-        ids = tokenizer.encode(template.prompt(messages))
+        ids = tokenizer.encode(template.prompt(messages), rendered=True)
         new = sample(cfg, params, ids, options, seed=options.seed + turn)
-        answer = tokenizer.decode(cut(new, ends)).strip()
+        answer = tokenizer.decode(cut(new, ending)).strip()
         messages.append({"role": "assistant", "content": answer})
         yield answer
 
@@ -161,7 +183,7 @@ def texts(options: Options) -> Iterator[str]:
     """Yield the prompt with its continuation, or with `options.chat` an answer to each line of stdin; all printable."""
     import jax
 
-    from ultrascale_jax.data.tokenizer import load_tokenizer
+    from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer
     from ultrascale_jax.sharding.mesh import make_mesh
 
     if options.devices is not None:
@@ -175,13 +197,16 @@ def texts(options: Options) -> Iterator[str]:
         mesh = make_mesh(wanted)
     cfg, params = loaded(options, mesh)
     name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
+    tokenizer = load_tokenizer(name, options.special_tokens or cfg.data.special_tokens)
     with jax.set_mesh(mesh):
         if options.prompt is None:
             fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
-            require(name != "bytes", "tokenizer", name, fix)
-            yield from map(printable, chat(cfg, params, Path(name), options, typed_lines()))
+            require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
+            assert isinstance(tokenizer, JsonTokenizer)
+            answers = chat(cfg, params, tokenizer, Path(name), options, typed_lines())
+            yield from map(printable, answers)
         else:
-            yield printable(continued(cfg, params, load_tokenizer(name), options.prompt, options))
+            yield printable(continued(cfg, params, tokenizer, options.prompt, options))
 
 
 def main(argv: Sequence[str]) -> None:

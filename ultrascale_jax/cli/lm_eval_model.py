@@ -5,25 +5,26 @@
 
     results = lm_eval.simple_evaluate(model=LMEvalModel("out/x", mesh="fsdp=4"), tasks=["hellaswag"])
 
-Texts are tokenized as the harness's own model `hf` does it: with BOS where the `tokenizer.json` puts one before a text.
+Texts are tokenized as the harness's own model `hf` does it: with BOS where the tokenizer puts one before a text, and
+names of special tokens in a text are these tokens. In messages of a chat they are text.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ultrascale_jax.cli.generate import cut
+from ultrascale_jax.cli.generate import cut, ends
 from ultrascale_jax.cli.models import ModelOptions, Opened, opened
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.chat import ChatTemplate
-from ultrascale_jax.data.tokenizer import JsonTokenizer, on_disk, special_tokens
-from ultrascale_jax.huggingface.files import GENERATION
+from ultrascale_jax.data.tokenizer import JsonTokenizer, on_disk
+from ultrascale_jax.data.tokenizer_files import named_tokens
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.train_step.precision import COMPUTE
 from ultrascale_jax.training.scoring import Scorer
@@ -129,24 +130,20 @@ class LMEvalModel(TemplateLM):
         with jax.set_mesh(model.mesh):
             self._scorer = Scorer(cfg, model.params, model.tokenizer)
         self._template: ChatTemplate | None = None
-        self._bos, self._eos = None, model.tokenizer.eos
+        bos = None
         if isinstance(model.tokenizer, JsonTokenizer):
-            names = special_tokens(Path(on_disk(cfg.data.tokenizer)))
-            self._bos = names.get("bos_token")
-            eos = model.tokenizer.id_of(names.get("eos_token", ""))
-            self._eos = self._eos if eos is None else eos
+            names = named_tokens(Path(on_disk(cfg.data.tokenizer)))
+            bos = model.tokenizer.id_of(names.get("bos_token", ""))
+        self._prefix = model.tokenizer.eos if bos is None else bos
 
     @property
     def eot_token_id(self) -> int:
-        return self._eos
+        return self._model.tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
         """Return the token before a text that nothing precedes: BOS, or EOS where there is none."""
-        tokenizer = self._model.tokenizer
-        known = isinstance(tokenizer, JsonTokenizer) and self._bos is not None
-        bos = tokenizer.id_of(self._bos) if known else None  # pyrefly: ignore
-        return self._eos if bos is None else bos
+        return self._prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -155,10 +152,9 @@ class LMEvalModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, with the tokens that the tokenizer puts around one, unless it begins with BOS already."""
-        has_bos = bool(self._bos) and string.startswith(str(self._bos))
-        special = not has_bos if add_special_tokens is None else add_special_tokens
-        ids = self._model.tokenizer.encode(string, special=special)
+        """Encode a text with its special tokens; with `add_special_tokens` False it follows another text."""
+        begins = add_special_tokens is not False
+        ids = self._model.tokenizer.encode(string, begins=begins, rendered=True)
         most, size = max(ids, default=0), self._model.cfg.model.vocab_size
         fix = f"has token {most}, but the model's vocabulary ends at {size - 1}; give the model's tokenizer"
         require(most < size, "tokenizer", self._model.cfg.data.tokenizer, fix)
@@ -232,7 +228,8 @@ class LMEvalModel(TemplateLM):
         require(left > 0, "max_gen_toks", sampling.num_tokens, fix)
         prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-left:] for text in texts]
         order = sorted(range(len(texts)), key=lambda i: -len(prompts[i]))
-        answers, rows, ends = [""] * len(texts), cfg.train.global_batch, self._ends()
+        answers, rows = [""] * len(texts), cfg.train.global_batch
+        ending = ends(self._model.folder, self._model.tokenizer, self._template)
         for start in range(0, len(order), rows):
             some = order[start : start + rows]
             own = [prompts[i] for i in some] + [prompts[some[-1]]] * (rows - len(some))
@@ -250,21 +247,11 @@ class LMEvalModel(TemplateLM):
                 dtype=COMPUTE[cfg.train.precision],
             )
             for i, ids in zip(some, np.asarray(sampled).tolist(), strict=False):
-                answers[i] = self._model.tokenizer.decode(cut(ids, ends), special=False)
+                answers[i] = self._model.tokenizer.decode(cut(ids, ending), special=False)
                 for stop in filter(None, sampling.until):
                     answers[i] = answers[i].split(stop)[0]
             done(len(some))
         return answers
-
-    def _ends(self) -> set[int]:
-        """Return the tokens that end an answer: EOS, those of `generation_config.json`, and a turn's end in a chat."""
-        path = self._model.folder / GENERATION
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
-        named = found if isinstance(found, list) else [found]
-        ends = {self._eos, *(id_ for id_ in named if isinstance(id_, int))}
-        if self._template is not None and (end := self._template.end_of_turn()) is not None:
-            ends.update(self._model.tokenizer.encode(end))
-        return ends
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
@@ -274,7 +261,7 @@ class LMEvalModel(TemplateLM):
         if add_generation_prompt:
             return template.prompt(chat_history)
         *before, last = chat_history
-        return template.prompt(before) + last["content"]
+        return template.prompt(before) + self._model.tokenizer.quote(last["content"])
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the template itself, which the harness records."""
@@ -289,5 +276,7 @@ class LMEvalModel(TemplateLM):
             known = isinstance(tokenizer, JsonTokenizer)
             require(known, "tokenizer", self._model.cfg.data.tokenizer, fix)
             assert isinstance(tokenizer, JsonTokenizer)
-            self._template = ChatTemplate(Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer)
+            self._template = ChatTemplate(
+                Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer, datetime.now()
+            )
         return self._template

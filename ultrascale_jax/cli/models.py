@@ -17,10 +17,12 @@ from ultrascale_jax.config import (
     KernelsConfig,
     MeshConfig,
     PipelineConfig,
+    SpecialTokens,
     require,
 )
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.config.training import Precision
+from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
 
@@ -45,6 +47,10 @@ class ModelOptions:
     """Run directory of `ultrascale train`, the URL of its copies (checkpoint.store), or Hugging Face folder."""
     tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
     """`bytes`, or a Hugging Face tokenizer.json."""
+    special_tokens: Annotated[
+        SpecialTokens | None, command_line.option("KIND", "the run's, or bos")
+    ] = None
+    """As `data.special_tokens`: `bos`, `none` or `all`."""
     seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
     """Tokens of a row of text."""
     batch: Annotated[int | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
@@ -79,12 +85,12 @@ class Opened(NamedTuple):
 
 def opened(options: ModelOptions) -> Opened:
     """Open the model that the options name, on its mesh."""
-    from ultrascale_jax.data.tokenizer import load_tokenizer
+    from ultrascale_jax.data.tokenizer import run_tokenizer
 
     options = replace(options, model=run_on_disk(options.model, options.step))
     cfg, positions = described(options)
     cfg, mesh = on_mesh(options, cfg, positions)
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer = run_tokenizer(cfg.data)
     cfg, params = loaded(options, cfg, mesh)
     return Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
 
@@ -124,7 +130,12 @@ def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config,
     require(rows % parts == 0, "batch", rows, fix)
     batches = {"global_batch": rows, "batch_ramp": "", "microbatches": sizes.pp}
     train = replace(cfg.train, **batches, remat="none")
-    data = replace(cfg.data, seq_len=length, tokenizer=options.tokenizer or cfg.data.tokenizer)
+    data = replace(
+        cfg.data,
+        seq_len=length,
+        tokenizer=options.tokenizer or cfg.data.tokenizer,
+        special_tokens=options.special_tokens or cfg.data.special_tokens,
+    )
     cfg = replace(
         cfg,
         model=replace(cfg.model, mtp_layers=0),  # no score needs these modules
@@ -163,6 +174,7 @@ def huggingface_config(
     known = known if isinstance(known, int) and known > 1 else LONGEST_ROW
     own = folder / TOKENIZER
     fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
+    fix = conversion(folder) or fix
     require(tokenizer is not None or own.is_file(), "tokenizer", None, fix)
     data = DataConfig(tokenizer=tokenizer or str(own), seq_len=min(LONGEST_ROW, known))
     # Neither generation nor evaluation runs modules of multi-token prediction.

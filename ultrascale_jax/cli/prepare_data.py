@@ -13,11 +13,12 @@ the same command after a crash keeps the shards that are whole, checks that the 
 their documents, and continues behind them. Before the first whole shard there is no index. Of a
 dataset that Hugging Face `datasets` streams, only the last few thousand of them are read again.
 
-Chat data are JSON lines with `messages: [{"role": ..., "content": ...}, ...]` and, if need be,
-`tools`. Each conversation is one document, written by the tokenizer's own chat template, and the
-loss counts only the assistant's answers, each with the token that ends its turn.
+Chat data are rows of JSON lines or Parquet with `messages: [{"role": ..., "content": ...}, ...]`, or
+ShareGPT's `conversations`, and, if need be, `tools`. Each conversation is one document, written by
+the tokenizer's own chat template, and the loss counts only the assistant's answers, each with the
+token that ends its turn.
 
-Preference data are JSON lines with `chosen` and `rejected`, and mostly `prompt`: all text, or all
+Preference data are such rows with `chosen` and `rejected`, and mostly `prompt`: all text, or all
 lists of messages as above. Without `prompt` it is what both begin with. Each makes two documents.
 
     ultrascale prepare-data --input 'pairs/*.jsonl' --out tokens/pairs --tokenizer HF_DIR --preferences
@@ -33,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,14 +42,16 @@ import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import SpecialTokens, UserError, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
+from ultrascale_jax.data.conversations import kind_of_row, without_nulls
 from ultrascale_jax.data.documents import (
     JSON_LINES,
     File,
     Input,
     kind_of,
     read_file,
+    read_parquet_rows,
     read_rows,
     text_of,
     whole_characters,
@@ -59,6 +62,9 @@ from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
+
+ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
+"""Reader of the rows of a file that may hold conversations and pairs."""
 
 Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
@@ -78,14 +84,19 @@ class Args:
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json (or its URL), or its folder."""
+    special_tokens: SpecialTokens = "bos"
+    """As `data.special_tokens` of the run: `bos` begins texts as the tokenizer does, `none` without it; in either names
+    of special tokens in a text are text, with `all` they are these tokens."""
     train_bpe: int = 0
     """Train a byte-level BPE tokenizer of so many ids on the input first; 0 does not."""
     text_field: str = "text"
     """Field or column that holds the text of a document."""
     chat: command_line.Flag = False
-    """The JSON lines hold conversations, `messages`; on by itself if the first row has them and no text."""
+    """The rows hold conversations, `messages` or ShareGPT's; on by itself if the first row has them and no text."""
     preferences: command_line.Flag = False
     """The rows hold preference pairs, `chosen` and `rejected`; on by itself as `chat` is."""
+    date: str = ""
+    """The date, as 2025-01-31, for chat templates that write today's (`strftime_now`)."""
     workers: int = os.cpu_count() or 1
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
@@ -100,8 +111,8 @@ class Args:
     @property
     def settings(self) -> dict:
         """The settings that a restart must share with the run before it, beside the tokenizer."""
-        names = ("train_bpe", "text_field", "shard_tokens")  # those of text, as they always were
-        kinds = (name for name in ("chat", "preferences") if getattr(self, name))
+        names = ("train_bpe", "text_field", "shard_tokens", "special_tokens")
+        kinds = (name for name in ("chat", "preferences", "date") if getattr(self, name))
         return {name: getattr(self, name) for name in (*names, *kinds)}
 
     @property
@@ -123,8 +134,6 @@ def prepare(args: Args) -> shards.Index:
     paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
-    if Path(args.tokenizer).is_dir():
-        args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
         if args.kind == "text":
@@ -146,7 +155,9 @@ def prepare(args: Args) -> shards.Index:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
-        return write_shards(args, index, documents, progress, stream)
+        index = write_shards(args, index, documents, progress, stream)
+        tell_quoted(args, progress)
+        return index
 
 
 def inputs(args: Args) -> Sequence[Input]:
@@ -161,20 +172,23 @@ def inputs(args: Args) -> Sequence[Input]:
 
 
 def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
-    """The option for the first input of rows, whose first has no text, and words about it; empty for text."""
-    path = next((path for path in paths if kind_of(path) in (*JSON_LINES, hub.SUFFIX)), None)
-    if isinstance(path, hub.HubDataset):
-        row = path.first()
-    else:
-        _, row, _ = next(read_rows(path), (0, None, 0)) if path else (0, None, 0)
-    fields = row if isinstance(row, dict) else {}
-    if isinstance(fields.get(field), str):
+    """The option for the input's first row, if that has no text, and words about it; empty for text."""
+    rows = ((path, first_row(path)) for path in paths)
+    path, row = next((pair for pair in rows if pair[1] is not None), (None, None))
+    is_text = isinstance(row, dict) and isinstance(row.get(field), str)
+    kind = None if is_text else kind_of_row(row)
+    if kind is None:
         return "", ""
-    if preferences.is_pair(fields):
-        return "preferences", f"{path} has preference pairs (chosen, rejected): --preferences\n"
-    if isinstance(fields.get("messages"), list):
-        return "chat", f"{path} has conversations (messages): --chat\n"
-    return "", ""
+    names = "conversations" if kind == "chat" else "preference pairs (chosen, rejected)"
+    return kind, f"{path} has {names}: --{kind}\n"
+
+
+def first_row(path: Input) -> Any:
+    """The first row of an input that may hold conversations; None if there is none, or no such input."""
+    if isinstance(path, hub.HubDataset):
+        return path.first()
+    reader = ROWS.get(kind_of(path))
+    return next((row for _, row, _ in reader(path)), None) if reader else None
 
 
 def renderer(args: Args) -> Callable[[Any], str] | None:
@@ -182,19 +196,33 @@ def renderer(args: Args) -> Callable[[Any], str] | None:
     fix = "is for conversations, and preferences for pairs; give one of them"
     require(not (args.chat and args.preferences), "chat", True, fix)
     if args.kind == "text":
+        fix = "is for chat templates; leave it out"
+        require(not args.date, "date", args.date, fix)
         return None
     fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
-    require(not (args.preferences and args.train_bpe), "train_bpe", args.train_bpe, fix)
-    own, path, template = load_tokenizer(args.tokenizer), Path(args.tokenizer), None
+    require(not args.train_bpe, "train_bpe", args.train_bpe, fix)
+    own, path, template = (
+        load_tokenizer(args.tokenizer, args.special_tokens),
+        Path(args.tokenizer),
+        None,
+    )
     is_json = isinstance(own, tokenizer.JsonTokenizer)
     if is_json and (args.chat or chat.has_template(path)):
-        template = chat.ChatTemplate(path, own)
+        template = chat.ChatTemplate(path, own, day(args.date))
     if args.preferences:
-        return functools.partial(preferences.render_pair, template=template)
-    if args.train_bpe or template is None:
+        return functools.partial(preferences.render_pair, tokenizer=own, template=template)
+    if template is None:
         fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
         raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
     return template.render
+
+
+def day(date: str) -> datetime | None:
+    """The beginning of a day that is written as 2025-01-31; None for none."""
+    try:
+        return datetime.strptime(date, "%Y-%m-%d") if date else None
+    except ValueError:
+        raise UserError(f"date={date!r}: write it as 2025-01-31") from None
 
 
 def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards.Index:
@@ -213,7 +241,9 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
         tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
-    chosen = load_tokenizer(tokenizer_name(args))
+    chosen = chosen_tokenizer(args)
+    if chosen.rule:
+        progress.console.print(chosen.rule, soft_wrap=True, markup=False, highlight=False)
     index = shards.Index(
         dtype=str(tokenizer.token_dtype(chosen.vocab_size)),
         tokenizer=chosen.fingerprint,
@@ -231,9 +261,10 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     return found
 
 
-def tokenizer_name(args: Args) -> str:
-    """The tokenizer to load: the trained one, or else the given one."""
-    return str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
+def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
+    """Load the trained tokenizer, or else the given one."""
+    name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
+    return load_tokenizer(name, args.special_tokens)
 
 
 def skip_documents(
@@ -303,15 +334,24 @@ def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
     return tokens[begin:end], lengths[first:last], hashes[first:last], counted
 
 
+def tell_quoted(args: Args, progress: Progress) -> None:
+    """Print which names of special tokens are text in the messages."""
+    used = chosen_tokenizer(args)
+    if isinstance(used, tokenizer.JsonTokenizer) and used.quoted:
+        names = ", ".join(sorted(used.quoted))
+        words = f"names of special tokens in messages are text: {names}"
+        words += "; --special-tokens all makes them tokens"
+        progress.console.print(words, soft_wrap=True, markup=False, highlight=False)
+
+
 def copy_tokenizer(args: Args) -> None:
-    """Copy a tokenizer that was given, and its chat template, beside the shards."""
+    """Copy a tokenizer that was given, its settings and its chat template beside the shards."""
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.tokenizer == "bytes":
         return
     path = Path(args.tokenizer)
     shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
-    template = (chat.CONFIG, chat.TEMPLATE) if args.kind != "text" else ()
-    for other in map(path.with_name, template):
+    for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
 
@@ -343,7 +383,7 @@ def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
         initializer=use_one_thread,
     ) as pool:
         for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, tokenizer_name(args), texts, args.kind))
+            waiting.append(pool.submit(tokenize_group, args, texts))
             if len(waiting) > 2 * args.workers:  # bounds the text that is held
                 yield waiting.popleft().result()
         while waiting:
@@ -355,9 +395,9 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenize_group(name: str, texts: list[str], kind: str) -> Tokenized:
-    """Work of one process: a group of documents, or of rendered chat or pairs, with the tokenizer of that name."""
-    own = load_tokenizer(name)
+def tokenize_group(args: Args, texts: list[str]) -> Tokenized:
+    """Work of one process: a group of documents, or of rendered chat or pairs."""
+    own, kind = chosen_tokenizer(args), args.kind
     hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
     if kind == "preferences":
         hashes = np.repeat(hashes, 2)
@@ -422,7 +462,7 @@ def read_dataset(
     """The text of every row of a dataset, or what `render` makes of it, and the bytes read so far."""
     if render is None:
         return stream.texts(lambda row, where: text_of(row, field, where), (field,))
-    return stream.texts(lambda row, where: rendered(render, row, where))
+    return stream.texts(lambda row, where: rendered(render, without_nulls(row), where))
 
 
 def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
@@ -434,11 +474,13 @@ def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
 
 
 def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[str, int]]:
-    """Every line's conversation or pair as `render` makes it, and the bytes read so far."""
-    fix = "is no file of JSON lines, as conversations and pairs are; leave it out of the pattern"
-    require(kind_of(path) in JSON_LINES, "input", str(path), fix)
-    for number, row, done in read_rows(path):
-        yield rendered(render, row, f"input={str(path)!r}: line {number}"), done
+    """Every row's conversation or pair as `render` makes it, and the bytes read so far."""
+    fix = "is no file of JSON lines or Parquet, as conversations and pairs are; leave it out of the pattern"
+    require(kind_of(path) in ROWS, "input", str(path), fix)
+    unit = "line" if kind_of(path) in JSON_LINES else "row"
+    for number, row, done in ROWS[kind_of(path)](path):
+        row = row if unit == "line" else without_nulls(row)
+        yield rendered(render, row, f"input={str(path)!r}: {unit} {number}"), done
 
 
 def main(argv: Sequence[str]) -> None:
@@ -454,4 +496,6 @@ def main(argv: Sequence[str]) -> None:
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
     print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
+    if args.special_tokens != Args.special_tokens:
+        print(f"--data.special-tokens {args.special_tokens}", end=" ")
     print(f"--model.vocab-size {index.vocab_size}")

@@ -58,6 +58,8 @@ Dispatch = Literal["dropless", "capacity", "allgather"]
 
 AuxOver = Literal["batch", "sequence"]
 
+SpecialTokens = Literal["bos", "none", "all"]
+
 GPU_MEMORY_SHARE = 0.92
 """Share of a GPU's memory that a run takes; CUDA's context, NCCL's buffers and fragmentation have the rest.
 
@@ -166,7 +168,10 @@ class DataConfig:
     """`python-stdlib`, `text:GLOB`, `tokens:DIR`, `synthetic`; mix: `tokens:a@0.7,tokens:b@0.3`; another mixture from a
     step or a share of the run on: `tokens:a; 0.8: tokens:a,tokens:b`."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    """`bytes`, or the path of a Hugging Face `tokenizer.json` or its folder."""
+    special_tokens: SpecialTokens = "bos"
+    """A text begins with the tokens that the tokenizer puts before it (`bos`) or without them (`none`), and names of
+    special tokens in it are text; with `all` these are special tokens too."""
     seq_len: int = 256
     """Tokens of one sequence (T)."""
     document_mask: bool = True

@@ -2,12 +2,14 @@
 
 A rendered conversation has BEGIN and END, which no text may hold, around every answer of the assistant with the token
 that ends its turn. Where the template says what it generates (`{% generation %}`), that is the answer. Elsewhere an
-answer begins where the template's prompt for it ends.
+answer begins where the template's prompt for it ends. Special tokens are the template's alone: in a message their names
+are text, and have QUOTE in them.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,17 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import read_foreign, read_json
-from ultrascale_jax.data.tokenizer import CONFIG as CONFIG
-from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer, special_tokens, token_dtype
+from ultrascale_jax.data.conversations import (
+    PROBE,
+    forms,
+    messages_of,
+    probe,
+    tools_of,
+    turns_of,
+)
+from ultrascale_jax.data.tokenizer import QUOTE, JsonTokenizer, Tokenizer, token_dtype
+from ultrascale_jax.data.tokenizer_files import CONFIG as CONFIG
+from ultrascale_jax.data.tokenizer_files import named_tokens
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""
@@ -25,67 +36,104 @@ TEMPLATE = "chat_template.jinja"
 """File beside `tokenizer.json` that may hold the template; it wins over `CONFIG`, as in `transformers`."""
 
 
-def read_template(path: Path) -> tuple[str | None, Path]:
-    """Return the chat template beside the `tokenizer.json` at `path`, if there is one, and the file that has it."""
-    config, own = path.with_name(CONFIG), path.with_name(TEMPLATE)
-    if own.exists():
-        return read_foreign(own, name="tokenizer").decode(errors="replace"), own
+TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools, where a folder has several, as in `transformers`."""
+
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside `TEMPLATE`, by name."""
+
+
+def read_templates(path: Path) -> tuple[dict[str, str], Path]:
+    """Return the chat templates beside the `tokenizer.json` at `path`, by name, and the file that has them.
+
+    A single one is `default`. Raises `UserError` for a file that is not UTF-8.
+    """
+    config, file = path.with_name(CONFIG), path.with_name(TEMPLATE)
+    if file.exists():
+        files = {"default": file, TOOL_USE: path.parent / MORE_TEMPLATES / f"{TOOL_USE}.jinja"}
+        return {name: _read_text(one) for name, one in files.items() if one.exists()}, file
     settings = read_json(config, name="tokenizer") if config.exists() else {}
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
-        named = {part.get("name"): part for part in source if isinstance(part, dict)}
-        source = named.get("default", {}).get("template")
-    return source if isinstance(source, str) else None, config
+    parts = source if isinstance(source, list) else [{"name": "default", "template": source}]
+    named = [(part.get("name"), part.get("template")) for part in parts if isinstance(part, dict)]
+    return {str(name): text for name, text in named if isinstance(text, str)}, config
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_foreign(path, name="tokenizer").decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"tokenizer={str(path)!r}: is not UTF-8 text; convert it") from None
 
 
 def has_template(path: Path) -> bool:
     """Return whether a chat template lies beside the `tokenizer.json` at `path`."""
-    return read_template(path)[0] is not None
+    return bool(read_templates(path)[0])
 
 
 class ChatTemplate:
-    """The chat template beside a `tokenizer.json`, rendered as `transformers` does, but for `strftime_now`.
+    """The chat template beside a `tokenizer.json`, rendered as `transformers` does.
 
-    A template cannot ask for the date: the same input gives the same shards on any day.
+    Without a `date` a template has no `strftime_now`: the same input gives the same shards on any day.
     """
 
-    def __init__(self, path: Path, tokenizer: JsonTokenizer):
-        """`path`: the `tokenizer.json`, which `tokenizer` has read."""
-        source, self.file = read_template(path)
+    def __init__(self, path: Path, tokenizer: JsonTokenizer, date: datetime | None = None):
+        """`path`: the `tokenizer.json`, which `tokenizer` has read; `date`: the time that a template is told."""
+        sources, self.file = read_templates(path)
         fix = f"has no chat template; put {TEMPLATE} beside it, or `chat_template` into {CONFIG}"
-        require(source is not None, "tokenizer", str(path), fix)
-        self.source = str(source)
-        """The template itself."""
-        environment = _environment()
-        try:
-            self._template = environment.from_string(self.source)
-        except Exception as error:
-            fix = f"is no chat template that jinja2 can read ({_words(error)})"
-            raise UserError(f"tokenizer={str(self.file)!r}: {fix}") from None
-        self._names = special_tokens(path)
+        require(bool(sources), "tokenizer", str(path), fix)
+        fix = f"names its chat templates {list(sources)}, none of them default; put one into {TEMPLATE} beside it"
+        require("default" in sources, "tokenizer", str(self.file), fix)
+        self.source = sources["default"]
+        """The template itself, for conversations without tools."""
+        environment = _environment(date)
+        self._template = self._compiled(environment, self.source)
+        self._tool_use = self._compiled(environment, sources.get(TOOL_USE, self.source))
+        self._names, self._quote = named_tokens(path), tokenizer.quote
         self._added = sorted(tokenizer.added, key=len, reverse=True)
+        self._require_text()
+
+    def _require_text(self) -> None:
+        """Refuse a template that writes nothing of an answer that is text, as where it takes parts alone."""
+        answer = f"{PROBE}answer{PROBE}"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        try:
+            written = answer in self._text(messages, None)
+        except UserError:  # each row will say so
+            return
+        fix = "writes nothing of an answer that is text; give a chat template that does"
+        require(written, "tokenizer", str(self.file), fix)
+
+    def _compiled(self, environment: Any, source: str) -> Any:
+        try:
+            return environment.from_string(source)
+        except Exception as error:
+            place = f" in line {line}" if (line := getattr(error, "lineno", None)) else ""
+            fix = f"is no chat template that jinja2 can read ({_words(error)}{place}); correct it"
+            raise UserError(f"tokenizer={str(self.file)!r}: {fix}") from None
 
     def render(self, row: Any, first: int = 0) -> str:
-        """Return the conversation `row["messages"]`, with `row["tools"]` if any, and marks around its answers.
+        """Return the conversation of a row (`data.conversations`), with its tools if any, and marks around its answers.
 
         Answers before message `first` have no marks. Raises `UserError` with words that follow the row's place.
         """
-        messages = row.get("messages") if isinstance(row, dict) else None
-        turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
-        if not (messages and turns):
-            raise UserError('has no `messages`, a list of {"role": ..., "content": ...}')
-        if not any(turn.get("role") == "assistant" for turn in messages[first:]):
+        given, tools = messages_of(row), tools_of(row)
+        first += len(given) - len(turns_of(row))  # the row's system text is a message of the prompt
+        if not any(turn["role"] == "assistant" for turn in given[first:]):
             raise UserError("has no assistant turn, so no answer to learn; leave it out")
-        if {BEGIN, END} & set(json.dumps(row, ensure_ascii=False)):
-            raise UserError("has U+FDD0 or U+FDD1, which are no characters; remove them")
-        tools = row.get("tools") or None
+        messages = self._fitting(given, tools)
+        if {BEGIN, END, QUOTE} & set(
+            json.dumps([messages, tools], ensure_ascii=False, default=str)
+        ):
+            raise UserError("has U+FDD0, U+FDD1 or U+FDD4, which are no characters; remove them")
         whole = self._text(messages, tools)
         if BEGIN in whole:
-            unmarked = sum(turn.get("role") == "assistant" for turn in messages[:first])
+            answered = any(turn["role"] == "assistant" for turn in messages[:first])
+            unmarked = self._text(messages[:first], tools).count(BEGIN) if answered else 0
             return whole.replace(BEGIN, "", unmarked).replace(END, "", unmarked)
         marked, done = "", 0
         for i, turn in enumerate(messages):
-            if turn.get("role") != "assistant" or i < first:
+            if turn["role"] != "assistant" or i < first:
                 continue
             begin, end = self._answer(whole, done, messages, i, tools)
             marked += whole[done:begin] + BEGIN + whole[begin:end] + END
@@ -103,9 +151,42 @@ class ChatTemplate:
         text = self._text(messages, None).replace(BEGIN, "").replace(END, "").rstrip()
         return next((token for token in self._added if text.endswith(token)), None)
 
+    def _fitting(self, messages: list, tools: Any) -> list:
+        """Return the messages in the first form whose parts and calls the template writes, each whole.
+
+        A list of parts that the template takes for text, a call that it leaves out, and arguments that it encodes
+        once more are not found in its text as they are.
+        """
+        lost, refusal = "", None
+        for form in forms(messages):  # which raises where arguments have no other form
+            probes, texts = probe(form)
+            if not texts:
+                return form
+            try:
+                written = self._text(probes, tools)
+            except UserError as error:
+                refusal = refusal or error
+                continue
+            missing = next((words for text, words in texts.items() if text not in written), "")
+            if not missing:
+                return form
+            lost = lost or missing
+        if refusal is not None and not lost:
+            raise refusal
+        fix = "give text, and calls with a JSON object, or a template that writes what the row has"
+        raise UserError(f"has {lost}, which {self.file} does not write as it is; {fix}")
+
     def _answer(self, whole: str, done: int, messages: list, i: int, tools: Any) -> tuple[int, int]:
         """Find message `i` in `whole` from `done` on, with its end-of-turn token but no white space after that."""
-        prompt = self._text(messages[:i], tools, add_generation_prompt=True)
+        try:
+            prompt = self._text(messages[:i], tools, add_generation_prompt=True)
+        except UserError:
+            if i:
+                raise
+            fix = "put a message before it, or leave it out"
+            raise UserError(
+                f"begins with an answer, which {self.file} does not prompt for; {fix}"
+            ) from None
         so_far = self._text(messages[: i + 1], tools)
         begin, end = len(prompt), -1
         last = next((token for token in self._added if so_far.rstrip().endswith(token)), None)
@@ -114,25 +195,35 @@ class ChatTemplate:
         elif last is not None and (at := whole.find(last, begin)) >= 0:
             end = at + len(last)  # the template drops an answer's reasoning once more turns follow
         if not (whole.startswith(prompt) and done <= begin <= end):
+            how = "when more follow" if whole.startswith(prompt) else "than it prompts for it"
             raise UserError(
-                f"cannot be parted into prompts and answers: {self.file} writes message {i + 1} otherwise when more "
-                "follow; mark what the model writes there with {% generation %} and {% endgeneration %}"
+                f"cannot be parted into prompts and answers: {self.file} writes message {i + 1} otherwise {how}; "
+                "mark what the model writes there with {% generation %} and {% endgeneration %}"
             )
         return begin, end
 
     def _text(self, messages: list, tools: Any, add_generation_prompt: bool = False) -> str:
+        messages, tools = self._quoted(messages), self._quoted(tools)
         values = {"messages": messages, "tools": tools, "documents": None, **self._names}
+        template = self._template if tools is None else self._tool_use
         try:
-            return self._template.render(**values, add_generation_prompt=add_generation_prompt)
+            return template.render(**values, add_generation_prompt=add_generation_prompt)
         except Exception as error:
-            fix = "change the roles and contents that it does not take"
-            raise UserError(f"is refused by {self.file}: {_words(error)}; {fix}") from None
+            raise UserError(f"is refused by {self.file}: {_words(error)}; {_fix(error)}") from None
+
+    def _quoted(self, value: Any) -> Any:
+        """Return a value of JSON whose texts are quoted, and have no marks."""
+        if isinstance(value, str):
+            return self._quote(re.sub(f"[{BEGIN}{END}]", "", value))
+        if isinstance(value, Mapping):
+            return {self._quote(name): self._quoted(part) for name, part in value.items()}
+        return [self._quoted(part) for part in value] if isinstance(value, list) else value
 
 
 def encode_conversations(
     tokenizer: Tokenizer, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encode rendered conversations end to end, each followed by the separator, as `encode_documents`.
+    """Encode rendered conversations end to end, each followed by the separator unless the template ends with it.
 
     Returns:
         All tokens; the length of every conversation; and bool, for each token, whether it begins in an answer. The
@@ -141,21 +232,25 @@ def encode_conversations(
     pieces, answers = [], []
     for start in range(0, len(texts), 64):
         parts = [re.split(f"[{BEGIN}{END}]", text) for text in texts[start : start + 64]]
-        encoded = tokenizer.encode_with_offsets(["".join(part) for part in parts])
-        for part, (ids, offsets) in zip(parts, encoded, strict=True):
+        plain = ["".join(part) for part in parts]
+        encoded = tokenizer.encode_with_offsets(plain)
+        for part, text, (ids, offsets) in zip(parts, plain, encoded, strict=True):
             borders = np.cumsum([len(piece) for piece in part])
             passed = np.searchsorted(borders, offsets[:, 0], side="right")
             counted = passed % 2 == 1  # every second piece is an answer
             # White space before an answer, where a tokenizer trims it, is an empty span at the answer's beginning.
             counted &= offsets[:, 1] > borders[passed - 1]
-            pieces.append(np.append(ids, tokenizer.eos))
-            answers.append(np.append(counted, len(part) % 2 == 0))
+            ends = offsets[ids == tokenizer.eos, 1]
+            if not ends.size or text[ends[-1] :].strip():
+                ids, counted = np.append(ids, tokenizer.eos), np.append(counted, len(part) % 2 == 0)
+            pieces.append(ids)
+            answers.append(counted)
     lengths = np.array([piece.size for piece in pieces], np.int64)
     dtype = token_dtype(tokenizer.vocab_size)
     return np.concatenate(pieces).astype(dtype), lengths, np.concatenate(answers)
 
 
-def _environment() -> Any:
+def _environment(date: datetime | None) -> Any:
     """The sandbox that `transformers` renders in: `raise_exception`, `tojson`, `break` in loops, `{% generation %}`."""
     try:
         import jinja2.ext
@@ -196,7 +291,25 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
+    if date is not None:
+        environment.globals["strftime_now"] = date.strftime
     return environment
+
+
+def _fix(error: Exception) -> str:
+    """Return what a user can do about an error of a template that renders."""
+    from jinja2 import TemplateError, UndefinedError
+    from jinja2.sandbox import SecurityError
+
+    if isinstance(error, SecurityError):
+        return "a template may only read the conversation; change the template"
+    if isinstance(error, UndefinedError):
+        if "strftime_now" in str(error):
+            return "it asks for the date; give --date YYYY-MM-DD, so that shards are the same on any day"
+        return "add it to the row, or let the template ask whether it `is defined`"
+    if isinstance(error, TemplateError):  # of `raise_exception`
+        return "change the roles and contents that it does not take"
+    return "give what it takes, or change the template"
 
 
 def _words(error: Exception) -> str:

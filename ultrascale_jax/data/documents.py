@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.foreign import parse_json
+from ultrascale_jax.data.conversations import kind_of_row
 from ultrascale_jax.data.hub import HubDataset
 from ultrascale_jax.storage.remote import RemoteFile
 
@@ -121,7 +122,11 @@ def text_of(document: Any, field: str, where: str) -> str:
         fields = document.items() if isinstance(document, dict) else ()
         names = [name for name, value in fields if isinstance(value, str)]
         has = f"no text in {field!r} but in {names}" if names else f"no text in {field!r}"
-        raise UserError(f"{where} has {has}; give another --text-field")
+        fix = "give another --text-field"
+        if kind := kind_of_row(document):
+            has = f"{'a conversation' if kind == 'chat' else 'a preference pair'}, no text in {field!r}"
+            fix = f"give such rows apart from text, with --{kind}"
+        raise UserError(f"{where} has {has}; {fix}")
     return whole_characters(text)
 
 
@@ -132,21 +137,28 @@ def whole_characters(text: str) -> str:
 
 def read_parquet(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The text of every row, and about how many bytes were read so far."""
+    for number, row, done in read_parquet_rows(path, field):
+        fix = f"row {number} has no text in {field!r}; give another --text-field"
+        require(isinstance(row[field], str), "input", str(path), fix)
+        yield row[field], done
+
+
+def read_parquet_rows(path: File, field: str | None = None) -> Iterator[tuple[int, Any, int]]:
+    """The number of every row, its columns, or `field` alone, and about how many bytes were read so far."""
     pyarrow = import_arrow(path, "Parquet")
-    size, rows = path.stat().st_size, 0
+    size, number = path.stat().st_size, 0
     # With `pre_buffer`, its default, it would keep the bytes of the whole file.
     bounded = {"pre_buffer": False, "buffer_size": CHUNK_BYTES}
     try:
         with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw, **bounded) as file:
             names, total = file.schema_arrow.names, file.metadata.num_rows
             fix = f"has no column {field!r} but {names}; give another --text-field"
-            require(field in names, "input", str(path), fix)
-            for batch in file.iter_batches(batch_size=128, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    rows += 1
-                    fix = f"row {rows} has no text in {field!r}; give another --text-field"
-                    require(isinstance(text, str), "input", str(path), fix)
-                    yield text, size * rows // total
+            require(field is None or field in names, "input", str(path), fix)
+            columns = None if field is None else [field]
+            for batch in file.iter_batches(batch_size=128, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row, size * number // total
     except (OSError, pyarrow.ArrowException) as error:
         words = " ".join(str(error).split())
         raise UserError(f"input={str(path)!r}: is not Parquet, or damaged ({words})") from error

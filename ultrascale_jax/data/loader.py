@@ -101,7 +101,7 @@ class Loader:
         stages = parse_stages("data.source", data.source) if split == "train" else ()
         self.begins: tuple[int, ...] = begins("data.source", data.source, stages, steps)
         """Steps that are done before each stage of the mixture."""
-        self.notes: list[str] = []
+        self.notes: list[str] = list(filter(None, [self.tokenizer.rule]))
         """Lines to print about the sources."""
         samples = self._split_samples()
         self.num_sequences: int = sum(map(len, samples.values()))

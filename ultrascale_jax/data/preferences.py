@@ -10,6 +10,8 @@ from typing import Any
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate
+from ultrascale_jax.data.conversations import is_messages, kind_of_row
+from ultrascale_jax.data.tokenizer import QUOTE, Tokenizer
 
 NEXT = "\ufdd2"
 """Parts the chosen text of a pair from the rejected one; a noncharacter as `BEGIN` and `END`."""
@@ -17,32 +19,24 @@ NEXT = "\ufdd2"
 FORMS = "text, or lists of messages; give `prompt` the same form, or leave it out where both begin with it"
 
 
-def is_messages(value: Any) -> bool:
-    """Return whether a value of JSON is a list of messages."""
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-
-
-def is_pair(row: Any) -> bool:
-    """Return whether a row of JSON lines holds a preference pair."""
-    return isinstance(row, dict) and {"chosen", "rejected"} <= row.keys()
-
-
-def render_pair(row: Any, template: ChatTemplate | None) -> str:
+def render_pair(row: Any, tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
     """Return both texts of a pair with marks around their answers, joined by `NEXT`.
 
-    The `prompt` itself has no answer to learn, though it may be a conversation. Messages need the `template`. Raises
-    `UserError` with words that follow the row's place.
+    The `prompt` itself has no answer to learn, though it may be a conversation. Messages need the `template` of the
+    `tokenizer`. Raises `UserError` with words that follow the row's place.
     """
-    if not is_pair(row):
-        raise UserError("has no `chosen` and `rejected`")
-    if {BEGIN, END, NEXT} & set(json.dumps(row, ensure_ascii=False)):
-        raise UserError("has U+FDD0, U+FDD1 or U+FDD2, which are no characters; remove them")
+    if kind_of_row(row) != "preferences":
+        fix = "; conversations need --chat" if kind_of_row(row) == "chat" else ""
+        raise UserError(f"has no `chosen` and `rejected`{fix}")
+    if {BEGIN, END, NEXT, QUOTE} & set(json.dumps(row, ensure_ascii=False, default=str)):
+        raise UserError("has one of U+FDD0 to U+FDD4, which are no characters; remove it")
     answers, given = (row["chosen"], row["rejected"]), row.get("prompt")
     if all(isinstance(answer, str) for answer in answers):
         if not isinstance(given, str | None):
             raise UserError(f"has a `prompt` unlike `chosen` and `rejected`, which are {FORMS}")
+        answers = tuple(map(tokenizer.quote, answers))
         count = 0 if given is not None else _shared(*answers)
-        prompt = given if given is not None else answers[0][:count]
+        prompt = tokenizer.quote(given) if given is not None else answers[0][:count]
         return NEXT.join(prompt + BEGIN + answer[count:] for answer in answers)
     if not all(map(is_messages, answers)):
         raise UserError(f"has `chosen` and `rejected` that are not both {FORMS}")
@@ -54,7 +48,8 @@ def render_pair(row: Any, template: ChatTemplate | None) -> str:
     if not (isinstance(given, str | None) or is_messages(given)):
         raise UserError(f"has a `prompt` unlike `chosen` and `rejected`, which are {FORMS}")
     first = len(prompt) or _shared(*answers)
-    talks = [{"messages": prompt + answer, "tools": row.get("tools")} for answer in answers]
+    about = {name: row.get(name) for name in ("tools", "system")}
+    talks = [{"messages": prompt + answer, **about} for answer in answers]
     return NEXT.join(template.render(talk, first) for talk in talks)
 
 

@@ -306,6 +306,8 @@ def open_shards(folder: Path, vocab_size: int, tokenizer: str, *, together: bool
     if index.tokenizer != tokenizer:
         has_file = (folder / "tokenizer.json").is_file()
         fix = f"set data.tokenizer={folder / 'tokenizer.json' if has_file else index.tokenizer}"
+        if has_file and isinstance(index.settings, dict):
+            fix += f" and data.special_tokens={index.settings.get('special_tokens')}"
         raise UserError(
             f"index.json says that another tokenizer than data.tokenizer made the shards; {fix}"
         )

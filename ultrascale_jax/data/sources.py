@@ -22,7 +22,7 @@ import numpy as np
 from ultrascale_jax.config import DataConfig, UserError, require
 from ultrascale_jax.data.mixture import Mixture
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
-from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, run_tokenizer
 from ultrascale_jax.storage.cache import cache_folder
 from ultrascale_jax.storage.remote import RemoteError, is_url
 
@@ -64,7 +64,7 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
     Raises:
         ValueError: in one line the field, the source, the file at fault and the fix.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = run_tokenizer(data)
     mixture = Mixture.parse(data.source)
     corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name in mixture.names)
     return Sources(mixture=mixture, corpora=corpora, tokenizer=tokenizer)

@@ -1,34 +1,36 @@
 """Text to token ids and back: bytes, or a Hugging Face `tokenizer.json`.
 
-Every document becomes its tokens followed by one separator, the tokenizer's end-of-text token. No
-other special token is added. Reading a `tokenizer.json` parses JSON and runs no code from it.
+Every document becomes the tokens that the tokenizer puts before a text, such as BOS, those of the text, and one
+separator, the tokenizer's end-of-text token. Names of special tokens in a text are text. `data.special_tokens` changes
+both. Reading a `tokenizer.json` parses JSON and runs no code from it.
 """
 
 import contextlib
+import functools
 import hashlib
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_foreign, read_json
+from ultrascale_jax.config import DataConfig, SpecialTokens, UserError, require
 from ultrascale_jax.data.remote_shards import fetch_tokenizer
+from ultrascale_jax.data.tokenizer_files import (
+    FILE,
+    SEPARATORS,
+    beginning,
+    check_vocabulary,
+    end_of_text,
+    read_tokenizer,
+)
 from ultrascale_jax.storage.remote import is_url
 
-SEPARATORS = (
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek-V3's
-)
-"""Names of the end-of-text token; the first that the tokenizer has separates documents."""
-
-CONFIG = "tokenizer_config.json"
-"""File beside `tokenizer.json` that names its special tokens, and may hold a chat template."""
-
-MOST_BYTES = 1 << 28
-"""Largest `tokenizer.json` that is read; that of Gemma, with 256,000 tokens, has 33 MB."""
+QUOTE = "\ufdd4"
+"""Stands within the name of a special token that is text; one of Unicode's noncharacters, for use inside a program."""
 
 RANDOM = ("dropout", "alpha", "nbest_size")
 """Settings that would make the library encode one text in another way each time."""
@@ -45,15 +47,24 @@ class Tokenizer(Protocol):
     """Id that ends every document."""
     fingerprint: str
     """Equal for tokenizers that give equal ids."""
+    rule: str
+    """Line about the special tokens of a document; empty where there is no choice."""
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Encode a text; with `special` and the tokens that the tokenizer puts around one, such as BOS."""
+    def encode(self, text: str, *, begins: bool = True, rendered: bool = False) -> list[int]:
+        """Encode a text; one that `begins` after the tokens that the tokenizer puts before a text, such as BOS.
+
+        In a text `rendered` by a chat template names of special tokens are these tokens unless quoted.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode texts; also [tokens, 2], where each token begins and ends, in characters."""
+        """Encode rendered texts; also return [tokens, 2], where each token begins and ends, in characters."""
+        ...
+
+    def quote(self, text: str) -> str:
+        """Return a text with `QUOTE` in each name of a special token, unless these are to become tokens."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
@@ -70,9 +81,13 @@ class ByteTokenizer:
     vocab_size = 256
     eos = 0
     fingerprint = "bytes"
+    rule = ""
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, begins: bool = True, rendered: bool = False) -> list[int]:
         return list(text.encode())
+
+    def quote(self, text: str) -> str:
+        return text
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -98,49 +113,67 @@ class JsonTokenizer:
     What the file says of truncation, padding and random merges (BPE's dropout, Unigram's sampling) is for other uses.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, special_tokens: SpecialTokens = "bos"):
         import tokenizers
 
         self._path, self._byte_level = str(path), tokenizers.decoders.ByteLevel
-        fix = "must be 'bytes' or the path of a Hugging Face tokenizer.json"
-        make = "ultrascale prepare-data --input 'FILES' --out DIR --train-bpe 32768 trains one"
-        require(Path(path).is_file(), "data.tokenizer", self._path, f"{fix}; {make}")
-        content = read_foreign(Path(path), name="data.tokenizer", most=MOST_BYTES)
-        with self._refused(fix):
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-            changed = self._encode_all_alike()
+        path = Path(path)
+        content = read_tokenizer(path)
+        with self._refused(f"must be 'bytes' or the path of a Hugging Face {FILE}"):
+            text = content.decode("utf-8-sig")
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._encode_all_alike()
+        check_vocabulary(path, text, self._tokenizer)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        separator = next((name for name in SEPARATORS if name in vocab), None)
-        fix = (
-            f"has none of the end-of-text tokens {', '.join(SEPARATORS)}; add one to its vocabulary"
-        )
-        require(separator is not None, "data.tokenizer", self._path, fix)
         self.vocab_size = max(vocab.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added = tuple(token.content for token in added)
         """Texts of the tokens beside the model's own vocabulary, such as the one that ends a turn."""
-        self.eos = vocab[separator or ""]
-        # Shards for which a version before this one obeyed such settings hold other tokens.
-        mark = b" without truncation, padding and random merges" if changed else b""
-        self.fingerprint = hashlib.sha256(content + mark).hexdigest()
+        self.eos_token, source = end_of_text(path, self._tokenizer)
+        self.eos = vocab[self.eos_token]
+        with self._refused(ENCODE_FIX):
+            self._prefix = beginning(path, self._tokenizer, self.eos_token)
+        if special_tokens == "none":
+            self._prefix = []
+        # A token of one character has no place for `QUOTE`.
+        names = sorted((t.content for t in added if t.special and t.content[1:]), key=len)
+        self._special = re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
+        self.quoted: set[str] = set()
+        """Names of special tokens that `quote` has found."""
+        self._typed = special_tokens == "all"
+        self._tokenizer.encode_special_tokens = not self._typed
+        shown = " ".join(f"{self._tokenizer.id_to_token(id_)!r} ({id_})" for id_ in self._prefix)
+        self.rule = f"each document begins with {shown or 'its text'}, and ends with "
+        self.rule += f"{self.eos_token!r} ({self.eos}), {source}"
+        rule = repr((self.eos, self._prefix, self._typed))
+        self.fingerprint = hashlib.sha256(f"{text}{rule}".encode()).hexdigest()
 
-    def _encode_all_alike(self) -> bool:
-        """Switch truncation, padding and random merges off; return whether any was on."""
-        own, model = self._tokenizer, self._tokenizer.model
-        random = [name for name in RANDOM if getattr(model, name, None)]
-        changed = bool(own.truncation or own.padding or random)
-        own.no_truncation()
-        own.no_padding()
-        for name in random:
-            setattr(model, name, None)
-        return changed
+    def _encode_all_alike(self) -> None:
+        """Switch truncation, padding and random merges off."""
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        for name in RANDOM:
+            if getattr(self._tokenizer.model, name, None):
+                setattr(self._tokenizer.model, name, None)
+
+    @functools.cached_property
+    def _of_templates(self) -> Any:
+        """The tokenizer for texts of a chat template: it finds special tokens, and takes `QUOTE` out after that."""
+        settings = json.loads(self._tokenizer.to_str())
+        unquote = {"type": "Replace", "pattern": {"String": QUOTE}, "content": ""}
+        own = [settings["normalizer"]] if settings["normalizer"] else []
+        settings["normalizer"] = {"type": "Sequence", "normalizers": [unquote, *own]}
+        for token in settings["added_tokens"]:
+            # One that is normalized would be looked for in the text without quotes.
+            token["normalized"] &= not token["special"]
+        return type(self._tokenizer).from_str(json.dumps(settings))
 
     @contextlib.contextmanager
     def _refused(self, fix: str) -> Iterator[None]:
         """Raise the library's errors as `UserError`; a panic in its Rust code is not even an `Exception`."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, MemoryError):
+        except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
             raise
         except BaseException as error:
             words = " ".join(str(error).split())
@@ -148,22 +181,37 @@ class JsonTokenizer:
                 f"data.tokenizer={self._path!r}: {fix}; the library says: {words}"
             ) from None
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, begins: bool = True, rendered: bool = False) -> list[int]:
+        tokenizer = self._of_templates if rendered else self._tokenizer
         with self._refused(ENCODE_FIX):
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return self._begun(ids) if begins else ids
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return `ids` after those that the tokenizer puts before a text, unless they begin with them already."""
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        dtype = token_dtype(self.vocab_size)
         with self._refused(ENCODE_FIX):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+            return [np.array(self._begun(encoding.ids), dtype) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._refused(ENCODE_FIX):
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-            return [
-                (np.array(one.ids, np.int64), np.array(one.offsets, np.int64).reshape(-1, 2))
-                for one in encodings
-            ]
+            encodings = self._of_templates.encode_batch(list(texts), add_special_tokens=False)
+        found = []
+        for encoding in encodings:
+            ids = self._begun(encoding.ids)
+            offsets = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
+            found.append((np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)))
+        return found
+
+    def quote(self, text: str) -> str:
+        if self._typed or not (names := set(self._special.findall(text))):
+            return text
+        self.quoted |= names
+        return self._special.sub(lambda name: f"{name[0][0]}{QUOTE}{name[0][1:]}", text)
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         with self._refused("cannot decode the ids; use another tokenizer"):
@@ -185,26 +233,25 @@ class JsonTokenizer:
         return sizes
 
 
-def special_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens that the `tokenizer_config.json` beside a `tokenizer.json` names, by names as `bos_token`."""
-    config = path.with_name(CONFIG)
-    settings = read_json(config, name="tokenizer") if config.exists() else {}
-    contents = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token")
-    }
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
+def load_tokenizer(name: str, special_tokens: SpecialTokens = "bos") -> Tokenizer:
+    """Load a tokenizer: `bytes`, or the path or URL of a `tokenizer.json`, or its folder."""
+    known = get_args(SpecialTokens)
+    fix = f"must be one of {', '.join(known)}"
+    require(special_tokens in known, "special_tokens", special_tokens, fix)
+    return ByteTokenizer() if name == "bytes" else JsonTokenizer(on_disk(name), special_tokens)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, or the path or URL of a `tokenizer.json`."""
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(on_disk(name))
+def run_tokenizer(data: DataConfig) -> Tokenizer:
+    """Load the tokenizer of a run."""
+    return load_tokenizer(data.tokenizer, data.special_tokens)
 
 
 def on_disk(name: str) -> str:
-    """Return `name`, or of a URL the path of the copy that is fetched to this host."""
-    return str(fetch_tokenizer(name)) if is_url(name) else name
+    """Return the path of the tokenizer `name`, of a URL that of the copy that is fetched to this host, or `bytes`."""
+    if is_url(name):
+        return str(fetch_tokenizer(name))
+    file = Path(name) / FILE
+    return str(file) if name != "bytes" and file.is_file() else name
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

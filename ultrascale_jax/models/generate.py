@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import require, require_type
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.block import cut
-from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.inputs import LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
@@ -54,6 +54,9 @@ def generate(
 
     Returns:
       `[B, num_tokens]` int32.
+
+    Raises:
+      UserError: an argument cannot be, such as a token id outside the model's vocabulary.
     """
     _check_arguments(model, np.asarray(prompt_BP), num_tokens, temperature, top_k)
     require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
@@ -62,6 +65,8 @@ def generate(
     fix = f"must hold for each of {rows} rows a number from 1 to {longest}"
     sound = lengths.shape == (rows,) and lengths.min() >= 1 and lengths.max() <= longest
     require(sound, "lengths_B", lengths.tolist(), fix)
+    ids = np.asarray(prompt_BP)[np.arange(longest) < lengths[:, None]]
+    check_ids("prompt_BP", ids, model.cfg.vocab_size)
     shortest = int(lengths.min())
     given_SB = _given(np.asarray(prompt_BP), lengths, num_tokens)
     prompt_BP = np.asarray(prompt_BP)[:, :shortest]

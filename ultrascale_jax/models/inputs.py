@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig
+from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig, require
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.primitives import reshard
@@ -21,6 +22,13 @@ Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
 
 STATIC = {"static": True}
+
+
+def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary, where an embedding would clamp them without a word."""
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    fix = f"is outside the model's vocabulary, 0 to {vocab_size - 1}; give ids of the model's own tokenizer"
+    require(outside.size == 0, name, next(iter(outside.tolist()), None), fix)
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ from ultrascale_jax.data.samples import Batch, PackedSamples
 from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import Tokenizer
+from ultrascale_jax.models.inputs import check_ids
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.rules import act
@@ -72,7 +73,7 @@ class Scorer:
         pairs: Sequence[tuple[list[int], list[int]]],
         done: Callable[[int], object] = lambda count: None,
     ) -> list[tuple[float, bool]]:
-        """Score `pairs` of context and continuation, in token ids; a context has at least one.
+        """Score `pairs` of context and continuation, in token ids of the vocabulary; a context has at least one.
 
         Batches are of similar lengths. `done` is called after each with the number of its pairs.
 
@@ -83,6 +84,8 @@ class Scorer:
         mesh = self._cfg.mesh
         fix = "choices are scored without a pipeline; use fsdp or tp"
         require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
+        for pair in pairs:
+            check_ids("pairs", np.concatenate(pair), self._cfg.model.vocab_size)
         rows = [_continuation_row(context, continuation) for context, continuation in pairs]
         # The longest first: if memory does not suffice, it says so at once.
         order = sorted(range(len(rows)), key=lambda i: -rows[i]["tokens"].size)
@@ -122,6 +125,7 @@ def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
     except UserError as error:
         # The command has options of its own for them.
         words = str(error).replace("data.source", "source")
+        words = words.replace("data.special_tokens=", "--special-tokens ")
         raise UserError(words.replace("set data.tokenizer=", "set --tokenizer ")) from None
     fix = "has several stages; name one mixture"
     require(len(opened.mixture.weights) == 1, "source", source, fix)
