@@ -253,7 +253,11 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
             b'{"text": "a"}\n{"body": "b"}\n',
             r"line 2 has no text in 'text' but in \['body'\]; g",
         ),
-        ("a.jsonl", b'{"text": 3}\n', r"line 1 has no text in 'text'; give another --text-field"),
+        (
+            "a.jsonl",
+            b'{"text": 3}\n',
+            r"line 1 has no text in 'text', which is a number; write text there",
+        ),
         ("a.jsonl", b'["text"]\n', r"line 1 has no text"),
         ("a.jsonl", b"{oops\n", r"a\.jsonl': line 1 is not JSON"),
         ("a.jsonl", b"\xff\n", r"a\.jsonl': line 1 is not JSON"),

@@ -25,7 +25,6 @@ lists of messages as above. Without `prompt` it is what both begin with. Each ma
 
 import contextlib
 import functools
-import glob
 import multiprocessing
 import os
 import time
@@ -53,6 +52,7 @@ from ultrascale_jax.data.documents import (
     text_of,
     whole_characters,
 )
+from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.remote_shards import upload_shards
 from ultrascale_jax.storage.cache import cache_folder, name_of
 from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
@@ -71,8 +71,8 @@ class Args:
     """Turn documents into token shards for `data.source=tokens:DIR`."""
 
     input: str
-    """Pattern of the files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet and
-    .array_record in a row or record, others are one of text; .gz and .zst behind any of the first three or text are
+    """Path, or pattern of files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet
+    and .array_record in a row or record, others are one of text; gzip and Zstandard around JSON lines and text are
     decompressed. Or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset that Hugging Face `datasets` streams."""
     out: str | Path
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
@@ -155,9 +155,8 @@ def inputs(args: Args) -> Sequence[Input]:
         return [hub.HubDataset.parse(args.input)]
     if is_url(args.input):
         return matching(args.input)
-    found = map(Path, glob.glob(args.input, recursive=True))
-    own = args.folder.resolve()
-    return sorted(path for path in found if path.is_file() and own not in path.resolve().parents)
+    found, own = matching_files(args.input, "input"), args.folder.resolve()
+    return [path for path in found if own not in path.resolve().parents]
 
 
 def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:

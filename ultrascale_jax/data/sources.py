@@ -10,9 +10,7 @@ may change at a step, or at a share of the run: `tokens:a; 0.8: tokens:a,tokens:
 mixtures: `web=text:a/*.txt,code=tokens:b`. `mixture.py` reads such texts.
 """
 
-import glob
 import hashlib
-import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.documents import whole_text
+from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
@@ -89,14 +89,10 @@ def _open(
             elif not Path(argument).is_dir():
                 fix = f"make it: ultrascale prepare-data --input 'FILES' --out {argument} --tokenizer {data.tokenizer}"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
-    paths = (
-        stdlib_paths()
-        if kind == "python-stdlib"
-        else glob.glob(os.path.expanduser(argument), recursive=True)
-    )
-    files = _read_files(
-        name, sorted(Path(path) for path in paths), skip_undecodable=kind == "python-stdlib"
-    )
+    if kind == "python-stdlib":
+        files = _read_files(name, sorted(stdlib_paths()), skip_undecodable=True)
+    else:
+        files = _read_files(name, matching_files(argument, "data.source"), skip_undecodable=False)
     fix = "no file with text matches; give another pattern"
     require(bool(files), "data.source", name, fix)
     return _encode(name, files, tokenizer, vocab_size)
@@ -135,12 +131,11 @@ def _read_files(name: str, paths: list[Path], skip_undecodable: bool) -> list[tu
     files = []
     for path in filter(Path.is_file, paths):
         try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as error:
+            text, _ = whole_text(path, "text", f"data.source={name!r}: {path}")
+        except UserError:
             if skip_undecodable:
                 continue
-            fix = f"{path} is not UTF-8 text; convert it or leave it out of the pattern"
-            raise UserError(f"data.source={name!r}: {fix}") from error
+            raise
         if text:
             files.append((path, text))
     return files
