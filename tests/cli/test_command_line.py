@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.cli import command_line, generate, train, watch
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -238,6 +238,17 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
     err = refused(capsys, *words)
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
+    cfg, _ = command_line.parse(["~/my.py", "--run-dir=~/x"], prog="train")
+    assert cfg.log.run_dir == f"{tmp_path}/x"
+    seen = command_line.read(watch.Options, ["~/x", "y", "--export=~/z"], prog="watch")
+    assert (seen.run_dirs, seen.export) == ((tmp_path / "x", Path("y")), tmp_path / "z")
+    said = command_line.read(generate.Options, ["~/x", "--prompt", "~/y"], prog="generate")
+    assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
 
 
 def test_an_unknown_name_gets_the_nearest_one_in_one_line(capsys):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ultrascale_jax.checkpoint.init_from import Source
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, train
@@ -41,6 +42,16 @@ def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp
     )
     assert cfg.data.tokenizer == f"{tmp_path}/run/tokenizer.json"
     assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(HF).d_ff
+
+
+def test_a_source_names_one_checkpoint_also_where_a_folder_has_the_name_of_a_step(tmp_path):
+    for name in ("run/checkpoints/7", "run@7/checkpoints/3"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run@7 and .*/run are both folders"):
+        Source.parse(f"{tmp_path}/run@7")
+    for typed, text in {"run@7/": "run@7@3", "run/": "run/@7", "run/@7": "run/@7"}.items():
+        source = Source.parse(f"{tmp_path}/{typed}").pinned()
+        assert source.text == f"{tmp_path}/{text}" and Source.parse(source.text) == source
 
 
 def opened(words, save_step=None):

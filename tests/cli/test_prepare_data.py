@@ -335,6 +335,17 @@ def test_a_folder_inside_the_input_is_no_input(tmp_path):
     assert [prepare(args).shards[0].documents for _ in range(2)] == [1, 1]
 
 
+def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    main(["--input", "~/*.txt", "--out=~/out", "--workers", "1"])
+    assert (tmp_path / "out/index.json").is_file() and not (tmp_path / "~").exists()
+    args = Args(input="hf:~/rows", out=Path("~/out"), tokenizer="~/t.json")
+    places = (args.input, str(args.out), args.tokenizer)
+    assert places == (f"hf:{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
+
+
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):
     for name, size in {"a": 5, "b": 50, "c": 5}.items():
         (tmp_path / f"{name}.txt").write_text("x" * size)

@@ -55,6 +55,20 @@ def test_a_dataset_becomes_the_shards_that_its_files_become(folder, tmp_path):
     assert documents == read_documents(tmp_path / "out", ByteTokenizer())
 
 
+def test_a_folder_with_an_at_sign_or_a_colon_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a@v1", "b:c"):
+        (tmp_path / name).mkdir()
+        assert HubDataset.parse(f"hf:{name}") == HubDataset(name)
+    assert HubDataset.parse("hf:a@v2:x") == HubDataset("a", "v2", "x")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match=r"a@v1 and a are both folders; write hf:a@v1/$"):
+        HubDataset.parse("hf:a@v1")
+    assert HubDataset.parse("hf:a@v1/") == HubDataset("a@v1/")
+    with pytest.raises(UserError, match="a is a folder, which has no revisions; leave out @v2"):
+        HubDataset.parse("hf:a@v2")
+
+
 def test_a_stream_that_broke_off_goes_on_without_what_came_before(folder, tmp_path):
     prepare(arguments(folder, tmp_path / "straight"))
     last = folder / "train-2.jsonl"

@@ -41,7 +41,9 @@ from ultrascale_jax.config import (
     MeshConfig,
     RopeScaling,
     UserError,
+    at_home,
     check_numbers,
+    put_home,
     require,
 )
 from ultrascale_jax.config.renamed import refuse_old_option
@@ -55,6 +57,9 @@ DEFAULT_RECIPE = "demo"
 
 MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
+
+TEXTS = ("prompt", "system")
+"""Options whose values are texts for a model, in which a `~` stays."""
 
 PATIENCE_S = 10.0
 """Seconds for which a process keeps an error to itself that process 0 must have had too."""
@@ -361,7 +366,7 @@ def recipes() -> list[str]:
 
 def load_recipe(name: str) -> Config:
     """Return the `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
-    known = recipes()
+    known, name = recipes(), at_home(name)
     is_file = name.endswith(".py")
     require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
@@ -496,8 +501,10 @@ def read[T](
         raise UserError(
             complaint + (suggestion(complaint, default or form, recipes(), prog) or near)
         ) from None
-    # A `Config` has checked its own numbers.
-    check_numbers("", made.options if isinstance(made, _Command) else made)
+    # A `Config` has done so itself.
+    options: Any = made.options if isinstance(made, _Command) else made
+    check_numbers("", options)
+    put_home(options, *(f.name for f in dataclasses.fields(options) if f.name not in TEXTS))
     return made
 
 

@@ -27,6 +27,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import UserError, put_home, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.documents import (
     JSON_LINES,
@@ -53,6 +54,7 @@ from ultrascale_jax.data.documents import (
     whole_characters,
 )
 from ultrascale_jax.data.files import matching_files
+from ultrascale_jax.data.mixture import source_of
 from ultrascale_jax.data.remote_shards import upload_shards
 from ultrascale_jax.storage.cache import cache_folder, name_of
 from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
@@ -90,6 +92,9 @@ class Args:
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
     """Most tokens of a shard, unless one document is longer."""
+
+    def __post_init__(self):
+        put_home(self, "input", "out", "tokenizer")
 
     @property
     def folder(self) -> Path:
@@ -452,5 +457,5 @@ def main(argv: Sequence[str]) -> None:
     name = "bytes" if index.tokenizer == "bytes" else f"{args.out}/tokenizer.json"
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
-    print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
-    print(f"--model.vocab-size {index.vocab_size}")
+    words = ["--data.source", source_of(str(args.out)), "--data.tokenizer", name]
+    print(shlex.join([*words, "--model.vocab-size", str(index.vocab_size)]))

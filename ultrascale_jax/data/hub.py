@@ -6,6 +6,7 @@ Rows come in the order of the dataset's files, a part of a file at a time, so no
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,8 +54,15 @@ class HubDataset:
         found = re.fullmatch(
             r"hf:([^:@]+)(?:@([\w.-]+))?(?::([^:]*))?(?::([^:\[\]]+))?", text.strip()
         )
+        folder = text.strip().removeprefix(PREFIX)
+        if os.path.isdir(folder) and not (found and found[1] == folder):
+            fix = f"{folder} and {found and found[1]} are both folders; write {PREFIX}{folder}/"
+            require(not (found and os.path.isdir(found[1])), "input", text, fix)
+            return cls(folder)
         require(found is not None, "input", text, FORM)
         assert found is not None
+        fix = f"{found[1]} is a folder, which has no revisions; leave out @{found[2]}"
+        require(not (found[2] and os.path.isdir(found[1])), "input", text, fix)
         return cls(found[1], found[2], found[3] or None, found[4] or "train")
 
     def __str__(self) -> str:
