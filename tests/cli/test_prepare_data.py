@@ -329,6 +329,35 @@ def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys, fault):
     assert errors.startswith(said) and errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("link", "No such file or directory"),
+        ("n" * 300, "File name too long"),
+        ("/proc/none", "No such file or directory"),
+        ("", "must be a folder"),
+        ("a\udcff", "must be a folder with a name in UTF-8"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypatch, out, said):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    Path("link").symlink_to("nowhere")
+    monkeypatch.setattr("ultrascale_jax.cli.prepare_data.inputs", lambda args: pytest.fail())
+    with pytest.raises(UserError, match=rf"^out='.*': .*{said}"):
+        prepare(Args(input="file", out=out, workers=1))
+    assert Path("file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_shard_that_cannot_be_written_is_one_error(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out/shard_00000.tokens").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"out='.*/out': cannot be written \(Is a directory\)"):
+        prepare(Args(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1))
+
+
 def test_a_folder_inside_the_input_is_no_input(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     args = Args(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)

@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.storage.cache import fetch
+from ultrascale_jax.storage.cache import cache_folder, fetch
 from ultrascale_jax.storage.remote import (
     Remote,
     RemoteError,
@@ -85,6 +85,13 @@ def test_a_name_that_leads_out_of_a_folder_is_refused(url):
     Remote(url).write("40/../../evil", b"")
     with pytest.raises(UserError, match="holds an object named"):
         Remote(url).files()
+
+
+def test_a_cache_that_cannot_be_made_is_one_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be made \(.*Not a directory.*XDG_CACHE_HOME$"):
+        cache_folder("tokens")
 
 
 def test_an_object_is_fetched_once_and_only_if_it_is_what_it_should_be(url, tmp_path):

@@ -28,7 +28,9 @@ import functools
 import multiprocessing
 import os
 import shlex
+import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -57,7 +59,7 @@ from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import source_of
 from ultrascale_jax.data.remote_shards import upload_shards
 from ultrascale_jax.storage.cache import cache_folder, name_of
-from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
+from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
@@ -125,6 +127,7 @@ def prepare(args: Args) -> shards.Index:
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
+    require_writable(args)
     paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
@@ -152,6 +155,36 @@ def prepare(args: Args) -> shards.Index:
             require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
         return write_shards(args, index, documents, progress, stream)
+
+
+def require_writable(args: Args) -> None:
+    """Refuse an `out` where nothing can be written, without making it."""
+    out = str(args.out)
+    if is_url(out):
+        remote, probe = Remote(out), f".prepare-{uuid.uuid4().hex}"
+        remote.write(probe, b"")
+        remote.remove([probe])
+    fix = "must be a folder with a name in UTF-8, or a URL"
+    require(bool(out) and out.encode(errors="replace").decode() == out, "out", out, fix)
+    existing = next(one for one in (args.folder, *args.folder.parents) if os.path.lexists(one))
+    with writing(args):
+        with contextlib.suppress(FileNotFoundError):
+            args.folder.stat()  # for a name that is too long
+        tempfile.TemporaryFile(dir=existing).close()
+
+
+@contextlib.contextmanager
+def writing(args: Args) -> Iterator[None]:
+    """Turn an error of the disk inside the block into a `UserError` that names `out`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        fix = "name a folder that can be written; after a repair the same command goes on"
+        raise UserError(
+            f"out={str(args.out)!r}: cannot be written ({error.strerror or error}); {fix}"
+        ) from None
 
 
 def inputs(args: Args) -> Sequence[Input]:
@@ -264,17 +297,18 @@ def write_shards(
     rate = TokenRate(progress)
 
     def finish_shard() -> shards.Index:
-        copy_tokenizer(args)
         name = f"shard_{len(index.shards):05d}"
         tokens, lengths, hashes, answers = zip(*pending, strict=True)
         joined = np.concatenate(lengths), np.concatenate(hashes)
         answers = answers if args.kind != "text" else ()
-        shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
-        longer = replace(index, shards=(*index.shards, shard))
-        longer.save(args.folder)
-        if stream is not None:
-            documents = sum(shard.documents for shard in longer.shards)
-            stream.save(args.folder, documents // args.unit)
+        with writing(args):
+            copy_tokenizer(args)
+            shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
+            longer = replace(index, shards=(*index.shards, shard))
+            longer.save(args.folder)
+            if stream is not None:
+                documents = sum(shard.documents for shard in longer.shards)
+                stream.save(args.folder, documents // args.unit)
         rate.tell(shard)
         return longer
 
@@ -295,7 +329,8 @@ def write_shards(
         index = finish_shard()
     require(bool(index.shards), "input", args.input, "holds no text")
     index = replace(index, complete=True)
-    index.save(args.folder)
+    with writing(args):
+        index.save(args.folder)
     return index
 
 
