@@ -267,6 +267,34 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
     assert "--train.steps" in err and "'many'" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--train.steps 1e3", "--train.steps: must be an integer, not '1e3'"),
+        ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
+        ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
+        ("--devices x", "--devices: must be None or INT, not 'x'"),
+        ("--train.steps", "'--train.steps'; give 1 value"),
+        ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
+        (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
+        ("--no-data.document-mask", "did you mean --data.no-document-mask?"),
+        ("--no-document-mask", "did you mean --data.no-document-mask?"),
+        ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
+        ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
+        ("--data.document-mask False", "options: False; --data.no-document-mask turns it off"),
+        ("--data.document-mask=0", "options: 0; --data.no-document-mask turns it off"),
+        ("--moe.overlap true", "options: true; --moe.overlap alone turns it on"),
+        ("--print-config=1", "options: 1; --print-config alone turns it on"),
+        ("--no-train.zero", "options: --no-train.zero"),
+        ("--no-print-config", "options: --no-print-config"),
+        ("--train.nosteps 3", "options: --train.nosteps, 3"),
+    ],
+)
+def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys, words, said):
+    err = refused(capsys, *words.split())
+    assert err.endswith(f"{said}\n") and err.count("\n") == 1
+
+
 def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
     words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
     with pytest.raises(SystemExit) as stop:

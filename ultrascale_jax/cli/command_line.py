@@ -31,7 +31,7 @@ import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.init_from import with_source
-from ultrascale_jax.cli.suggestions import suggestion
+from ultrascale_jax.cli.suggestions import plain, suggestion
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -498,9 +498,8 @@ def read[T](
         if stop.code == 0:
             raise
         complaint, near = _unboxed(report.getvalue())
-        raise UserError(
-            complaint + (suggestion(complaint, default or form, recipes(), prog) or near)
-        ) from None
+        hint = suggestion(complaint, default or form, recipes(), prog, arguments, near)
+        raise UserError(plain(complaint) + hint) from None
     # A `Config` has done so itself.
     options: Any = made.options if isinstance(made, _Command) else made
     check_numbers("", options)
@@ -508,8 +507,8 @@ def read[T](
     return made
 
 
-def _unboxed(box: str) -> tuple[str, str]:
-    """Return the first part of tyro's error as one line, and the options that it suggests.
+def _unboxed(box: str) -> tuple[str, list[str]]:
+    """Return the first part of tyro's error as one line, and the options that it suggests, of a flag both forms.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """
@@ -518,6 +517,5 @@ def _unboxed(box: str) -> tuple[str, str]:
     if rules[:1] == [1] and lines[0] and not box.startswith("╭"):
         lines, rules = lines[2:], [n - 2 for n in rules[1:]]
     end = rules[0] if rules else len(lines)
-    near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
-    hint = f"; did you mean {' or '.join(near)}?" if near and "Unrecognized" in lines[0] else ""
-    return " ".join(line for line in lines[:end] if line).removesuffix("."), hint
+    near = [word for line in lines[end:] for word in re.findall(r"(?:^|, )(--\w[\w.-]+)", line)]
+    return " ".join(line for line in lines[:end] if line).removesuffix("."), near
