@@ -251,6 +251,52 @@ def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
     assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
 
 
+RECIPE_WITH_A_HELPER = """
+from __future__ import annotations
+import dataclasses
+import sys
+import beside_the_recipe
+from ultrascale_jax.configs.debug import config as debug
+assert sys.modules[__name__].dataclasses is dataclasses
+
+@dataclasses.dataclass
+class Mine:
+    steps: dataclasses.InitVar[int] = beside_the_recipe.STEPS
+
+config = dataclasses.replace(debug, train=dataclasses.replace(debug.train, steps=Mine.steps))
+"""
+
+
+@pytest.mark.parametrize("name", ["my.py", "MY.PY"])
+def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "beside_the_recipe", raising=False)
+    (tmp_path / "beside_the_recipe.py").write_text("STEPS = 77")
+    (tmp_path / name).write_text(RECIPE_WITH_A_HELPER)
+    before = set(sys.modules)
+    assert parse(str(tmp_path / name))[0].train.steps == 77
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=r"broken\.py': ZeroDivisionError: .*broken\.py:1$"):
+        command_line.load_recipe(str(tmp_path / "broken.py"))
+    assert not [name for name in set(sys.modules) - before if "broken" in name]
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "out/run/config.json", "A.YML", "x/y.toml"])
+def test_a_recipe_in_another_language_is_told_what_a_recipe_is(name):
+    words = "a recipe is Python: give a file that ends in .py and sets `config`, .* --print-config"
+    with pytest.raises(UserError, match=rf"^recipe='{name}': {words}"):
+        command_line.load_recipe(name)
+
+
+def test_a_recipe_file_without_its_suffix_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").touch()
+    with pytest.raises(UserError, match=r"recipe='\./my': did you mean \./my\.py\?"):
+        command_line.load_recipe("./my")
+
+
 def test_an_unknown_name_gets_the_nearest_one_in_one_line(capsys):
     err = refused(capsys, "--train.stpes", "7")
     assert err.startswith(

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -57,6 +58,9 @@ DEFAULT_RECIPE = "demo"
 
 MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
+
+OTHER_LANGUAGES = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".ipynb")
+"""Suffixes of files that hold settings for other programs."""
 
 TEXTS = ("prompt", "system")
 """Options whose values are texts for a model, in which a `~` stays."""
@@ -367,13 +371,17 @@ def recipes() -> list[str]:
 def load_recipe(name: str) -> Config:
     """Return the `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
     known, name = recipes(), at_home(name)
-    is_file = name.endswith(".py")
+    suffix = Path(name).suffix.lower()
+    is_file = suffix == ".py"
+    fix = "a recipe is Python: give a file that ends in .py and sets `config`, or options, as --print-config shows them"
+    require(suffix not in OTHER_LANGUAGES, "recipe", name, fix)
     require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
     stem = name.replace("-", "_")
     module_name = name if is_module or is_file else f"{configs.__name__}.{stem}"
     if not (is_module or is_file or stem in known):
-        near = difflib.get_close_matches(name, known, n=1)
+        file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+        near = file or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"
         require(False, "recipe", name, fix)
@@ -395,11 +403,20 @@ def load_recipe(name: str) -> Config:
 
 
 def _run_file(path: Path) -> types.ModuleType:
-    """Run the user's own recipe as a module that nothing else can import."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    loader = importlib.machinery.SourceFileLoader(f"recipe {path.resolve()}", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[loader.name] = module  # dataclasses look their module up, also later
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[loader.name]
+        raise
     return module
 
 

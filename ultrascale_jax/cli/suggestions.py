@@ -128,7 +128,7 @@ def _of_flag(word: str, arguments: Sequence[str], options: dict[str, bool]) -> s
 
 
 def _is_recipe(word: str, recipes: Collection[str]) -> bool:
-    return word.replace("-", "_") in recipes or word.endswith(".py")
+    return word.replace("-", "_") in recipes or word.lower().endswith(".py")
 
 
 def _spelling(value: str, choices: list[str]) -> str | None:
