@@ -146,13 +146,18 @@ def test_a_format_that_is_not_read_is_called_by_its_name_under_any_suffix(tmp_pa
         (
             "a.txt",
             ROWS.encode(),
-            "holds JSON lines with 'text'; give it a name that ends in .jsonl",
+            "holds JSON lines; give it a name that ends in .jsonl",
         ),
         (
             "part-0",
             ROWS.encode(),
-            "holds JSON lines with 'text'; give it a name that ends in .jsonl",
+            "holds JSON lines; give it a name that ends in .jsonl",
         ),
+        ("part-1", b'{"a": 1}\n{"a": 2}\n', "holds JSON lines; give it a name"),
+        ("a.txt", b"a binary\0 file", "has a NUL character at 8, as UTF-16 and binary files do"),
+        ("a.jsonl", b'{"a": 1},\n', "JSON objects parted by commas, .*sed 's/,.//' FILE > "),
+        ("a.jsonl", b'{"a": 1}\r{"a": 2}', "lines that end in CR, .*tr "),
+        ("a.json", b'{"v": "1", "data": [{}]}', r"but in \['v'\]; .*, or write .*'\.data\[\]'"),
         ("a.jsonl", b'{"text": null, "id": "a"}', "'text', which is null; .* leave the row out"),
         ("a.jsonl", b'{"text": ["a"], "b": "c"}', r"a list; .*another --text-field of \['b'\]"),
         ("a.jsonl", b'"a"', "line 1 has no text in 'text': it is text, no object"),
@@ -183,6 +188,15 @@ def test_a_column_without_text_is_told_its_type(tmp_path, column, said):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match=said):
         texts(tmp_path / "a.parquet")
+    both = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text"] * 2)
+    pyarrow.parquet.write_table(both, tmp_path / "both.parquet")
+    with pytest.raises(UserError, match=r"both.parquet': has 2 columns 'text'; leave one"):
+        texts(tmp_path / "both.parquet")
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    bent = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)})
+    pyarrow.parquet.write_table(bent, tmp_path / "bent.parquet")
+    with pytest.raises(UserError, match=r"bent.parquet': has text that is not UTF-8"):
+        texts(tmp_path / "bent.parquet")
     words = pyarrow.table({"text": pyarrow.array(["a", "b", "a"]).dictionary_encode()})
     pyarrow.parquet.write_table(words, tmp_path / "words.parquet")
     assert texts(tmp_path / "words.parquet") == ["a", "b", "a"]

@@ -62,6 +62,8 @@ def test_folders_and_links_to_nothing_are_refused(tmp_path):
         UserError, match=rf"^input='{tmp_path}/a': is a folder; write {tmp_path}/a/\*, "
     ):
         names(tmp_path, "a")
+    with pytest.raises(UserError, match=r"^data.source='text:.*/a': is a folder; write text:/"):
+        open_sources(DataConfig(source=f"text:{tmp_path}/a"), 256)
     (tmp_path / "a/gone.txt").symlink_to("nothing")
     with pytest.raises(UserError, match=r"a/gone\.txt': is a link to a file that is not there"):
         names(tmp_path, "a/*")

@@ -168,20 +168,24 @@ def whole_text(path: File, field: str, begin: str) -> tuple[str, int]:
             text = utf8(content)
         except UserError as error:
             raise UserError(f"{begin} {error}, or leave it out") from None
-        first = text.lstrip().partition("\n")[0]
-        if first.startswith("{") and isinstance(_fields(first).get(field), str):
-            fix = f"holds JSON lines with {field!r}; give it a name that ends in .jsonl, and make token shards of it"
+        if (place := text.find("\0")) >= 0:
+            fix = f"has a NUL character at {place}, as UTF-16 and binary files do; leave it out"
+            raise UserError(f"{begin} {fix}")
+        if text[:1] == "{" and _are_rows(text.split("\n", 2)[:2], field):
+            fix = (
+                "holds JSON lines; give it a name that ends in .jsonl, and make token shards of it"
+            )
             raise UserError(f"{begin} {fix} (ultrascale prepare-data)")
         return text, done()
 
 
-def _fields(line: str) -> dict[str, Any]:
-    """The object that a line of JSON holds, if it does."""
+def _are_rows(lines: list[str], field: str) -> bool:
+    """Whether the first two lines of a text are JSON objects, or the first is one with a text in `field`."""
     try:
-        row = json.loads(line)
+        rows = [json.loads(line) for line in lines if line.lstrip().startswith("{")]
     except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
+        return False
+    return len(rows) == 2 or any(isinstance(row.get(field), str) for row in rows[:1])
 
 
 def read_rows(path: File) -> Iterator[tuple[int, Any, int]]:
@@ -197,7 +201,7 @@ def read_rows(path: File) -> Iterator[tuple[int, Any, int]]:
                 if first:
                     _refuse(form_of_line(line), f"{begin} looks like")
                 raise
-            if first and isinstance(row, list) and all(isinstance(one, dict) for one in row):
+            if first and (row == [] or is_rows(row)):
                 _refuse(form_of_line(line), f"{begin} looks like")
             first = False
             yield number, row, done()
@@ -217,18 +221,23 @@ def text_of(document: Any, field: str, where: str) -> str:
     if isinstance(text, str):
         return whole_characters(text)
     names = [name for name, value in document.items() if isinstance(value, str)]
-    listed = [name for name, value in document.items() if isinstance(value, list)]
+    listed = [name for name, value in document.items() if is_rows(value)]
+    way = f"write the objects of a list one a line: jq -c '.{listed[0]}[]'" if listed else ""
     if field in document:
         has, fix = f", which is {_kind(text)}", "write text there, or leave the row out"
         fix += f", or give another --text-field of {names}" if names else ""
     elif names:
-        has, fix = f" but in {names}", "give another --text-field"
-    elif listed:
-        has = f" nor another text, but lists in {listed}"
-        fix = f"write an object of the list a line: jq -c '.{listed[0]}[]' FILE > FILE.jsonl"
+        has, fix = f" but in {names}", "give another --text-field" + (f", or {way}" if way else "")
+    elif way:
+        has, fix = f" nor another text, but lists in {listed}", way
     else:
         has, fix = f" nor another text, but {list(document)}", "write objects with a text"
     raise UserError(f"{where} has no text in {field!r}{has}; {fix}")
+
+
+def is_rows(value: Any) -> bool:
+    """Whether a value of JSON is a list of objects."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def _kind(value: Any) -> str:
@@ -263,6 +272,9 @@ def read_parquet(path: File, field: str) -> Iterator[tuple[str, int]]:
                         fix = f"row {rows} has no text in {field!r}, which is null; leave such rows out"
                         require(text is not None, "input", str(path), fix)
                         yield text, size * rows // total
+        except UnicodeDecodeError as error:
+            fix = f"has text that is not UTF-8 in the {rows + 1}th row or soon after; write it anew"
+            raise UserError(f"{begin} {fix}") from error
         except (OSError, pyarrow.ArrowException) as error:
             words = " ".join(str(error).split())
             raise UserError(f"{begin} is not Parquet, or damaged ({words})") from error
@@ -279,6 +291,8 @@ def _check_column(schema: Any, field: str, path: File) -> None:
     names = schema.names
     fix = f"has no column {field!r} but {names}; give another --text-field"
     require(field in names, "input", str(path), fix)
+    fix = f"has {names.count(field)} columns {field!r}; leave one"
+    require(names.count(field) == 1, "input", str(path), fix)
     kind, texts = schema.field(field).type, [one.name for one in schema if is_text(one.type)]
     fix = "cast it to string" if "binary" in str(kind) else "write it as text"
     fix = f"give another --text-field of {texts}, or {fix}" if texts else fix

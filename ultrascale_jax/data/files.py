@@ -8,17 +8,18 @@ from pathlib import Path
 from ultrascale_jax.config import UserError, require
 
 
-def matching_files(pattern: str, option: str) -> list[Path]:
+def matching_files(pattern: str, option: str, prefix: str = "") -> list[Path]:
     """Return the files that a path, or a pattern with `*`, `**`, `?` and `[ab]`, names, in order.
 
     The longest beginning that exists is taken as it is, also with `[1]` in it. A file that several names reach, by
-    symbolic links, has the first of them. Raises `UserError` that names the `option` for a folder, for one that cannot
-    be read, and for a link that leads nowhere.
+    symbolic links, has the first of them. Raises `UserError` that names the `option`, whose value begins with `prefix`,
+    for a folder, for one that cannot be read, and for a link that leads nowhere.
     """
     path = Path(pattern)
     existing = next(one for one in (path, *path.parents) if os.path.lexists(one))
-    fix = f"is a folder; write {path / '*'}, or {path / '**'} for all below it"
-    require(not (pattern and existing == path and path.is_dir()), option, pattern, fix)
+    fix = f"is a folder; write {prefix}{path / '*'}, or {prefix}{path / '**'} for all below it"
+    is_folder = existing == path and path.is_dir()
+    require(not (pattern and is_folder), option, f"{prefix}{pattern}", fix)
     escaped = Path(glob.escape(str(existing)), path.relative_to(existing))
     files: dict[Path, Path] = {}
     for found in sorted(_expanded(escaped, option)):

@@ -63,6 +63,12 @@ def form_of_line(line: bytes) -> Format | None:
     line = line.strip()
     if line.startswith(b"["):
         return Format("one JSON array", "write an object a line: jq -c '.[]' FILE > FILE.jsonl")
+    if line.startswith(b"{") and line.endswith(b"},"):
+        return Format(
+            "JSON objects parted by commas", "remove them: sed 's/,$//' FILE > FILE.jsonl"
+        )
+    if b"}\r{" in line:
+        return Format("lines that end in CR", "write LF: tr '\\r' '\\n' < FILE > FILE.jsonl")
     if line == b"{" or (line.startswith(b"{") and line.endswith((b",", b"{", b"["))):
         return Format(
             "JSON over several lines", "write an object a line: jq -c . FILE > FILE.jsonl"

@@ -92,7 +92,9 @@ def _open(
     if kind == "python-stdlib":
         files = _read_files(name, sorted(stdlib_paths()), skip_undecodable=True)
     else:
-        files = _read_files(name, matching_files(argument, "data.source"), skip_undecodable=False)
+        files = _read_files(
+            name, matching_files(argument, "data.source", "text:"), skip_undecodable=False
+        )
     fix = "no file with text matches; give another pattern"
     require(bool(files), "data.source", name, fix)
     return _encode(name, files, tokenizer, vocab_size)
