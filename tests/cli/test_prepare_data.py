@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,8 @@ def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys, fault):
         ("/proc/none", "No such file or directory"),
         ("", "must be a folder"),
         ("a\udcff", "must be a folder with a name in UTF-8"),
+        ("a, tokens:b", "is a name that data.source would read as several sources"),
+        ("a; 5: tokens:b", "is a name that data.source would read as several sources"),
     ],
 )
 def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypatch, out, said):
@@ -351,11 +354,15 @@ def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypa
     assert Path("file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_shard_that_cannot_be_written_is_one_error(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "train_bpe"), [("shard_00000.tokens", 0), ("tokenizer.json", 300)]
+)
+def test_a_file_of_the_shards_that_cannot_be_written_is_one_error(tmp_path, name, train_bpe):
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "out/shard_00000.tokens").mkdir(parents=True)
+    (tmp_path / "out" / name).mkdir(parents=True)
     with pytest.raises(UserError, match=r"out='.*/out': cannot be written \(Is a directory\)"):
-        prepare(Args(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1))
+        args = Args(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1)
+        prepare(replace(args, train_bpe=train_bpe))
 
 
 def test_a_folder_inside_the_input_is_no_input(tmp_path):

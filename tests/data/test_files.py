@@ -64,6 +64,10 @@ def test_folders_and_links_to_nothing_are_refused(tmp_path):
         names(tmp_path, "a")
     with pytest.raises(UserError, match=r"^data.source='text:.*/a': is a folder; write text:/"):
         open_sources(DataConfig(source=f"text:{tmp_path}/a"), 256)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe': is no regular file; write what it gives to a file"):
+        names(tmp_path, "pipe")
+    assert names(tmp_path, "*") == []
     (tmp_path / "a/gone.txt").symlink_to("nothing")
     with pytest.raises(UserError, match=r"a/gone\.txt': is a link to a file that is not there"):
         names(tmp_path, "a/*")

@@ -56,7 +56,7 @@ from ultrascale_jax.data.documents import (
     whole_characters,
 )
 from ultrascale_jax.data.files import matching_files
-from ultrascale_jax.data.mixture import source_of
+from ultrascale_jax.data.mixture import Mixture, source_of
 from ultrascale_jax.data.remote_shards import upload_shards
 from ultrascale_jax.storage.cache import cache_folder, name_of
 from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
@@ -166,6 +166,8 @@ def require_writable(args: Args) -> None:
         remote.remove([probe])
     fix = "must be a folder with a name in UTF-8, or a URL"
     require(bool(out) and out.encode(errors="replace").decode() == out, "out", out, fix)
+    fix = "is a name that data.source would read as several sources; choose another"
+    require(Mixture.parse(source_of(out)).names == (f"tokens:{out}",), "out", out, fix)
     existing = next(one for one in (args.folder, *args.folder.parents) if os.path.lexists(one))
     with writing(args):
         with contextlib.suppress(FileNotFoundError):
@@ -249,7 +251,8 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
-        tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
+        with writing(args):
+            tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
     chosen = load_tokenizer(tokenizer_name(args))
     index = shards.Index(
         dtype=str(tokenizer.token_dtype(chosen.vocab_size)),

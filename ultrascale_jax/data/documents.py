@@ -85,12 +85,12 @@ def open_input(path: File, begin: str = "") -> Iterator[tuple[IO[bytes], Callabl
     begin = begin or begin_of(path)
     with contextlib.ExitStack() as opened:
         raw = opened.enter_context(_open(path, begin))
-        head = raw.read(HEAD_BYTES)
-        raw.seek(0)
         file: Any = raw
-        compression = _compression(path, head)
         damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
         try:
+            head = raw.read(HEAD_BYTES)
+            raw.seek(0)
+            compression = _compression(path, head)
             if compression == GZIP:
                 file = opened.enter_context(gzip.open(raw))
                 head = file.peek(HEAD_BYTES)

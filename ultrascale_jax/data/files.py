@@ -17,9 +17,11 @@ def matching_files(pattern: str, option: str, prefix: str = "") -> list[Path]:
     """
     path = Path(pattern)
     existing = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    is_path = bool(pattern) and existing == path and path.exists()
     fix = f"is a folder; write {prefix}{path / '*'}, or {prefix}{path / '**'} for all below it"
-    is_folder = existing == path and path.is_dir()
-    require(not (pattern and is_folder), option, f"{prefix}{pattern}", fix)
+    require(not (is_path and path.is_dir()), option, f"{prefix}{pattern}", fix)
+    fix = "is no regular file; write what it gives to a file first"
+    require(not is_path or path.is_file(), option, f"{prefix}{pattern}", fix)
     escaped = Path(glob.escape(str(existing)), path.relative_to(existing))
     files: dict[Path, Path] = {}
     for found in sorted(_expanded(escaped, option)):
