@@ -254,6 +254,7 @@ def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
 RECIPE_WITH_A_HELPER = """
 from __future__ import annotations
 import dataclasses
+import pickle
 import sys
 import beside_the_recipe
 from ultrascale_jax.configs.debug import config as debug
@@ -263,6 +264,7 @@ assert sys.modules[__name__].dataclasses is dataclasses
 class Mine:
     steps: dataclasses.InitVar[int] = beside_the_recipe.STEPS
 
+assert pickle.loads(pickle.dumps(Mine())) == Mine()
 config = dataclasses.replace(debug, train=dataclasses.replace(debug.train, steps=Mine.steps))
 """
 
@@ -283,8 +285,10 @@ def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
     assert not [name for name in set(sys.modules) - before if "broken" in name]
 
 
-@pytest.mark.parametrize("name", ["a.yaml", "out/run/config.json", "A.YML", "x/y.toml"])
-def test_a_recipe_in_another_language_is_told_what_a_recipe_is(name):
+@pytest.mark.parametrize("name", ["a.yaml", "out/config.json", "A.YML", "x/y.toml", "my.txt"])
+def test_a_recipe_in_another_language_is_told_what_a_recipe_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").touch()
     words = "a recipe is Python: give a file that ends in .py and sets `config`, .* --print-config"
     with pytest.raises(UserError, match=rf"^recipe='{name}': {words}"):
         command_line.load_recipe(name)

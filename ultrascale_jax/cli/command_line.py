@@ -374,7 +374,8 @@ def load_recipe(name: str) -> Config:
     suffix = Path(name).suffix.lower()
     is_file = suffix == ".py"
     fix = "a recipe is Python: give a file that ends in .py and sets `config`, or options, as --print-config shows them"
-    require(suffix not in OTHER_LANGUAGES, "recipe", name, fix)
+    other = suffix in OTHER_LANGUAGES or (Path(name).is_file() and not is_file)
+    require(not other, "recipe", name, fix)
     require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
     stem = name.replace("-", "_")
@@ -407,7 +408,8 @@ def _run_file(path: Path) -> types.ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    loader = importlib.machinery.SourceFileLoader(f"recipe {path.resolve()}", str(path))
+    name = f"recipe {path.stem.replace('.', ' ')}"  # a dot would part a package from its module
+    loader = importlib.machinery.SourceFileLoader(name, str(path.absolute()))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
