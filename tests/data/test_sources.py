@@ -112,6 +112,12 @@ def test_a_source_that_cannot_be_is_refused_by_name(source, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_a_name_that_is_too_long_is_one_error(kind):
+    with pytest.raises(UserError, match=rf"^data.source='{kind}:xxx"):
+        open_sources(DataConfig(source=f"{kind}:{'x' * 5000}"), 256)
+
+
 def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")

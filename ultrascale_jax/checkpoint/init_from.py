@@ -44,7 +44,7 @@ class Source:
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
-        require(folder.is_dir(), "train.init_from", text, fix)
+        require(os.path.isdir(folder), "train.init_from", text, fix)
         fix = (
             "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"
         )

@@ -374,14 +374,14 @@ def load_recipe(name: str) -> Config:
     suffix = Path(name).suffix.lower()
     is_file = suffix == ".py"
     fix = "a recipe is Python: give a file that ends in .py and sets `config`, or options, as --print-config shows them"
-    other = suffix in OTHER_LANGUAGES or (Path(name).is_file() and not is_file)
+    other = suffix in OTHER_LANGUAGES or (os.path.isfile(name) and not is_file)
     require(not other, "recipe", name, fix)
-    require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
+    require(not is_file or os.path.isfile(name), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
     stem = name.replace("-", "_")
     module_name = name if is_module or is_file else f"{configs.__name__}.{stem}"
     if not (is_module or is_file or stem in known):
-        file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+        file = [f"{name}.py"] if os.path.isfile(f"{name}.py") else []
         near = file or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"

@@ -11,6 +11,7 @@ mixtures: `web=text:a/*.txt,code=tokens:b`. `mixture.py` reads such texts.
 """
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def _open(
             fix = "name a folder that ultrascale prepare-data wrote, or write it anew"
             if is_url(argument):
                 fix = f"--out of prepare-data writes there; copies are in {cache_folder('tokens')}"
-            elif not Path(argument).is_dir():
+            elif not os.path.isdir(argument):
                 fix = f"make it: ultrascale prepare-data --input 'FILES' --out {argument} --tokenizer {data.tokenizer}"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
     if kind == "python-stdlib":
