@@ -52,6 +52,8 @@ def utf8(content: bytes) -> str:
             return content.decode("utf-8-sig")
         command = f"iconv -f {other} -t UTF-8"
     except UnicodeDecodeError as error:
+        if (nul := content.find(0)) >= 0:
+            raise UserError(f"is not UTF-8 text, but binary (byte 0 at {nul})") from None
         command = f"iconv -f CP1252 -t UTF-8 (byte {content[error.start]:#04x} at {error.start})"
     raise UserError(f"is not UTF-8 text; convert it, as by {command}")
 

@@ -25,8 +25,8 @@ TEXT = "write its text as .txt or JSON lines"
 GZIP, ZSTD, PARQUET = "gzip", "Zstandard", "Parquet"
 
 MARKS = {
-    Format(GZIP, "decompress it once"): rb"\x1f\x8b",
-    Format(ZSTD, "decompress it once"): rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    Format(GZIP, "decompress it"): rb"\x1f\x8b",
+    Format(ZSTD, "decompress it"): rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
     Format("bzip2", DECOMPRESS): rb"BZh[1-9]",
     Format("xz", DECOMPRESS): rb"\xfd7zXZ\0",
     Format("LZMA", DECOMPRESS): rb"\x5d\0\0|LZIP\x01",
