@@ -69,6 +69,17 @@ def test_a_folder_with_an_at_sign_or_a_colon_is_that_folder(tmp_path, monkeypatc
         HubDataset.parse("hf:a@v2")
 
 
+def test_a_folder_that_cannot_be_streamed_is_one_error(tmp_path):
+    for name in ("d[1]", "d*", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"text": "a"}', encoding="utf-16")
+    for name in ("d[1]", "d*"):
+        with pytest.raises(UserError, match=r"has one of \*\?\[, .* rename it"):
+            HubDataset(f"{tmp_path}/{name}").open()
+    with pytest.raises(UserError, match=r"input='hf:.*/other::train': cannot be read \("):
+        HubDataset(f"{tmp_path}/other").first()
+
+
 def test_a_stream_that_broke_off_goes_on_without_what_came_before(folder, tmp_path):
     prepare(arguments(folder, tmp_path / "straight"))
     last = folder / "train-2.jsonl"

@@ -5,6 +5,7 @@ Rows come in the order of the dataset's files, a part of a file at a time, so no
 """
 
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -90,8 +91,12 @@ class HubDataset:
         return size * row // total if total else 0
 
     def first(self) -> dict[str, Any] | None:
-        """Return the first row, if there is one."""
-        return next(iter(self.open()), None)
+        """Return the first row, if there is one. Raises `UserError` where it cannot be read."""
+        stream = self.open()
+        try:
+            return next(iter(stream), None)
+        except Exception as error:  # as in `Stream.texts`
+            raise UserError(f"input={str(self)!r}: cannot be read ({_words(error)})") from error
 
     def open(self) -> Any:
         """Return the `IterableDataset`. Raises `UserError` if there is none, or no package `datasets`."""
@@ -101,6 +106,9 @@ class HubDataset:
             fix = "needs the package datasets; pip install 'ultrascale_jax[hf]'"
             raise UserError(f"input={str(self)!r}: {fix}") from error
         datasets.disable_progress_bars()
+        fix = "is in a folder whose path has one of *?[, which `datasets` takes for a pattern; rename it"
+        path = os.path.abspath(self.name)
+        require(not (os.path.isdir(path) and glob.has_magic(path)), "input", str(self), fix)
         try:
             builder = datasets.load_dataset_builder(self.name, self.config, revision=self.revision)
             config: Any = builder.config
