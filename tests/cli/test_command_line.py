@@ -335,6 +335,8 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
         ("--data.document-mask=0", "options: 0; --data.no-document-mask turns it off"),
         ("--moe.overlap true", "options: true; --moe.overlap alone turns it on"),
         ("--print-config=1", "options: 1; --print-config alone turns it on"),
+        ("--model.normeps 1", "did you mean --model.norm-eps?"),
+        ("--kernels.nrom xla", "did you mean --kernels.norm?"),
         ("--no-train.zero", "options: --no-train.zero"),
         ("--no-print-config", "options: --no-print-config"),
         ("--train.nosteps 3", "options: --train.nosteps, 3"),

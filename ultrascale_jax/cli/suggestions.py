@@ -101,16 +101,24 @@ def suggestion(
     first = prog.replace("[RECIPE]", recipe or "")
     hint = f"; the recipe comes first: {first} ..." if recipe and first != prog else ""
     unknown = next((word for word in words if word.startswith("--")), "")
+    options = dict(_options(form))
     if not unknown:
-        return hint + _of_flag(words[0], arguments, dict(_options(form)))
-    meant = _meant(unknown, [name for name, _ in _options(form)]) or near
-    names = [name for name in meant if _is_negative(name) == _is_negative(unknown)]
+        return hint + _of_flag(words[0], arguments, options)
+    names = _same_sense(unknown, _meant(unknown, list(options)) or near, options)
     return hint + (f"; did you mean {' or '.join(names[:3])}?" if names else "")
 
 
-def _is_negative(option: str) -> bool:
-    """Return whether the name of an option begins as one that turns a flag off: `--no-x`, `--a.no-x`, `--no-a.x`."""
-    return re.match(r"--(?:no|.*\.no)", option) is not None
+def _same_sense(unknown: str, names: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return the `names` that turn something off, if `unknown` says so (`--no-x`, `--a.nox`), and else the others."""
+    last = _squeezed(unknown)
+    known = {_squeezed(name) for name in options}
+    negative = re.match(r"--(?:.*\.)?no[-_]", unknown) is not None
+    negative |= last.startswith("no") and last[2:] in known
+
+    def turns_off(name: str) -> bool:
+        return re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", name) in {*options} - {name}
+
+    return [name for name in names if turns_off(name) == negative]
 
 
 def _of_flag(word: str, arguments: Sequence[str], options: dict[str, bool]) -> str:
