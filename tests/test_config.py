@@ -251,6 +251,28 @@ def with_value(values, path, value):
     return dataclasses.replace(values, **{name: inner})
 
 
+def test_a_tilde_is_the_home_folder_in_every_field_that_holds_a_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me [1]")
+    sections = {
+        LogConfig: {"run_dir": "~/x"},
+        TrainConfig: {"init_from": "hf:~/x"},
+        CheckpointConfig: {"resume": "from:~/x@7"},
+        PipelineConfig: {"schedule": "~/table.CSV"},
+        DataConfig: {
+            "source": "tokens:~/a@0.5,text:~/b/*.txt; 0.5: tokens:~/c",
+            "tokenizer": "~/tokenizer.json",
+            "eval_source": "web=text:~/d,code=tokens:~/e",
+        },
+    }
+    for section, paths in sections.items():
+        made = section(**paths)
+        for field, path in paths.items():
+            assert getattr(made, field) == path.replace("~", "/home/me [1]")
+    assert TrainConfig(init_from="~/run@3").init_from == "/home/me [1]/run@3"
+    for kept in ("a~", "out/~/x", "text:*.txt~", "~no-such-user/x"):
+        assert LogConfig(run_dir=kept).run_dir == kept
+
+
 def test_no_number_of_a_run_may_be_one_that_the_devices_cannot_hold():
     """No field has to remember it, nor a field that is yet to come."""
     model = ModelConfig(

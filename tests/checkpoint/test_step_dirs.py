@@ -10,6 +10,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
     quarantine,
     quarantined,
+    split_step,
     steps,
     with_digest,
 )
@@ -25,6 +26,22 @@ def test_steps_are_folders_with_plain_numbers(tmp_path):
     assert steps(tmp_path) == [9, 10]
     assert steps(tmp_path / "absent") == []
     assert quarantined(tmp_path) == ["7.corrupt"]
+
+
+def test_a_folder_whose_name_ends_like_a_step_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run@7").mkdir()
+
+    def split(place):
+        return split_step("train.init_from", place, place)
+
+    assert split("run@7") == ("run@7", None)
+    assert split("run@7@3") == ("run@7", 3)
+    assert split("run@8") == ("run", 8) and split("run") == ("run", None)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"run@7 and run are both folders; write run@7/ or run/@7$"):
+        split("run@7")
+    assert split("run@7/") == ("run@7/", None) and split("run/@7") == ("run/", 7)
 
 
 @pytest.mark.parametrize("name", ["7", "7.orbax-checkpoint-tmp"])

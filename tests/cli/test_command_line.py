@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.cli import command_line, generate, train, watch
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -240,6 +240,67 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
     assert err.count("\n") == 1
 
 
+def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
+    cfg, _ = command_line.parse(["~/my.py", "--run-dir=~/x"], prog="train")
+    assert cfg.log.run_dir == f"{tmp_path}/x"
+    seen = command_line.read(watch.Options, ["~/x", "y", "--export=~/z"], prog="watch")
+    assert (seen.run_dirs, seen.export) == ((tmp_path / "x", Path("y")), tmp_path / "z")
+    said = command_line.read(generate.Options, ["~/x", "--prompt", "~/y"], prog="generate")
+    assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
+
+
+RECIPE_WITH_A_HELPER = """
+from __future__ import annotations
+import dataclasses
+import pickle
+import sys
+import beside_the_recipe
+from ultrascale_jax.configs.debug import config as debug
+assert sys.modules[__name__].dataclasses is dataclasses
+
+@dataclasses.dataclass
+class Mine:
+    steps: dataclasses.InitVar[int] = beside_the_recipe.STEPS
+
+assert pickle.loads(pickle.dumps(Mine())) == Mine()
+config = dataclasses.replace(debug, train=dataclasses.replace(debug.train, steps=Mine.steps))
+"""
+
+
+@pytest.mark.parametrize("name", ["my.py", "MY.PY"])
+def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "beside_the_recipe", raising=False)
+    (tmp_path / "beside_the_recipe.py").write_text("STEPS = 77")
+    (tmp_path / name).write_text(RECIPE_WITH_A_HELPER)
+    before = set(sys.modules)
+    assert parse(str(tmp_path / name))[0].train.steps == 77
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=r"broken\.py': ZeroDivisionError: .*broken\.py:1$"):
+        command_line.load_recipe(str(tmp_path / "broken.py"))
+    assert not [name for name in set(sys.modules) - before if "broken" in name]
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "out/config.json", "A.YML", "x/y.toml", "my.txt"])
+def test_a_recipe_in_another_language_is_told_what_a_recipe_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").touch()
+    words = "a recipe is Python: give a file that ends in .py and sets `config`, .* --print-config"
+    with pytest.raises(UserError, match=rf"^recipe='{name}': {words}"):
+        command_line.load_recipe(name)
+
+
+def test_a_recipe_file_without_its_suffix_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").touch()
+    with pytest.raises(UserError, match=r"recipe='\./my': did you mean \./my\.py\?"):
+        command_line.load_recipe("./my")
+
+
 def test_an_unknown_name_gets_the_nearest_one_in_one_line(capsys):
     err = refused(capsys, "--train.stpes", "7")
     assert err.startswith(
@@ -254,6 +315,36 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
     assert "'--optim.name'" in err and "'adamw', 'muon'" in err and err.count("\n") == 1
     err = refused(capsys, "--train.steps", "many")
     assert "--train.steps" in err and "'many'" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--train.steps 1e3", "--train.steps: must be an integer, not '1e3'"),
+        ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
+        ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
+        ("--devices x", "--devices: must be None or INT, not 'x'"),
+        ("--train.steps", "'--train.steps'; give 1 value"),
+        ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
+        (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
+        ("--no-data.document-mask", "did you mean --data.no-document-mask?"),
+        ("--no-document-mask", "did you mean --data.no-document-mask?"),
+        ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
+        ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
+        ("--data.document-mask False", "options: False; --data.no-document-mask turns it off"),
+        ("--data.document-mask=0", "options: 0; --data.no-document-mask turns it off"),
+        ("--moe.overlap true", "options: true; --moe.overlap alone turns it on"),
+        ("--print-config=1", "options: 1; --print-config alone turns it on"),
+        ("--model.normeps 1", "did you mean --model.norm-eps?"),
+        ("--kernels.nrom xla", "did you mean --kernels.norm?"),
+        ("--no-train.zero", "options: --no-train.zero"),
+        ("--no-print-config", "options: --no-print-config"),
+        ("--train.nosteps 3", "options: --train.nosteps, 3"),
+    ],
+)
+def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys, words, said):
+    err = refused(capsys, *words.split())
+    assert err.endswith(f"{said}\n") and err.count("\n") == 1
 
 
 def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):

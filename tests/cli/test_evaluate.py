@@ -1,6 +1,7 @@
 """`ultrascale evaluate`: numbers against float64 on one device, on meshes of eight; and what it refuses."""
 
 import dataclasses
+import gzip
 import json
 import math
 from pathlib import Path
@@ -211,6 +212,7 @@ def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(f
         ("--source text:one/* --tokenizer words.json", "outside model.vocab_size=256; use a token"),
         ("--choices q.jsonl --tokenizer words.json", "vocabulary ends at 255; give the model's"),
         ("--choices none.jsonl", "choices='none.jsonl': there is no such file"),
+        ("--choices packed.jsonl", "choices='packed.jsonl': is gzip; decompress it"),
         ("--choices empty.jsonl", "is empty; write a JSON object a line"),
         ("--choices bad.jsonl", "choices='bad.jsonl:2': answer must be the index of a choice"),
         ("--choices none_given.jsonl", "choices='none_given.jsonl:1': answer must be the index"),
@@ -225,6 +227,7 @@ def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, 
     Path("none_given.jsonl").write_text(json.dumps({"question": "a", "choices": ["b", "c"]}))
     Path("long.jsonl").write_text(json.dumps(QUESTIONS[2] | {"question": "a" * 509}))
     Path("empty.jsonl").write_text("\n")
+    Path("packed.jsonl").write_bytes(gzip.compress(b"{}"))
     large = tokenizers.models.WordLevel({"a": 300, "</s>": 1}, unk_token="a")
     made = tokenizers.Tokenizer(large)
     made.add_special_tokens(["</s>"])

@@ -64,6 +64,18 @@ def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp
     assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(HF).d_ff
 
 
+def test_a_source_names_one_checkpoint_also_where_a_folder_has_the_name_of_a_step(tmp_path):
+    for name in ("run/checkpoints/7", "run@7/checkpoints/3"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(UserError, match="there is no such folder; write hf:DIR"):
+        Source.parse("x" * 5000)
+    with pytest.raises(UserError, match=r"run@7 and .*/run are both folders"):
+        Source.parse(f"{tmp_path}/run@7")
+    for typed, text in {"run@7/": "run@7@3", "run/": "run/@7", "run/@7": "run/@7"}.items():
+        source = Source.parse(f"{tmp_path}/{typed}").pinned()
+        assert source.text == f"{tmp_path}/{text}" and Source.parse(source.text) == source
+
+
 def opened(words, save_step=None):
     """Step and parameters, as in checkpoints, with which a run of this command begins, and its config."""
     cfg, _ = parsed(words)

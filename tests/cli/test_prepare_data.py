@@ -292,7 +292,11 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
             b'{"text": "a"}\n{"body": "b"}\n',
             r"line 2 has no text in 'text' but in \['body'\]; g",
         ),
-        ("a.jsonl", b'{"text": 3}\n', r"line 1 has no text in 'text'; give another --text-field"),
+        (
+            "a.jsonl",
+            b'{"text": 3}\n',
+            r"line 1 has no text in 'text', which is a number; write text there",
+        ),
         ("a.jsonl", b'["text"]\n', r"line 1 has no text"),
         ("a.jsonl", b"{oops\n", r"a\.jsonl': line 1 is not JSON"),
         ("a.jsonl", b"\xff\n", r"a\.jsonl': line 1 is not JSON"),
@@ -364,10 +368,56 @@ def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys, fault):
     assert errors.startswith(said) and errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("link", "No such file or directory"),
+        ("n" * 300, "File name too long"),
+        ("/proc/none", "No such file or directory"),
+        ("", "must be a folder"),
+        ("a\udcff", "must be a folder with a name in UTF-8"),
+        ("a, tokens:b", "is a name that data.source would read as several sources"),
+        ("a; 5: tokens:b", "is a name that data.source would read as several sources"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypatch, out, said):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    Path("link").symlink_to("nowhere")
+    monkeypatch.setattr("ultrascale_jax.cli.prepare_data.inputs", lambda args: pytest.fail())
+    with pytest.raises(UserError, match=rf"^out='.*': .*{said}"):
+        prepare(Args(input="file", out=out, workers=1))
+    assert Path("file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "train_bpe"), [("shard_00000.tokens", 0), ("tokenizer.json", 300)]
+)
+def test_a_file_of_the_shards_that_cannot_be_written_is_one_error(tmp_path, name, train_bpe):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"out='.*/out': cannot be written \(Is a directory\)"):
+        args = Args(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1)
+        prepare(replace(args, train_bpe=train_bpe))
+
+
 def test_a_folder_inside_the_input_is_no_input(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     args = Args(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)
     assert [prepare(args).shards[0].documents for _ in range(2)] == [1, 1]
+
+
+def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    main(["--input", "~/*.txt", "--out=~/out", "--workers", "1"])
+    assert (tmp_path / "out/index.json").is_file() and not (tmp_path / "~").exists()
+    args = Args(input="hf:~/rows", out=Path("~/out"), tokenizer="~/t.json")
+    places = (args.input, str(args.out), args.tokenizer)
+    assert places == (f"hf:{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
 
 
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):

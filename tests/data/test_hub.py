@@ -55,6 +55,31 @@ def test_a_dataset_becomes_the_shards_that_its_files_become(folder, tmp_path):
     assert documents == read_documents(tmp_path / "out", ByteTokenizer())
 
 
+def test_a_folder_with_an_at_sign_or_a_colon_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a@v1", "b:c"):
+        (tmp_path / name).mkdir()
+        assert HubDataset.parse(f"hf:{name}") == HubDataset(name)
+    assert HubDataset.parse("hf:a@v2:x") == HubDataset("a", "v2", "x")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match=r"a@v1 and a are both folders; write hf:a@v1/$"):
+        HubDataset.parse("hf:a@v1")
+    assert HubDataset.parse("hf:a@v1/") == HubDataset("a@v1/")
+    with pytest.raises(UserError, match="a is a folder, which has no revisions; leave out @v2"):
+        HubDataset.parse("hf:a@v2")
+
+
+def test_a_folder_that_cannot_be_streamed_is_one_error(tmp_path):
+    for name in ("d[1]", "d*", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"text": "a"}', encoding="utf-16")
+    for name in ("d[1]", "d*"):
+        with pytest.raises(UserError, match=r"has one of \*\?\[, .* rename it"):
+            HubDataset(f"{tmp_path}/{name}").open()
+    with pytest.raises(UserError, match=r"input='hf:.*/other::train': cannot be read \("):
+        HubDataset(f"{tmp_path}/other").first()
+
+
 def test_a_stream_that_broke_off_goes_on_without_what_came_before(folder, tmp_path):
     prepare(arguments(folder, tmp_path / "straight"))
     last = folder / "train-2.jsonl"

@@ -8,7 +8,7 @@ import pytest
 
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import mixture, sources
-from ultrascale_jax.data.mixture import parse_mixture, parse_named
+from ultrascale_jax.data.mixture import parse_mixture, parse_named, source_of
 from ultrascale_jax.data.sources import open_sources, stdlib_paths
 from ultrascale_jax.data.tokenizer import train_bpe
 
@@ -62,6 +62,23 @@ def test_a_mixture_is_read_as_names_and_weights(source, expected):
     assert parse_mixture(source) == expected
 
 
+def test_a_name_with_an_at_sign_that_exists_is_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tok@2", "d/a.txt@3"):
+        Path(name).mkdir(parents=True)
+    both = [("tokens:tok@2", 1.0), ("text:d/a.txt@3", 1.0), ("tokens:x", 3.0)]
+    assert parse_mixture("tokens:tok@2,text:d/a.txt@3,tokens:x@3") == both
+    assert parse_mixture("tokens:tok@2@0.5") == [("tokens:tok@2", 0.5)]
+    assert source_of("tok@2") == "tokens:tok@2@1" and source_of("t@k/x") == "tokens:t@k/x"
+    assert parse_mixture(source_of("tok@2")) == [("tokens:tok@2", 1.0)]
+    Path("tok").mkdir()
+    said = "tokens:tok@2 and tokens:tok exist both; write tokens:tok@2@1 or tokens:tok@2.00000$"
+    with pytest.raises(UserError, match=said):
+        parse_mixture("tokens:tok@2")
+    assert parse_mixture("tokens:tok@2@1") == [("tokens:tok@2", 1.0)]
+    assert parse_mixture("tokens:tok@2.00000") == [("tokens:tok", 2.0)]
+
+
 def test_weights_are_shares(tmp_path):
     sources = open_sources(DataConfig(source="synthetic@3,python-stdlib"), 256)
     assert sources.mixture.weights == ((0.75, 0.25),)
@@ -93,6 +110,12 @@ def test_a_source_that_cannot_be_is_refused_by_name(source, message):
     assert str(caught.value).startswith(f"data.source={source.split(',')[0]!r}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_a_name_that_is_too_long_is_one_error(kind):
+    with pytest.raises(UserError, match=rf"^data.source='{kind}:xxx"):
+        open_sources(DataConfig(source=f"{kind}:{'x' * 5000}"), 256)
 
 
 def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path):

@@ -213,7 +213,7 @@ def test_a_sweep_names_its_axes_and_counts_all_of_them():
         ("a.csv", HEAD + "1B,1,2,16,256,8,1,1,0,1,-1,1,1\n", "tok_s_gpu=-1.0: must be at least 0"),
         ("a.csv", HEAD + "1B,1,2\n", "line 2: gas=None: must be a whole number"),
         ("a.csv", HEAD + "1B,1,2,16,256,8,1,1,0,nan,nan,nan,nan\n", "no row has a throughput"),
-        ("a.csv", b"\xff\xfe\x00", "is not text in UTF-8"),
+        ("a.csv", b"\xff\xfe\x00", "is not UTF-8 text; convert it, as by iconv -f UTF-16 "),
     ],
 )
 def test_a_file_that_is_not_understood_is_named_with_the_field(tmp_path, name, text, message):

@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.storage.cache import fetch
+from ultrascale_jax.storage.cache import cache_folder, fetch
 from ultrascale_jax.storage.remote import (
     Remote,
     RemoteError,
@@ -51,10 +51,47 @@ def test_a_pattern_matches_objects_in_order(url):
     assert matching(f"{url}/none*") == []
 
 
+def test_patterns_of_objects_leave_out_the_hidden_as_on_a_disk(url):
+    names = ("a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt", "c/f.txt")
+    for name in names:
+        Remote(url).write(name, b"four")
+
+    def matched(pattern):
+        return [str(file).removeprefix(f"{url}/") for file in matching(f"{url}/{pattern}")]
+
+    assert matched("*") == ["a.txt"]
+    assert matched("**") == ["a.txt", "c/f.txt"]
+    assert matched("**/*.txt") == ["a.txt", "c/f.txt"]
+    assert matched(".git/*") == [".git/b.txt"]
+    assert matched("._*") == matched("._a.txt") == ["._a.txt"]
+    assert matched("c/.*/*.txt") == ["c/.d/e.txt"]
+
+
+def test_an_object_that_exists_is_no_pattern(url):
+    for name in ("a[1].txt", "a1.txt", "p [v2]/b.txt", "p v/b.txt", "p [v2]/c [1]/d.txt"):
+        Remote(url).write(name, b"four")
+
+    def matched(pattern):
+        return [str(file).removeprefix(f"{url}/") for file in matching(f"{url}/{pattern}")]
+
+    assert matched("a[1].txt") == ["a[1].txt"]
+    assert matched("a[0-9].txt") == ["a1.txt"]
+    assert matched("p [v2]/*.txt") == ["p [v2]/b.txt"]
+    assert matched("p [v2]/c [1]/*") == ["p [v2]/c [1]/d.txt"]
+    assert matched("none/[ab]*") == []
+
+
 def test_a_name_that_leads_out_of_a_folder_is_refused(url):
     Remote(url).write("40/../../evil", b"")
     with pytest.raises(UserError, match="holds an object named"):
         Remote(url).files()
+
+
+def test_a_cache_that_cannot_be_made_is_one_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be made \(.*Not a directory.*XDG_CACHE_HOME$"):
+        cache_folder("tokens")
 
 
 def test_an_object_is_fetched_once_and_only_if_it_is_what_it_should_be(url, tmp_path):

@@ -12,7 +12,7 @@ from ultrascale_jax.data import remote_shards
 from ultrascale_jax.data.remote_shards import fetch_shards
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import train_bpe
-from ultrascale_jax.storage.remote import Remote, RemoteError, matching
+from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused, matching
 
 TEXTS = [f"document {number} of a few words" for number in range(30)]
 
@@ -137,6 +137,18 @@ def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monk
 
 def no_room(folder, needed, what, fix):
     raise RemoteError("no room")
+
+
+def test_a_bucket_that_cannot_be_written_is_refused_before_work(url, monkeypatch):
+    upload_texts(url)
+    monkeypatch.setattr(prepare_data, "tokenize", lambda *given: pytest.fail("work was done"))
+
+    def refuse(self, name, content):
+        raise RemoteRefused(f"{self.url}: access denied")
+
+    monkeypatch.setattr(Remote, "write", refuse)
+    with pytest.raises(RemoteRefused, match="access denied"):
+        prepare_data.prepare(prepare_data.Args(input=f"{url}/in/*", out=f"{url}/tokens"))
 
 
 def test_an_array_record_is_read_from_a_disk_only(s3_server, tmp_path):

@@ -3,13 +3,12 @@
 So one stable phase has several decays (warmup-stable-decay, arXiv 2404.06395). The other run is only read.
 """
 
-import re
 from pathlib import Path
 
 import jax
 
 from ultrascale_jax.checkpoint.restoring import found_by_process0
-from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.checkpoint.step_dirs import split_step, steps
 from ultrascale_jax.config import require
 from ultrascale_jax.launch.run_files import (
     CHECKPOINTS,
@@ -30,13 +29,12 @@ def branch_point(resume: str) -> Path | None:
     """
     if not resume.startswith(PREFIX):
         return None
-    found = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", resume.removeprefix(PREFIX), re.DOTALL)
-    assert found is not None
+    place, step = split_step("checkpoint.resume", resume, resume.removeprefix(PREFIX))
     fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
-    require(not is_url(found[1]), "checkpoint.resume", resume, fix)
-    folder = folder_of(Path(found[1]).resolve(), CHECKPOINTS, make=False)
+    require(not is_url(place), "checkpoint.resume", resume, fix)
+    folder = folder_of(Path(place).resolve(), CHECKPOINTS, make=False)
     known = found_by_process0(lambda: steps(folder))
-    step = max(known, default=0) if found[2] is None else int(found[2])
+    step = max(known, default=0) if step is None else step
     fix = f"there is no such checkpoint; the steps in {folder} are {known}"
     require(step in known, "checkpoint.resume", resume, fix)
     return folder / str(step)

@@ -1,6 +1,7 @@
 """Begin a run with the parameters of a Hugging Face folder or of another run's checkpoint: `train.init_from`."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
-from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.checkpoint.step_dirs import split_step, steps
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import (
@@ -43,28 +44,31 @@ class Source:
     def parse(cls, text: str) -> "Source":
         """Read `hf:DIR`, `RUN_DIR` or `RUN_DIR@STEP`. Raises `UserError` if the folder is not of that kind."""
         huggingface = text.startswith("hf:")
-        place, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text, re.DOTALL).groups()  # pyrefly: ignore
-        if huggingface:
-            place, step = text.removeprefix("hf:"), None
+        place, step = text.removeprefix("hf:"), None
+        if not huggingface:
+            place, step = split_step("train.init_from", text, text)
         fix = f"fetch it first: ultrascale inspect-checkpoint {place} --fetch out/first, then --init-from out/first"
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
-        require(folder.is_dir(), "train.init_from", text, fix)
+        require(os.path.isdir(folder), "train.init_from", text, fix)
         fix = (
             "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"
         )
         if not huggingface:
             fix = f"is a Hugging Face folder; write hf:{place}"
         require(is_huggingface(folder) == huggingface, "train.init_from", text, fix)
-        return cls(folder, huggingface, None if step is None else int(step))
+        return cls(folder, huggingface, step)
 
     @property
     def text(self) -> str:
         """The source as `parse` reads it."""
         if self.huggingface:
             return f"hf:{self.folder}"
-        return f"{self.folder}" if self.step is None else f"{self.folder}@{self.step}"
+        if self.step is None:
+            return f"{self.folder}"
+        named = f"{self.folder}@{self.step}"
+        return f"{self.folder}/@{self.step}" if os.path.isdir(named) else named
 
     def pinned(self) -> "Source":
         """Return the source with the step that is the newest now. Raises `UserError` for a run without it."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from ultrascale_jax.checkpoint.manifest import Damaged, digest_of
@@ -27,6 +28,21 @@ def steps(folder: Path) -> list[int]:
         if name.isascii() and name.isdecimal() and name == str(int(name)) and entry.is_dir():
             found.append(int(name))
     return sorted(found)
+
+
+def split_step(name: str, value: str, place: str) -> tuple[str, int | None]:
+    """Split `RUN_DIR[@STEP]`, the `place` in the value of the field `name`; a folder whose name ends so is that folder.
+
+    Raises `UserError` where the folder without the step exists too.
+    """
+    match = re.fullmatch(r"(.+)@(\d{1,9})", place, re.DOTALL)
+    if match is None:
+        return place, None
+    if os.path.isdir(place):
+        fix = f"{place} and {match[1]} are both folders; write {place}/ or {match[1]}/@{match[2]}"
+        require(not os.path.isdir(match[1]), name, value, fix)
+        return place, None
+    return match[1], int(match[2])
 
 
 def quarantined(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -31,7 +32,7 @@ import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.init_from import with_source
-from ultrascale_jax.cli.suggestions import suggestion
+from ultrascale_jax.cli.suggestions import plain, suggestion
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -41,7 +42,9 @@ from ultrascale_jax.config import (
     MeshConfig,
     RopeScaling,
     UserError,
+    at_home,
     check_numbers,
+    put_home,
     require,
 )
 from ultrascale_jax.config.renamed import refuse_old_option
@@ -55,6 +58,12 @@ DEFAULT_RECIPE = "demo"
 
 MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
+
+OTHER_LANGUAGES = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".ipynb")
+"""Suffixes of files that hold settings for other programs."""
+
+TEXTS = ("prompt", "system")
+"""Options whose values are texts for a model, in which a `~` stays."""
 
 PATIENCE_S = 10.0
 """Seconds for which a process keeps an error to itself that process 0 must have had too."""
@@ -361,14 +370,19 @@ def recipes() -> list[str]:
 
 def load_recipe(name: str) -> Config:
     """Return the `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
-    known = recipes()
-    is_file = name.endswith(".py")
-    require(not is_file or Path(name).is_file(), "recipe", name, "there is no such file")
+    known, name = recipes(), at_home(name)
+    suffix = Path(name).suffix.lower()
+    is_file = suffix == ".py"
+    fix = "a recipe is Python: give a file that ends in .py and sets `config`, or options, as --print-config shows them"
+    other = suffix in OTHER_LANGUAGES or (os.path.isfile(name) and not is_file)
+    require(not other, "recipe", name, fix)
+    require(not is_file or os.path.isfile(name), "recipe", name, "there is no such file")
     is_module = "." in name and all(part.isidentifier() for part in name.split("."))
     stem = name.replace("-", "_")
     module_name = name if is_module or is_file else f"{configs.__name__}.{stem}"
     if not (is_module or is_file or stem in known):
-        near = difflib.get_close_matches(name, known, n=1)
+        file = [f"{name}.py"] if os.path.isfile(f"{name}.py") else []
+        near = file or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"
         require(False, "recipe", name, fix)
@@ -390,11 +404,21 @@ def load_recipe(name: str) -> Config:
 
 
 def _run_file(path: Path) -> types.ModuleType:
-    """Run the user's own recipe as a module that nothing else can import."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    name = f"recipe {path.stem.replace('.', ' ')}"  # a dot would part a package from its module
+    loader = importlib.machinery.SourceFileLoader(name, str(path.absolute()))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[loader.name] = module  # dataclasses look their module up, also later
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[loader.name]
+        raise
     return module
 
 
@@ -493,16 +517,17 @@ def read[T](
         if stop.code == 0:
             raise
         complaint, near = _unboxed(report.getvalue())
-        raise UserError(
-            complaint + (suggestion(complaint, default or form, recipes(), prog) or near)
-        ) from None
-    # A `Config` has checked its own numbers.
-    check_numbers("", made.options if isinstance(made, _Command) else made)
+        hint = suggestion(complaint, default or form, recipes(), prog, arguments, near)
+        raise UserError(plain(complaint) + hint) from None
+    # A `Config` has done so itself.
+    options: Any = made.options if isinstance(made, _Command) else made
+    check_numbers("", options)
+    put_home(options, *(f.name for f in dataclasses.fields(options) if f.name not in TEXTS))
     return made
 
 
-def _unboxed(box: str) -> tuple[str, str]:
-    """Return the first part of tyro's error as one line, and the options that it suggests.
+def _unboxed(box: str) -> tuple[str, list[str]]:
+    """Return the first part of tyro's error as one line, and the options that it suggests, of a flag both forms.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """
@@ -511,6 +536,5 @@ def _unboxed(box: str) -> tuple[str, str]:
     if rules[:1] == [1] and lines[0] and not box.startswith("╭"):
         lines, rules = lines[2:], [n - 2 for n in rules[1:]]
     end = rules[0] if rules else len(lines)
-    near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
-    hint = f"; did you mean {' or '.join(near)}?" if near and "Unrecognized" in lines[0] else ""
-    return " ".join(line for line in lines[:end] if line).removesuffix("."), hint
+    near = [word for line in lines[end:] for word in re.findall(r"(?:^|, )(--\w[\w.-]+)", line)]
+    return " ".join(line for line in lines[:end] if line).removesuffix("."), near

@@ -27,7 +27,7 @@ import tyro
 
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.config import Config, MeshConfig, UserError, at_home, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.data.tokenizer_files import conversion
@@ -312,7 +312,7 @@ def _import(arguments: Sequence[str]) -> None:
     positional = arguments[:2]
     given = len(positional) == 2 and not any(word.startswith("-") for word in positional)
     require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
-    hf_dir, run_dir = positional
+    hf_dir, run_dir = map(at_home, positional)
     recipe_name = [] if arguments[2:3] and not arguments[2].startswith("-") else [RECIPE]
     arguments = [*recipe_name, *arguments[2:], "--run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)

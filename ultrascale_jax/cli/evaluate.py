@@ -7,6 +7,7 @@ answer, by its log-likelihood and by that over its number of tokens. Tasks are t
 own in its format.
 """
 
+import codecs
 import contextlib
 import json
 import math
@@ -25,6 +26,7 @@ from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
+from ultrascale_jax.data.formats import HEAD_BYTES, format_of
 
 if TYPE_CHECKING:
     from ultrascale_jax.data.tokenizer import Tokenizer
@@ -91,7 +93,10 @@ def read_questions(
     """Yield the questions of a file of JSON lines. Raises `UserError` that names the line at fault and the fix."""
     from ultrascale_jax.training.scoring import Question
 
-    lines = read_foreign(Path(path), name="choices", most=MOST_BYTES).splitlines()
+    content = read_foreign(Path(path), name="choices", most=MOST_BYTES)
+    if known := format_of(content[:HEAD_BYTES]):
+        require(False, "choices", path, f"is {known.name}; {known.fix}")
+    lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     require(bool(numbered), "choices", path, "is empty; write a JSON object a line")
     for number, line in numbered:

@@ -26,10 +26,12 @@ lists of messages as above. Without `prompt` it is what both begin with. Each ma
 
 import contextlib
 import functools
-import glob
 import multiprocessing
 import os
+import shlex
+import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,7 +44,7 @@ import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import SpecialTokens, UserError, require
+from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.conversations import kind_of_row, without_nulls
 from ultrascale_jax.data.documents import (
@@ -56,9 +58,11 @@ from ultrascale_jax.data.documents import (
     text_of,
     whole_characters,
 )
+from ultrascale_jax.data.files import matching_files
+from ultrascale_jax.data.mixture import Mixture, source_of
 from ultrascale_jax.data.remote_shards import upload_shards
 from ultrascale_jax.storage.cache import cache_folder, name_of
-from ultrascale_jax.storage.remote import RemoteFile, asking, is_url, matching
+from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
 
 GROUP_BYTES = 1 << 20
 """Text that a process tokenizes at once."""
@@ -77,8 +81,8 @@ class Args:
     """Turn documents into token shards for `data.source=tokens:DIR`."""
 
     input: str
-    """Pattern of the files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet and
-    .array_record in a row or record, others are one of text; .gz and .zst behind any of the first three or text are
+    """Path, or pattern of files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet
+    and .array_record in a row or record, others are one of text; gzip and Zstandard around JSON lines and text are
     decompressed. Or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset that Hugging Face `datasets` streams."""
     out: str | Path
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
@@ -101,6 +105,9 @@ class Args:
     """Processes that tokenize."""
     shard_tokens: int = 1 << 26
     """Most tokens of a shard, unless one document is longer."""
+
+    def __post_init__(self):
+        put_home(self, "input", "out", "tokenizer")
 
     @property
     def folder(self) -> Path:
@@ -131,6 +138,7 @@ def prepare(args: Args) -> shards.Index:
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
+    require_writable(args)
     paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
@@ -160,15 +168,46 @@ def prepare(args: Args) -> shards.Index:
         return index
 
 
+def require_writable(args: Args) -> None:
+    """Refuse an `out` where nothing can be written, without making it."""
+    out = str(args.out)
+    if is_url(out):
+        remote, probe = Remote(out), f".prepare-{uuid.uuid4().hex}"
+        remote.write(probe, b"")
+        remote.remove([probe])
+    fix = "must be a folder with a name in UTF-8, or a URL"
+    require(bool(out) and out.encode(errors="replace").decode() == out, "out", out, fix)
+    fix = "is a name that data.source would read as several sources; choose another"
+    require(Mixture.parse(source_of(out)).names == (f"tokens:{out}",), "out", out, fix)
+    existing = next(one for one in (args.folder, *args.folder.parents) if os.path.lexists(one))
+    with writing(args):
+        with contextlib.suppress(FileNotFoundError):
+            args.folder.stat()  # for a name that is too long
+        tempfile.TemporaryFile(dir=existing).close()
+
+
+@contextlib.contextmanager
+def writing(args: Args) -> Iterator[None]:
+    """Turn an error of the disk inside the block into a `UserError` that names `out`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        fix = "name a folder that can be written; after a repair the same command goes on"
+        raise UserError(
+            f"out={str(args.out)!r}: cannot be written ({error.strerror or error}); {fix}"
+        ) from None
+
+
 def inputs(args: Args) -> Sequence[Input]:
     """The files that the pattern matches, in order, without those that an earlier run wrote."""
     if args.input.startswith(hub.PREFIX):
         return [hub.HubDataset.parse(args.input)]
     if is_url(args.input):
         return matching(args.input)
-    found = map(Path, glob.glob(args.input, recursive=True))
-    own = args.folder.resolve()
-    return sorted(path for path in found if path.is_file() and own not in path.resolve().parents)
+    found, own = matching_files(args.input, "input"), args.folder.resolve()
+    return [path for path in found if own not in path.resolve().parents]
 
 
 def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
@@ -240,7 +279,8 @@ def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards
     require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
-        tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
+        with writing(args):
+            tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
     chosen = chosen_tokenizer(args)
     if chosen.rule:
         progress.console.print(chosen.rule, soft_wrap=True, markup=False, highlight=False)
@@ -291,17 +331,18 @@ def write_shards(
     rate = TokenRate(progress)
 
     def finish_shard() -> shards.Index:
-        copy_tokenizer(args)
         name = f"shard_{len(index.shards):05d}"
         tokens, lengths, hashes, answers = zip(*pending, strict=True)
         joined = np.concatenate(lengths), np.concatenate(hashes)
         answers = answers if args.kind != "text" else ()
-        shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
-        longer = replace(index, shards=(*index.shards, shard))
-        longer.save(args.folder)
-        if stream is not None:
-            documents = sum(shard.documents for shard in longer.shards)
-            stream.save(args.folder, documents // args.unit)
+        with writing(args):
+            copy_tokenizer(args)
+            shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
+            longer = replace(index, shards=(*index.shards, shard))
+            longer.save(args.folder)
+            if stream is not None:
+                documents = sum(shard.documents for shard in longer.shards)
+                stream.save(args.folder, documents // args.unit)
         rate.tell(shard)
         return longer
 
@@ -322,7 +363,8 @@ def write_shards(
         index = finish_shard()
     require(bool(index.shards), "input", args.input, "holds no text")
     index = replace(index, complete=True)
-    index.save(args.folder)
+    with writing(args):
+        index.save(args.folder)
     return index
 
 
@@ -495,7 +537,7 @@ def main(argv: Sequence[str]) -> None:
     name = "bytes" if index.tokenizer == "bytes" else f"{args.out}/tokenizer.json"
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
-    print(f"--data.source tokens:{args.out} --data.tokenizer {name}", end=" ")
+    words = ["--data.source", source_of(str(args.out)), "--data.tokenizer", name]
     if args.special_tokens != Args.special_tokens:
-        print(f"--data.special-tokens {args.special_tokens}", end=" ")
-    print(f"--model.vocab-size {index.vocab_size}")
+        words += ["--data.special-tokens", args.special_tokens]
+    print(shlex.join([*words, "--model.vocab-size", str(index.vocab_size)]))

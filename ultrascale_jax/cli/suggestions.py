@@ -1,9 +1,10 @@
-"""Suggest what a refused command line means: an option of another section or trainer, another spelling of a value."""
+"""Say in plain words why a command line is refused, and suggest another option, or another spelling of a value."""
 
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 SYNONYMS = {
@@ -49,7 +50,36 @@ SPELLINGS = (
 """Names of one type."""
 
 
-def suggestion(complaint: str, form: Any, recipes: Collection[str], prog: str) -> str:
+PHRASES = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"must be an integer, not \1",
+    r"could not convert string to float: (.*)": r"must be a number, not \1",
+    r"Exceeds the limit .* for integer string conversion.*": "must be an integer of fewer digits",
+    r"Could not parse arguments (.*) into tuple type typing.Tuple\[(.*)\]": r"must be (\2), not \1",
+    r"no type matching \{(\w+)\}\|(\w+) could be instantiated from \[(.*?)\]\. Got .*": r"must be \1 or \2, not \3",
+    r"\. Expected 1 values": "; give 1 value",
+    r"\. Expected (\d+) values": r"; give \1 values",
+}
+"""Phrases of tyro and Python, as regular expressions, to the words for them."""
+
+OFF, ON = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
+"""Values that other programs take for a flag, in small letters."""
+
+
+def plain(complaint: str) -> str:
+    """Return tyro's one-line `complaint` in the words of options."""
+    for phrase, words in PHRASES.items():
+        complaint = re.sub(phrase, words, complaint)
+    return complaint
+
+
+def suggestion(
+    complaint: str,
+    form: Any,
+    recipes: Collection[str],
+    prog: str,
+    arguments: Sequence[str],
+    near: Sequence[str],
+) -> str:
     """Return what to write instead, to follow tyro's one-line `complaint`, or nothing.
 
     Args:
@@ -57,11 +87,13 @@ def suggestion(complaint: str, form: Any, recipes: Collection[str], prog: str) -
       form: the dataclass, or an instance of it, that tyro filled.
       recipes: words that are a recipe where they stand first.
       prog: the command, `ultrascale train [RECIPE]`.
+      arguments: the refused command line.
+      near: options that tyro suggests.
     """
     choice = re.match(r"invalid choice '(.*?)' for argument .*\((.*)\)", complaint)
     if choice is not None:
-        near = _spelling(choice[1], re.findall(r"'(.*?)'", choice[2]))
-        return f"; did you mean {near}?" if near else ""
+        spelling = _spelling(choice[1], re.findall(r"'(.*?)'", choice[2]))
+        return f"; did you mean {spelling}?" if spelling else ""
     if not complaint.startswith("Unrecognized"):
         return ""
     words = complaint.partition(": ")[2].split(", ")
@@ -69,12 +101,42 @@ def suggestion(complaint: str, form: Any, recipes: Collection[str], prog: str) -
     first = prog.replace("[RECIPE]", recipe or "")
     hint = f"; the recipe comes first: {first} ..." if recipe and first != prog else ""
     unknown = next((word for word in words if word.startswith("--")), "")
-    near = [f"--{name}".replace("_", "-") for name in _meant(unknown, list(_options(form)))]
-    return hint + (f"; did you mean {' or '.join(near[:3])}?" if near else "")
+    options = dict(_options(form))
+    if not unknown:
+        return hint + _of_flag(words[0], arguments, options)
+    names = _same_sense(unknown, _meant(unknown, list(options)) or near, options)
+    return hint + (f"; did you mean {' or '.join(names[:3])}?" if names else "")
+
+
+def _same_sense(unknown: str, names: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return the `names` that turn something off, if `unknown` says so (`--no-x`, `--a.nox`), and else the others."""
+    last = _squeezed(unknown)
+    known = {_squeezed(name) for name in options}
+    negative = re.match(r"--(?:.*\.)?no[-_]", unknown) is not None
+    negative |= last.startswith("no") and last[2:] in known
+
+    def turns_off(name: str) -> bool:
+        return re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", name) in {*options} - {name}
+
+    return [name for name in names if turns_off(name) == negative]
+
+
+def _of_flag(word: str, arguments: Sequence[str], options: dict[str, bool]) -> str:
+    """Return how the flag is written of which `word` was to be the value, or nothing."""
+    before = next((a for a, b in itertools.pairwise(arguments) if b == word), "")
+    joined = next((a.removesuffix(f"={word}") for a in arguments if a.endswith(f"={word}")), "")
+    name = (joined or before).replace("_", "-")
+    section, _, last = name.removeprefix("--").rpartition(".")
+    off = f"--{section}{'.' if section else ''}no-{last}"
+    if options.get(name) and word.lower() in ON:
+        return f"; {name} alone turns it on"
+    if options.get(name) and word.lower() in OFF:
+        return f"; {off} turns it off" if off in options else f"; leave {name} out to turn it off"
+    return ""
 
 
 def _is_recipe(word: str, recipes: Collection[str]) -> bool:
-    return word.replace("-", "_") in recipes or word.endswith(".py")
+    return word.replace("-", "_") in recipes or word.lower().endswith(".py")
 
 
 def _spelling(value: str, choices: list[str]) -> str | None:
@@ -85,13 +147,14 @@ def _spelling(value: str, choices: list[str]) -> str | None:
 
 def _meant(word: str, options: list[str]) -> list[str]:
     """Return the options whose last part is that of `word` but for dashes, or means the same elsewhere."""
-    last = _squeezed(word)
+    last = _squeezed(re.sub(r"^--no[-_](.*\.)", r"--\1no-", word))
     same = [name for name in options if _squeezed(name) == last]
-    return same or [
-        name
-        for name, others in SYNONYMS.items()
-        if name in options and last in map(_squeezed, others)
-    ]
+    synonyms = (name for name, others in SYNONYMS.items() if last in map(_squeezed, others))
+    return same or [name for name in map(_option, synonyms) if name in options]
+
+
+def _option(field: str) -> str:
+    return f"--{field}".replace("_", "-")
 
 
 def _squeezed(name: str) -> str:
@@ -99,12 +162,14 @@ def _squeezed(name: str) -> str:
     return re.sub(r"[-_]", "", name.partition("=")[0].rpartition(".")[2]).lower()
 
 
-def _options(form: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields; those of a whole command have no prefix of their own."""
+def _options(form: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the options of all fields, and whether each is a flag; a whole command adds no prefix."""
     for field in dataclasses.fields(form):
         value, own = getattr(form, field.name, None), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             whole = not prefix and field.name in ("options", "config")
             yield from _options(value, "" if whole else f"{own}.")
         else:
-            yield own
+            yield _option(own), isinstance(value, bool)
+            if field.type is bool:  # else it has no negative form
+                yield _option(f"{prefix}no_{field.name}"), True

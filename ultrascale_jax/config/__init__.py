@@ -15,9 +15,11 @@ from typing import Any, Literal, get_args
 
 from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import UserError as UserError
+from ultrascale_jax.config.base import at_home as at_home
 from ultrascale_jax.config.base import check_choices, require_at_least
 from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
+from ultrascale_jax.config.base import put_home as put_home
 from ultrascale_jax.config.base import require as require
 from ultrascale_jax.config.base import require_type as require_type
 from ultrascale_jax.config.batches import Batches as Batches
@@ -183,6 +185,7 @@ class DataConfig:
     `web=text:a/*.txt,code=tokens:b`."""
 
     def __post_init__(self):
+        put_home(self, "source", "tokenizer", "eval_source")
         require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
         name, value = "data.eval_fraction", self.eval_fraction
         require(0 <= value < 0.5, name, value, "must be at least 0 and less than 0.5")
@@ -228,6 +231,7 @@ class PipelineConfig:
     """Experimental: ranks run different operations in a tick, as zb_h1, zb_v and dualpipe_v are drawn."""
 
     def __post_init__(self):
+        put_home(self, "schedule")
         name, from_file = self.schedule, self.from_file
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
@@ -241,7 +245,7 @@ class PipelineConfig:
     @property
     def from_file(self) -> bool:
         """Return whether the schedule is a table of the user's."""
-        return self.schedule.endswith(".csv")
+        return self.schedule.lower().endswith(".csv")
 
     @property
     def stages_per_rank(self) -> int:
@@ -365,6 +369,7 @@ class CheckpointConfig:
     has none goes on from there."""
 
     def __post_init__(self):
+        put_home(self, "resume")
         known = re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL) is not None
         fix = "must be auto, never, must or from:RUN_DIR[@STEP]"
         require(known, "checkpoint.resume", self.resume, fix)
@@ -386,6 +391,7 @@ class LogConfig:
     TensorBoard where the extra `tb` is installed."""
 
     def __post_init__(self):
+        put_home(self, "run_dir")
         usable = self.run_dir.strip() != "" and "\0" not in self.run_dir
         require(usable, "log.run_dir", self.run_dir, "must be a path")
         fix = f"must be a folder on a disk; copies of the checkpoints go to --checkpoint.store {self.run_dir}"

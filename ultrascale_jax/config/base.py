@@ -1,7 +1,10 @@
-"""Refuse a setting by one error, which names the field, its value and the fix."""
+"""Refuse a setting by one error, which names the field, its value and the fix; and put the home folder for `~`."""
 
 import functools
+import os
+import re
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 LARGEST = 2**31 - 1
@@ -25,6 +28,29 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
     """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
     if not ok:
         raise UserError(f"{name}={_shown(value)}: {fix}")
+
+
+def at_home(text: str) -> str:
+    """Return a path with the user's home for a `~` at its beginning; also each path of a text as `tokens:~/a,text:~/b`.
+
+    A shell does so only for words that begin with `~`, not in `--run-dir=~/x` or between quotes.
+    """
+    if "~" not in text:
+        return text
+    begin = r"(^|=|\b(?:hf|from|tokens|text):)(~[^/]*)"
+    return re.sub(begin, lambda match: match[1] + os.path.expanduser(match[2]), text)
+
+
+def put_home(values: Any, *fields: str) -> None:
+    """Put the home folder for `~` in these fields of a frozen dataclass: texts, paths, and tuples of them."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        return type(value)(at_home(str(value))) if isinstance(value, (str, Path)) else value
+
+    for field in fields:
+        object.__setattr__(values, field, changed(getattr(values, field)))
 
 
 def named_parts(name: str, text: str, names: tuple[str, ...], form: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Read files that somebody else wrote: of a bounded size, and JSON as one error where it is none."""
+"""Read files that somebody else wrote: of a bounded size, as UTF-8, and JSON as one error where it is none."""
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,12 @@ from ultrascale_jax.config.base import UserError, require
 
 MOST_BYTES = 1 << 24
 """Largest file that is read where a caller names no other bound; the largest `config.json` known has 5 KB."""
+
+ENCODINGS = {
+    "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff|(?:[^\0]\0{3}){2}|(?:\0{3}[^\0]){2}",
+    "UTF-16": rb"\xff\xfe|\xfe\xff|(?:[^\0]\0){2}|(?:\0[^\0]){2}",
+}
+"""How text in another encoding than UTF-8 begins: with its byte-order mark, or with two characters of ASCII."""
 
 
 def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> bytes:
@@ -29,6 +36,28 @@ def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> b
     return content
 
 
+def encoding_of(head: bytes) -> str | None:
+    """Return the encoding of a text that begins with these bytes; None for UTF-8 and for one that is not known."""
+    return next((name for name, begins in ENCODINGS.items() if re.match(begins, head, re.S)), None)
+
+
+def utf8(content: bytes) -> str:
+    """Decode UTF-8, without the byte-order mark that Windows writes.
+
+    Raises `UserError` that says which encoding it is, as words that follow the name of the file.
+    """
+    other = encoding_of(content)
+    try:
+        if other is None:
+            return content.decode("utf-8-sig")
+        command = f"iconv -f {other} -t UTF-8"
+    except UnicodeDecodeError as error:
+        if (nul := content.find(0)) >= 0:
+            raise UserError(f"is not UTF-8 text, but binary (byte 0 at {nul})") from None
+        command = f"iconv -f CP1252 -t UTF-8 (byte {content[error.start]:#04x} at {error.start})"
+    raise UserError(f"is not UTF-8 text; convert it, as by {command}")
+
+
 def parse_json(content: bytes | str, what: str) -> Any:
     """Parse JSON; an error begins with `what`.
 
@@ -36,9 +65,11 @@ def parse_json(content: bytes | str, what: str) -> Any:
     more digits than Python reads.
     """
     try:
-        return json.loads(content.decode() if isinstance(content, bytes) else content)
+        return json.loads(utf8(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} is not JSON ({error})") from None
+        # Of too many digits Python also says how a programmer would allow them.
+        words = str(error).partition("; use sys.")[0]
+        raise UserError(f"{what} is not JSON ({words})") from None
 
 
 def read_json(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> dict[str, Any]:

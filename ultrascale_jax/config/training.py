@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config.base import require, require_at_least
+from ultrascale_jax.config.base import put_home, require, require_at_least
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
@@ -186,6 +186,7 @@ class TrainConfig:
     """Global batches of one evaluation."""
 
     def __post_init__(self):
+        put_home(self, "init_from")
         require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
         require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
         name, weight = "train.mtp_weight", self.mtp_weight

@@ -56,7 +56,7 @@ def turns_of(row: Any) -> list[Message]:
 
 
 def is_messages(value: Any) -> TypeGuard[list[Message]]:
-    """Return whether a value of JSON is a list of messages."""
+    """Return whether a value of JSON is a list of objects, as messages are."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 

@@ -5,7 +5,9 @@ Rows come in the order of the dataset's files, a part of a file at a time, so no
 """
 
 import dataclasses
+import glob
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,8 +55,15 @@ class HubDataset:
         found = re.fullmatch(
             r"hf:([^:@]+)(?:@([\w.-]+))?(?::([^:]*))?(?::([^:\[\]]+))?", text.strip()
         )
+        folder = text.strip().removeprefix(PREFIX)
+        if os.path.isdir(folder) and not (found and found[1] == folder):
+            fix = f"{folder} and {found and found[1]} are both folders; write {PREFIX}{folder}/"
+            require(not (found and os.path.isdir(found[1])), "input", text, fix)
+            return cls(folder)
         require(found is not None, "input", text, FORM)
         assert found is not None
+        fix = f"{found[1]} is a folder, which has no revisions; leave out @{found[2]}"
+        require(not (found[2] and os.path.isdir(found[1])), "input", text, fix)
         return cls(found[1], found[2], found[3] or None, found[4] or "train")
 
     def __str__(self) -> str:
@@ -82,8 +91,12 @@ class HubDataset:
         return size * row // total if total else 0
 
     def first(self) -> dict[str, Any] | None:
-        """Return the first row, if there is one."""
-        return next(iter(self.open()), None)
+        """Return the first row, if there is one. Raises `UserError` where it cannot be read."""
+        stream = self.open()
+        try:
+            return next(iter(stream), None)
+        except Exception as error:  # as in `Stream.texts`
+            raise UserError(f"input={str(self)!r}: cannot be read ({_words(error)})") from error
 
     def open(self) -> Any:
         """Return the `IterableDataset`. Raises `UserError` if there is none, or no package `datasets`."""
@@ -93,6 +106,9 @@ class HubDataset:
             fix = "needs the package datasets; pip install 'ultrascale_jax[hf]'"
             raise UserError(f"input={str(self)!r}: {fix}") from error
         datasets.disable_progress_bars()
+        fix = "is in a folder whose path has one of *?[, which `datasets` takes for a pattern; rename it"
+        path = os.path.abspath(self.name)
+        require(not (os.path.isdir(path) and glob.has_magic(path)), "input", str(self), fix)
         try:
             builder = datasets.load_dataset_builder(self.name, self.config, revision=self.revision)
             config: Any = builder.config

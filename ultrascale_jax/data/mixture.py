@@ -8,6 +8,7 @@ sample comes twice before its source is exhausted. What a stage reads depends on
 
 import bisect
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from ultrascale_jax.config import require
 from ultrascale_jax.config.stages import FORM, parse_stages
 
 KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
+
+WEIGHT = re.compile(r"@([-+.\w]+)$")
+"""The end of a source with a weight."""
 
 KIND = "(?:python-stdlib|synthetic|text:|tokens:|hf:)"
 """Regular expression of the beginning of a source, or of what is taken for one."""
@@ -58,11 +62,7 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
     """Parse `a@0.7,b@0.3` into names and weights; a comma parts sources only before the name of a kind."""
     mixture = []
     for part in NEXT.split(source):
-        match = re.fullmatch(r"(.+)@([-+.\w]+)", part.strip())
-        try:
-            name, weight = (match[1], float(match[2])) if match else (part.strip(), 1.0)
-        except ValueError:
-            name, weight = part.strip(), 1.0  # an @ inside a path
+        name, weight = _weighted(part.strip(), source)
         kind, _, argument = name.partition(":")
         known = name in ("python-stdlib", "synthetic") or (
             kind in ("text", "tokens") and bool(argument)
@@ -75,6 +75,29 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
         require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
         mixture.append((name, weight))
     return mixture
+
+
+def _weighted(part: str, source: str) -> tuple[str, float]:
+    """Return the name and the weight of one source; what exists by its whole text is that name.
+
+    Raises `UserError` where the name without the weight exists too.
+    """
+    match = WEIGHT.search(part)
+    try:
+        name, weight = (part[: match.start()], float(match[1])) if match else (part, 1.0)
+    except ValueError:
+        return part, 1.0  # an @ inside a path
+    whole, without = (os.path.exists(text.partition(":")[2]) for text in (part, name))
+    if match and whole:
+        fix = f"{part} and {name} exist both; write {part}@1 or {name}@{weight:#.6g}"
+        require(not without, "data.source", source, fix)
+        return part, 1.0
+    return name, weight
+
+
+def source_of(place: str) -> str:
+    """Return the source of the token shards at `place`, so that a part of its name is not read as a weight."""
+    return f"tokens:{place}@1" if WEIGHT.search(place) else f"tokens:{place}"
 
 
 def parse_named(source: str) -> dict[str, str]:

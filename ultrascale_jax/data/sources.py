@@ -10,7 +10,6 @@ may change at a step, or at a share of the run: `tokens:a; 0.8: tokens:a,tokens:
 mixtures: `web=text:a/*.txt,code=tokens:b`. `mixture.py` reads such texts.
 """
 
-import glob
 import hashlib
 import os
 import sysconfig
@@ -20,6 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.documents import whole_text
+from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture
 from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, run_tokenizer
@@ -86,17 +87,15 @@ def _open(
             fix = "name a folder that ultrascale prepare-data wrote, or write it anew"
             if is_url(argument):
                 fix = f"--out of prepare-data writes there; copies are in {cache_folder('tokens')}"
-            elif not Path(argument).is_dir():
+            elif not os.path.isdir(argument):
                 fix = f"make it: ultrascale prepare-data --input 'FILES' --out {argument} --tokenizer {data.tokenizer}"
             raise UserError(f"data.source={name!r}: {error}; {fix}") from error
-    paths = (
-        stdlib_paths()
-        if kind == "python-stdlib"
-        else glob.glob(os.path.expanduser(argument), recursive=True)
-    )
-    files = _read_files(
-        name, sorted(Path(path) for path in paths), skip_undecodable=kind == "python-stdlib"
-    )
+    if kind == "python-stdlib":
+        files = _read_files(name, sorted(stdlib_paths()), skip_undecodable=True)
+    else:
+        files = _read_files(
+            name, matching_files(argument, "data.source", "text:"), skip_undecodable=False
+        )
     fix = "no file with text matches; give another pattern"
     require(bool(files), "data.source", name, fix)
     return _encode(name, files, tokenizer, vocab_size)
@@ -135,12 +134,11 @@ def _read_files(name: str, paths: list[Path], skip_undecodable: bool) -> list[tu
     files = []
     for path in filter(Path.is_file, paths):
         try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as error:
+            text, _ = whole_text(path, "text", f"data.source={name!r}: {path}")
+        except UserError:
             if skip_undecodable:
                 continue
-            fix = f"{path} is not UTF-8 text; convert it or leave it out of the pattern"
-            raise UserError(f"data.source={name!r}: {fix}") from error
+            raise
         if text:
             files.append((path, text))
     return files

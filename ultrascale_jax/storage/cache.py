@@ -19,11 +19,19 @@ TRIES = 2
 """Downloads of an object before its content counts as wrong."""
 
 
+class NoCache(UserError, OSError):
+    """A folder of the cache cannot be made."""
+
+
 def cache_folder(*names: str) -> Path:
-    """Make and return the folder `names` of the cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base).joinpath("ultrascale_jax", *names).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make and return the folder `names` of the cache. Raises `NoCache`."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base).joinpath("ultrascale_jax", *names).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # the second where nobody knows the home folder
+        fix = "name a folder that can be written by XDG_CACHE_HOME"
+        raise NoCache(f"the cache of this host: cannot be made ({error}); {fix}") from None
     return folder
 
 

@@ -5,6 +5,8 @@ object appears whole or not at all and that a reader sees the newest one; neithe
 """
 
 import contextlib
+import fnmatch
+import glob
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -228,15 +230,35 @@ class RemoteFile:
 
 
 def matching(pattern: str) -> list[RemoteFile]:
-    """Return the objects that match a URL with `*`, `**` and `?`, in order. Raises `RemoteError`."""
+    """Return the objects that match a URL with `*`, `**` and `?`, in order, as `data.files` matches files.
+
+    The longest beginning that exists is taken as it is, and hidden objects are left out. Raises `RemoteError`.
+    """
     scheme = scheme_of(pattern)
     try:
         with asking(pattern):
             filesystem, path = open_filesystem(pattern)
-            found = filesystem.glob(path, detail=True)
+            whole = PurePosixPath(path)
+            begins = filter(path.startswith, map(str, (whole, *whole.parents[:-1])))
+            existing = next(filter(filesystem.exists, begins), "")
+            literal = glob.escape(existing) + path.removeprefix(existing)
+            found = filesystem.glob(literal, detail=True)
     except FileNotFoundError:
         return []
-    files = ((name, info) for name, info in found.items() if info["type"] == "file")
+    named = [part for part in whole.parts if part.startswith(".")]
+    files = (
+        (name, info)
+        for name, info in found.items()
+        if info["type"] == "file" and not _is_hidden(name, named)
+    )
     return sorted(
         RemoteFile(f"{scheme}://{name.lstrip('/')}", info["size"]) for name, info in files
+    )
+
+
+def _is_hidden(name: str, named: list[str]) -> bool:
+    """Return whether a part of a name begins with a dot, and none of the patterns `named` asks for it."""
+    hidden = (part for part in name.split("/") if part.startswith("."))
+    return any(
+        not any(fnmatch.fnmatchcase(part, one) or part == one for one in named) for part in hidden
     )

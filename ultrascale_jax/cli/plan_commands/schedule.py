@@ -72,7 +72,7 @@ class Options:
             require(kind == ".png" or named, "figure", given, "name one schedule, or use .png")
         cap, auto = self.memory_cap, self.name == "auto"
         require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
-        if self.name.endswith(".csv"):
+        if self.name.lower().endswith(".csv"):
             for name in ("ranks", "microbatches", "virtual"):
                 value = getattr(self, name)
                 require(value is None, name, value, "the table has its own")
@@ -110,7 +110,7 @@ def times(text: str) -> tuple[float, float, float]:
 def schedule_of(options: Options, costs: tuple[float, float, float]) -> Schedule:
     """Return the schedule that the options ask for."""
     name, p, m = options.name, options.ranks or 4, options.microbatches or 8
-    if name.endswith(".csv"):
+    if name.lower().endswith(".csv"):
         return read_csv(Path(name))
     if name == "auto":
         virtual = options.virtual or 1

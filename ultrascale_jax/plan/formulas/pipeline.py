@@ -136,7 +136,7 @@ class Key(NamedTuple):
         row = self.ranks if grouped else 1
         small = 6 * row if grouped else 2 * self.ranks
         steps = (self.microbatches - small) // row
-        own = self.schedule.endswith(".csv") or self.microbatches % row > 0
+        own = self.schedule.lower().endswith(".csv") or self.microbatches % row > 0
         return None if own or steps <= 1 else (small, small + row, steps)
 
 
@@ -186,7 +186,7 @@ def _positions(key: Key, layers: int, dense: int) -> tuple[int, int]:
 
 @functools.lru_cache(8)  # the same table for either stash
 def _table(key: Key) -> Schedule:
-    if key.schedule.endswith(".csv"):
+    if key.schedule.lower().endswith(".csv"):
         return read_csv(key.schedule)
     return schedules.build(*key)
 
@@ -226,7 +226,7 @@ def _divergent_bubble(key: Key, f: float, b: float, w: float) -> float:
         return m * (1 + _table(key._replace(microbatches=m)).bubble(f, b, w, "divergent"))
 
     m, p = key.microbatches, key.ranks
-    if key.schedule.endswith(".csv") or m <= 8 * p:
+    if key.schedule.lower().endswith(".csv") or m <= 8 * p:
         return step(m) / m - 1
     small, larger = 6 * p, 8 * p
     first = step(small)

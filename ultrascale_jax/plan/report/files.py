@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import parse_json, read_foreign
+from ultrascale_jax.config.foreign import parse_json, read_foreign, utf8
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
 from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.figures.palette import WHOLE
@@ -250,9 +250,9 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
     data = read_foreign(file, name="file", most=1 << 28)
     digest = hashlib.sha256(data).hexdigest()[:12]
     try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        raise UserError(f"file={path!r}: is not text in UTF-8") from None
+        text = utf8(data)
+    except UserError as error:
+        raise UserError(f"file={path!r}: {error}") from None
     require(text.strip() != "", "file", path, "is empty")
     if suffix == ".csv":
         return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
