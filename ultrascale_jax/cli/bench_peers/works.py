@@ -23,6 +23,7 @@ from ultrascale_jax.kernels import grouped_matmul as grouped_kernel
 from ultrascale_jax.kernels import linear_cross_entropy as loss_kernel
 from ultrascale_jax.kernels import quantize_fp8 as quantize_kernels
 from ultrascale_jax.kernels import rms_norm as norm_kernels
+from ultrascale_jax.kernels.checks import normals
 from ultrascale_jax.kernels.device import on_gpu
 from ultrascale_jax.sharding.manual import smap
 
@@ -386,11 +387,3 @@ def tensorwise_dot(x, y, out: str):
     """Multiply float8 values with scales of 1, in the one form that XLA turns into a float8 product of cuBLASLt."""
     one = jnp.bfloat16(1)
     return transposed_dot(x.astype(jnp.bfloat16) * one, y.astype(jnp.bfloat16) * one, out)
-
-
-def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Draw random bfloat16 arrays of these shapes."""
-    keys = jax.random.split(key, len(shapes))
-    return tuple(
-        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
-    )

@@ -46,14 +46,11 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault(
         "TF_CPP_MIN_LOG_LEVEL", "3"
     )  # XLA warns that memory is short; the table says it too
-    from ultrascale_jax.cli import kernel_trial
-
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
         cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
-        common.tell(kernel_trial.untried(cfg.check(options.gpus), cluster.gpu.kind))
     summary = summarize(step, timeline, cluster) | {"config": dataclasses.asdict(cfg)}
     if folder is not None:
         from ultrascale_jax.figures.streams import chrome_trace
