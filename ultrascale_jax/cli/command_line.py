@@ -195,6 +195,7 @@ def on_devices(
     """
     import jax
 
+    from ultrascale_jax.cli import output
     from ultrascale_jax.launch import host_memory
     from ultrascale_jax.launch.multihost import gather
     from ultrascale_jax.plan.auto import check_host, cluster_of
@@ -215,7 +216,9 @@ def on_devices(
     if on_gpus:
         host = host_of_all(say, host_memory.prepare_copies if is_open else None)
     cluster = cluster_of(kind, count, min(known, default=None), host)
-    cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+    shown = output.working("choosing what is open") if first else contextlib.nullcontext()
+    with shown:
+        cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
     if must_fit and on_gpus:
         check_host(cfg, cluster)
     return cfg

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import huggingface_config, kept_tokenizer, load_huggingface
 from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.huggingface.files import is_huggingface
@@ -113,7 +113,8 @@ def continued(
     """Return `prompt` and its continuation, up to the end of the document."""
     ids = tokenizer.encode(prompt)
     require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
-    new = sample(cfg, params, ids, options, seed=options.seed)
+    with output.working("writing"):
+        new = sample(cfg, params, ids, options, seed=options.seed)
     return prompt + tokenizer.decode(cut(new, {tokenizer.eos}))
 
 
@@ -136,7 +137,8 @@ def chat(
     for turn, line in enumerate(filter(None, map(str.strip, lines))):
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode(template.prompt(messages))
-        new = sample(cfg, params, ids, options, seed=options.seed + turn)
+        with output.working("answering"):
+            new = sample(cfg, params, ids, options, seed=options.seed + turn)
         answer = tokenizer.decode(cut(new, ends)).strip()
         messages.append({"role": "assistant", "content": answer})
         yield answer
@@ -173,7 +175,8 @@ def texts(options: Options) -> Iterator[str]:
         if options.devices is None:
             command_line.require_devices(wanted, jax.device_count())
         mesh = make_mesh(wanted)
-    cfg, params = loaded(options, mesh)
+    with output.working(f"loading {options.model}"):
+        cfg, params = loaded(options, mesh)
     name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
     with jax.set_mesh(mesh):
         if options.prompt is None:

@@ -1,6 +1,5 @@
 """Compile a step for GPUs that are not there, and predict its time: `ultrascale plan compile`."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -77,12 +76,10 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
 
 
 def interruptible[T](work: Callable[[], T]) -> T:
-    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; a line on stderr says that it runs."""
-    console = Console(stderr=True)
-    status = console.status("compiling") if console.is_terminal else contextlib.nullcontext()
+    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; stderr says that it runs."""
     with ThreadPoolExecutor() as pool:
         try:
-            with status:
+            with output.working("compiling"):
                 return pool.submit(work).result()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
