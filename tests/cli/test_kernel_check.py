@@ -10,27 +10,28 @@ from tests.cli import wrong_kernels
 from ultrascale_jax.cli import command_line, kernel_check
 from ultrascale_jax.cli.kernel_check import Part, faults, parts
 from ultrascale_jax.launch.cluster import Launch
+from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.launch.procfs import gpu_kinds
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 CPU = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
 
-def check(*kinds, limit_s=120.0):
+def check(folder, *kinds, limit_s=120.0):
     """Return the faults of kernels of these kinds, the lines, and the events."""
-    lines, events = [], []
+    lines = []
     wanted = [Part("norm", "mosaic", kind, (64, 128)) for kind in kinds]
     found = faults(
-        wanted, H100, CPU, lines.append, lambda kind, **row: events.append((kind, row["answer"])),
+        wanted, H100, CPU, lines.append, Events(folder, 0),
         module=wrong_kernels.__name__, limit_s=limit_s,
     )  # fmt: skip
-    return found, lines, events
+    return found, lines, read_events(folder)
 
 
 @pytest.mark.slow
-def test_a_kernel_that_is_wrong_or_crashes_refuses_the_run():
+def test_a_kernel_that_is_wrong_or_crashes_refuses_the_run(tmp_path):
     found, lines, events = check(
-        "right", "wrong", "nan", "raises", "lacks_memory", "exits", "right"
+        tmp_path, "right", "wrong", "nan", "raises", "lacks_memory", "exits", "right"
     )
     error = r"relative error (nan|\d\.\de-\d\d), XLA's \d\.\de-\d\d"
     expected = [
@@ -45,13 +46,16 @@ def test_a_kernel_that_is_wrong_or_crashes_refuses_the_run():
     assert lines[0] == f"kernels: checking 7 on a {H100}, for at most 120 s"
     for line, words in zip(lines[1:], expected, strict=True):
         assert re.fullmatch(rf"kernels\.norm=mosaic: \w+ \[64, 128\]: {words}", line)
-    assert [kind for kind, _ in events] == ["kernel_check"] * 7
+    assert [next(iter(event["answer"])) for event in events] == [
+        words.partition(":")[0] for words in expected
+    ]
+    assert {event["kind"] for event in events} == {"kernel_check"}
     assert [(name, value) for name, value, _ in found] == [("kernels.norm", "mosaic")] * 4
     assert found[0][2].startswith(f"wrong [64, 128] is wrong on a {H100} (relative error ")
 
 
-def test_a_check_that_is_not_done_in_time_is_told_and_refuses_nothing():
-    found, lines, _ = check("hangs", limit_s=0.05)
+def test_a_check_that_is_not_done_in_time_is_told_and_refuses_nothing(tmp_path):
+    found, lines, _ = check(tmp_path, "hangs", limit_s=0.05)
     assert not found and lines[1].endswith("unchecked: the check was not done after 0.05 s")
 
 
@@ -94,9 +98,9 @@ def test_windows_and_blocks_of_a_ring_are_checked_where_a_run_has_them():
     assert window.options == {"window": 1024, "documents": True, "sinks": False}
 
 
-def test_on_the_cpu_nothing_is_checked():
+def test_on_the_cpu_nothing_is_checked(tmp_path):
     cfg, options = command_line.parse(["demo"], prog="train", options=command_line.JobOptions)
-    kernel_check.check_run(cfg, options, None, pytest.fail, pytest.fail)
+    kernel_check.check_run(cfg, options, None, pytest.fail, Events(tmp_path, 0))
 
 
 def test_gpus_are_known_before_they_are_taken(tmp_path):

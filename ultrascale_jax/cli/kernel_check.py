@@ -28,6 +28,7 @@ from ultrascale_jax.kernels import (
 from ultrascale_jax.kernels.choices import auto_order
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
+from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.processes import SUPERVISOR, follow_supervisor
 from ultrascale_jax.launch.procfs import gpu_kinds
 from ultrascale_jax.plan.auto import cluster_of
@@ -115,9 +116,9 @@ def check_run(
     options: command_line.Options,
     launch: Launch | None,
     tell: Callable[[str], None],
-    record: Callable[..., None],
+    events: Events,
 ) -> None:
-    """Check the kernels of a run on process 0's first GPU; `tell` gets its lines and `record` its events.
+    """Check the kernels of a run on process 0's first GPU; `tell` gets its lines and `events` each answer.
 
     Every process of a job calls it, before any takes its devices. Raises `UserError` on all where a kernel is wrong.
     """
@@ -126,7 +127,7 @@ def check_run(
 
     def check_here() -> list[list[str]]:
         try:
-            return _on_gpu(cfg, options, launch, tell, record)
+            return _on_gpu(cfg, options, launch, tell, events)
         except Exception as error:  # Whatever it is, it says nothing about the kernels.
             tell(f"kernels: not checked: {type(error).__name__}: {error}")
             return []
@@ -135,7 +136,7 @@ def check_run(
         require(False, name, value, fault)
 
 
-def _on_gpu(cfg, options, launch, tell, record) -> list[list[str]]:
+def _on_gpu(cfg, options, launch, tell, events) -> list[list[str]]:
     """Check on the first GPU that this process is about to take; return the faults."""
     kinds = gpu_kinds()
     if not kinds:
@@ -148,7 +149,7 @@ def _on_gpu(cfg, options, launch, tell, record) -> list[list[str]]:
     except UserError:  # The run says it itself, when it knows its devices.
         return []
     environ = {"CUDA_VISIBLE_DEVICES": own[0], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return faults(parts(cfg, kinds[0]), kinds[0], environ, tell, record)
+    return faults(parts(cfg, kinds[0]), kinds[0], environ, tell, events)
 
 
 def own_gpus(launch: Launch | None, environ: Mapping[str, str], present: int) -> list[str]:
@@ -163,7 +164,7 @@ def faults(
     kind: str,
     environ: Mapping[str, str],
     tell: Callable[[str], None],
-    record: Callable[..., None],
+    events: Events,
     *,
     module: str = __name__,
     limit_s: float = LIMIT_S,
@@ -175,7 +176,7 @@ def faults(
       kind: JAX's name of the GPU.
       environ: variables of the process.
       tell: gets a line before the check, and one for each part.
-      record: gets an event for each part.
+      events: gets one for each part.
       module: what the process runs.
       limit_s: seconds of all checks together.
     """
@@ -187,7 +188,16 @@ def faults(
     for part, answer in zip(wanted, answers, strict=True):
         [(verdict, words)] = answer.items()
         tell(f"kernels.{part.field}={part.implementation}: {part}: {verdict}: {words}")
-        record("kernel_check", **dataclasses.asdict(part), answer=answer)
+        events.record(
+            "kernel_check",
+            field=part.field,
+            implementation=part.implementation,
+            check=part.check,
+            sizes=part.sizes,
+            options=part.options,
+            dtype=part.dtype,
+            answer=answer,
+        )
         if verdict == "wrong":
             fix = (
                 f"{part} is wrong on a {kind} ({words}); use xla, and report the line with the versions of driver, "

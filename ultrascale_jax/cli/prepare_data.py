@@ -28,6 +28,7 @@ import functools
 import glob
 import multiprocessing
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.documents import (
@@ -126,7 +127,10 @@ def prepare(args: Args) -> shards.Index:
     if Path(args.tokenizer).is_dir():
         args = replace(args, tokenizer=str(Path(args.tokenizer) / "tokenizer.json"))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    # The bar shows nothing where stdout is no terminal.
+    is_shown = sys.stdout.isatty()
+    working = contextlib.nullcontext() if is_shown else output.working(f"reading {args.input}")
+    with Progress(*columns) as progress, working:
         if args.kind == "text":
             kind, words = find_kind(paths, args.text_field)
             progress.console.print(words, end="", soft_wrap=True)

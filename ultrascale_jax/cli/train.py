@@ -187,7 +187,7 @@ def run(cfg: Config, options: Options) -> dict:
     rank = 0 if launch is None else launch.process_id
     events = Events(Path(cfg.log.run_dir), rank)
     with command_line.user_errors(), distributed.guarded(events.record):
-        kernel_check.check_run(cfg, options, launch, say, events.record)
+        kernel_check.check_run(cfg, options, launch, say, events)
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:
