@@ -27,8 +27,9 @@ from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.kernels.quantize_fp8 import Quantized, quantize_fp8, quantize_fp8_both
 from ultrascale_jax.kernels.rms_norm import rms_norm
 
-RIGHT = 4e-3
-"""Largest relative error, in the Frobenius norm, that the kernels' tests allow of a result in bfloat16."""
+RIGHT = 1e-2
+"""Largest relative error, in the Frobenius norm, of a right result in bfloat16: five roundings in a row, of 2^-9 each.
+A backward pass of attention rounds its probabilities, scores' gradients, result and gradients."""
 
 DOCUMENTS = 8
 """Documents of a row; their ends are as uneven as uniform random ones."""
