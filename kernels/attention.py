@@ -114,7 +114,7 @@ def attention(
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
       implementation: `cudnn` (bf16 or fp16 on a GPU), `cudnn_packed` (the same; documents without a mask, on Hopper
         and later), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease along a row) or `xla`; a forced one
-        fails loudly. `auto` is the first that applies of those that `choices.py` has for the GPU.
+        fails loudly. `auto` is the first in the order of `choices.py` that applies.
 
     Returns:
       `[B, T, N, H]` in q's type.

@@ -1,7 +1,7 @@
-"""Check kernels on a GPU: what a run is about to compute with them, small, beside the definition in float32.
+"""Check kernels on a GPU: compare a part of a run, small, with its definition in float32.
 
-Each function returns the check of one part of a run: arguments, results and gradients by an implementation, and the
-reference. Attention is checked on the heads of two key heads, because its reference holds all scores.
+Each function returns the check of one part: arguments, results and gradients by an implementation, and the reference.
+Attention is checked on the heads of two key heads, because its reference holds all scores.
 """
 
 import functools
@@ -68,7 +68,6 @@ def measure(check: Check, implementation: str, dtype: jax.typing.DTypeLike) -> E
     reference = check.reference or functools.partial(check.run, "xla")
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(reference)(*widened)
-
     kernel, xla = (
         float(_error(jax.jit(functools.partial(check.run, name))(*arguments), expected))
         for name in (implementation, "xla")
@@ -105,16 +104,16 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
     first, second = jnp.arange(T, dtype=jnp.int32), T + jnp.arange(T, dtype=jnp.int32)
 
     def make(key, dtype) -> tuple:
-        own, both = (1, T, N, H), (1, 2 * T, K, H)
-        return normals(key, own, own, both, both, dtype=dtype)
+        queries, keys = (1, T, N, H), (1, 2 * T, K, H)
+        return normals(key, queries, queries, keys, keys, dtype=dtype)
 
     def mask(name: str, index, causal: bool) -> BlockMask:
         if not documents:
             return BlockMask(causal=True) if causal else EVERY_KEY
-        given = second, index, (ids[:, second], ids[:, index])
+        places = second, index, (ids[:, second], ids[:, index])
         if name == "mosaic":
-            return BlockMask(ranges=visible_ranges(*given), causal=causal)
-        return BlockMask(visible=visible_keys(*given), causal=causal)
+            return BlockMask(ranges=visible_ranges(*places), causal=causal)
+        return BlockMask(visible=visible_keys(*places), causal=causal)
 
     def run(name: str, dout, q, k, v) -> tuple:
         masks = mask(name, first, False), mask(name, second, True)

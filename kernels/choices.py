@@ -18,7 +18,7 @@ class Row(NamedTuple):
     """A row of the table."""
 
     field: str
-    """Of `kernels` in the configuration."""
+    """A field of `kernels` in the configuration."""
     gpus: tuple[str, ...]
     """Parts of the names of the GPUs, as JAX has them (`device_kind`)."""
     order: tuple[str, ...]

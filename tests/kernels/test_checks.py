@@ -50,7 +50,8 @@ def spoiled(check, place, index, value):
 def instead(check, other):
     """Compute something else by the implementation."""
     return replace(
-        check, run=lambda name, *given: (check if name == "xla" else other).run("xla", *given)
+        check,
+        run=lambda name, *arguments: (check if name == "xla" else other).run("xla", *arguments),
     )
 
 
@@ -76,7 +77,7 @@ def test_on_an_h100_the_check_computes_with_the_kernel(name):
     check, attends = PARTS[name], name in list(PARTS)[:6]
     kernel = "dot_product_attention" if attends else "Ref<gmem>"
     with jax.set_mesh(make_mesh(MeshConfig(), target_devices(1))):
-        given = jax.eval_shape(lambda: check.make(jax.random.key(0), jnp.bfloat16))
+        arguments = jax.eval_shape(lambda: check.make(jax.random.key(0), jnp.bfloat16))
         for implementation in ("auto" if attends else "mosaic", "xla"):
-            text = str(jax.make_jaxpr(functools.partial(check.run, implementation))(*given))
+            text = str(jax.make_jaxpr(functools.partial(check.run, implementation))(*arguments))
             assert (kernel in text) == (implementation != "xla")

@@ -4,7 +4,6 @@ Orbax writes and commits in its own threads; a thread here waits for them and th
 goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
 """
 
-import contextlib
 import copy
 import functools
 import logging
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tensorstore
 
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import FETCHING
@@ -221,24 +219,23 @@ def spare_memory() -> None:
     references that this does not take. Orbax asks for metrics before and after each save, which it logs alone, and for
     each array for the spec of the same folder, which is remembered here.
     """
-    to_json, answers = tensorstore.KvStore.Spec.to_json, {}
+    from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    def remembered(spec: tensorstore.KvStore.Spec, *args: Any, **options: Any) -> Any:
+    spec_type, answers = tensorstore_utils.ts.KvStore.Spec, {}
+    to_json = spec_type.to_json
+
+    def remembered(spec: Any, *args: Any, **options: Any) -> Any:
         key = repr(spec), args, *options.items()
         answer = answers.get(key)
         if answer is None:
             answer = to_json(spec, *args, **options)
-            if len(answers) == FOLDERS:
+            if len(answers) >= FOLDERS:
                 answers.clear()
             answers[key] = answer
         return copy.deepcopy(answer)
 
-    tensorstore.KvStore.Spec.to_json = remembered
-    # An Orbax that has no such function collects no metrics either.
-    with contextlib.suppress(ImportError):
-        from orbax.checkpoint._src.serialization import tensorstore_utils
-
-        tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
+    spec_type.to_json = remembered
+    tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:

@@ -131,14 +131,16 @@ def list_copies(options: Options) -> bool:
     return bool(there) and not damaged
 
 
-def _verify(copies: Copies, step: int, content: bytes, sizes: dict[str, int], beside: Path) -> None:
-    """Read every file of a copy once, as the file `beside`. Raises `UserError` where one is not in the manifest."""
+def _verify(
+    copies: Copies, step: int, content: bytes, sizes: dict[str, int], scratch: Path
+) -> None:
+    """Read every file of a copy once, as the file `scratch`. Raises `UserError` where one is not in the manifest."""
     with output.working(f"reading step {step}") as tell:
         for name, (_, sha256) in manifest.parse(content).items():
             tell(f"reading {step}/{name}")
             size = sizes[name]
-            fetch(copies.remote, f"{step}/{name}", beside, size=size, sha256=sha256)
-            beside.unlink()
+            fetch(copies.remote, f"{step}/{name}", scratch, size=size, sha256=sha256)
+            scratch.unlink()
 
 
 def print_arrays(place: Path) -> None:

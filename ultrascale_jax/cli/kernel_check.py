@@ -1,10 +1,10 @@
 """Check the kernels that a run takes, on the GPU that it is about to take; the check chooses nothing.
 
-The table of `kernels/choices.py` and the fields of `kernels` say what a run computes with. Process 0 starts a process
-on one of its GPUs, which computes each part of the run that is not XLA's, small, and compares it with the reference in
-float32 (`kernels/checks.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not
-be checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so
-the check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
+The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs, which
+computes each part of the run that has a kernel, small, and compares it with the reference in float32
+(`kernels/checks.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
+checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so the
+check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Part:
     """A part of a run that a kernel computes."""
 
     field: str
-    """Of `kernels`."""
+    """A field of `kernels`."""
     implementation: str
     """Its value."""
     check: str
@@ -64,10 +64,10 @@ class Part:
 
 
 def parts(cfg: Config, kind: str) -> list[Part]:
-    """Return the parts of a run on GPUs of `kind` that may be another's than XLA's; `cfg` is checked, and not open."""
-    dtype, found = DTYPES.get(cfg.train.precision, "bfloat16"), []
+    """Return the parts of a run on GPUs of `kind` that XLA may not compute; `cfg` is checked, and not open."""
+    dtype, checked = DTYPES.get(cfg.train.precision, "bfloat16"), []
     if dtype == "float32":
-        return found
+        return checked
     mesh, model, tensor = cfg.mesh, cfg.model, cfg.mesh.tensor
     tokens = _halved(cfg.data.seq_len // mesh.cp)
     width, d_ff, words = model.d_model, model.d_ff // tensor, model.vocab_size // (tensor * mesh.pp)
@@ -76,7 +76,7 @@ def parts(cfg: Config, kind: str) -> list[Part]:
         value = getattr(cfg.kernels, field)
         order = auto_order(field, kind) if value == "auto" else (value,)
         if order != ("xla",):
-            found.append(Part(field, value, check, sizes, options, dtype))
+            checked.append(Part(field, value, check, sizes, options, dtype))
 
     ring, ulysses = cfg.cp.ranks(mesh.cp)
     key_heads = max(1, model.num_kv_heads // (tensor * ulysses))
@@ -101,7 +101,7 @@ def parts(cfg: Config, kind: str) -> list[Part]:
             add("grouped_matmul", "experts", 2 * tokens, experts.num // mesh.ep, width, expert_ff)
     if cfg.train.precision == "fp8_block" and fp8_matmul_mosaic.takes(tokens, d_ff, width):
         add("fp8_matmul", "fp8_product", tokens, d_ff, width)
-    return found
+    return checked
 
 
 def _halved(tokens: int) -> int:
@@ -141,14 +141,14 @@ def _on_gpu(cfg, options, launch, tell, events) -> list[list[str]]:
     kinds = gpu_kinds()
     if not kinds:
         return []
-    own = own_gpus(launch, os.environ, len(kinds))
+    gpus = own_gpus(launch, os.environ, len(kinds))
     processes = 1 if launch is None else launch.num_processes or 1
-    cluster = cluster_of(kinds[0], processes * len(own))
+    cluster = cluster_of(kinds[0], processes * len(gpus))
     try:
         cfg = command_line.checked(cfg, options, cluster, lambda text: None)
     except UserError:  # The run says it itself, when it knows its devices.
         return []
-    environ = {"CUDA_VISIBLE_DEVICES": own[0], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environ = {"CUDA_VISIBLE_DEVICES": gpus[0], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return faults(parts(cfg, kinds[0]), kinds[0], environ, tell, events)
 
 
@@ -184,7 +184,7 @@ def faults(
         return []
     tell(f"kernels: checking {len(wanted)} on a {kind}, for at most {limit_s:g} s")
     answers = run_checks(wanted, environ, module, limit_s)
-    found = []
+    wrong = []
     for part, answer in zip(wanted, answers, strict=True):
         [(verdict, words)] = answer.items()
         tell(f"kernels.{part.field}={part.implementation}: {part}: {verdict}: {words}")
@@ -203,8 +203,8 @@ def faults(
                 f"{part} is wrong on a {kind} ({words}); use xla, and report the line with the versions of driver, "
                 "cuDNN and JAX"
             )
-            found.append([f"kernels.{part.field}", part.implementation, fix])
-    return found
+            wrong.append([f"kernels.{part.field}", part.implementation, fix])
+    return wrong
 
 
 def run_checks(

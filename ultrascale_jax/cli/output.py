@@ -1,4 +1,4 @@
-"""Print results of commands: JSON of a verb, tables, what a command is at; write a file."""
+"""Print results and progress of commands: JSON of a verb, tables, lines on stderr; write a file."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.prediction import SCHEMA
 
 type Tell = Callable[[str], None]
-"""Gets what a command is at."""
+"""Gets the progress of a command, in words."""
 
 FIRST_S, EVERY_S = 0.5, 10.0
 """Seconds until the first line of `working` where stderr is no terminal, and between lines."""
@@ -44,7 +44,7 @@ def table(words: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Tell]:
-    """Show on stderr that the command works in this block, and at what; yield a function that changes the text.
+    """Show `text` on stderr while the command works in this block; yield a function that changes it.
 
     A terminal has a line that moves and is gone at the end. Elsewhere a line appears now and then, and none if the
     block is quick.
