@@ -69,6 +69,7 @@ main.run("plan", [])
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_wakes_jax_starts_without_a_word():
     environ = {name: text for name, text in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Check the kernels that a run takes, on the GPU that it is about to take; the check chooses nothing.
 
-The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs, which
-computes each part of the run that has a kernel, small, and compares it with the reference in float32
+The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs,
+which computes each part of the run that has a kernel, small, and compares it with the reference in float32
 (`kernels/checks.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
 checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so the
 check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
