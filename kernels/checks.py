@@ -5,7 +5,7 @@ Attention is checked on the heads of two key heads, because its reference holds 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -33,6 +33,9 @@ A backward pass of attention rounds its probabilities, scores' gradients, result
 
 DOCUMENTS = 8
 """Documents of a row; their ends are as uneven as uniform random ones."""
+
+SPREAD = 0.3
+"""Standard deviation of the logarithm of an expert's share of the rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def measure(check: Check, implementation: str, dtype: jax.typing.DTypeLike) -> E
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(reference)(*widened)
     kernel, xla = (
-        float(_error(jax.jit(functools.partial(check.run, name))(*arguments), expected))
+        float(relative_error(jax.jit(functools.partial(check.run, name))(*arguments), expected))
         for name in (implementation, "xla")
     )
     return Errors(kernel, xla)
@@ -79,7 +82,7 @@ def plain(
     T: int, N: int, K: int, H: int, *, window: int = 0, documents: bool = False, sinks: bool = False
 ) -> Check:
     """Check attention of a row of T tokens: causal, with a window (0: none), documents, sinks."""
-    segment_ids = (_documents(T),) * 2 if documents else None
+    segment_ids = (documents_of(T),) * 2 if documents else None
 
     def make(key, dtype) -> tuple:
         arrays = normals(key, *((1, T, heads, H) for heads in (N, N, K, K)), dtype=dtype)
@@ -100,7 +103,7 @@ def plain(
 
 def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Check:
     """Check two blocks of a ring, T queries with the T keys before them and with their own, joined as the ring does."""
-    ids = _documents(2 * T)
+    ids = documents_of(2 * T)
     first, second = jnp.arange(T, dtype=jnp.int32), T + jnp.arange(T, dtype=jnp.int32)
 
     def make(key, dtype) -> tuple:
@@ -179,16 +182,14 @@ def loss(M: int, D: int, V: int) -> Check:
 
 def experts(R: int, E: int, D: int, F: int) -> Check:
     """Check the product of R rows with the matrices `[D, F]` of E experts, which have uneven parts of the rows."""
-    sizes = np.random.default_rng(0).multinomial(
-        R, np.arange(1, E + 1) / np.sum(np.arange(1, E + 1))
-    )
+    sizes = uneven_sizes(R, E)
 
     def make(key, dtype) -> tuple:
         return normals(key, (R, F), (R, D), (E, D, F), dtype=dtype)
 
     def run(name: str, dy, *arrays) -> tuple:
         def multiply(x, w):
-            return grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), implementation=name)
+            return grouped_matmul(x, w, sizes, implementation=name)
 
         y, pull_back = jax.vjp(multiply, *arrays)
         return y, *pull_back(dy)
@@ -232,17 +233,23 @@ def normals(
 
 
 @jax.jit
-def _error(results: tuple, expected: tuple) -> jax.Array:
+def relative_error(results: Sequence[jax.Array], expected: Sequence[jax.Array]) -> jax.Array:
     """Return the largest relative error of any result, in the Frobenius norm."""
-    errors = [
-        jnp.linalg.norm(x.astype(jnp.float32) - y.astype(jnp.float32))
-        / jnp.linalg.norm(y.astype(jnp.float32))
+    pairs = [
+        (x.astype(jnp.float32), y.astype(jnp.float32))
         for x, y in zip(results, expected, strict=True)
     ]
-    return jnp.stack(errors).max()
+    return jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]).max()
 
 
-def _documents(T: int) -> jax.Array:
+def uneven_sizes(R: int, E: int) -> jax.Array:
+    """Return the rows of each of `E` experts, int32, `R` in all, as uneven as a router makes them."""
+    shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
+    ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
+    return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
+
+
+def documents_of(T: int) -> jax.Array:
     """Return the document of each token, `[1, T]` int32."""
     rng = np.random.default_rng(0)
     borders = np.sort(rng.choice(np.arange(1, T), DOCUMENTS - 1, replace=False))

@@ -37,6 +37,7 @@ from ultrascale_jax.cli.bench_peers.works import (
     Work,
     one_rank,
 )
+from ultrascale_jax.kernels.checks import relative_error
 from ultrascale_jax.kernels.device import on_hopper
 from ultrascale_jax.kernels.quantize_fp8 import Quantized, dequantize
 
@@ -158,16 +159,11 @@ def _error(got, expected) -> float:
 
     def plain(tree) -> list:
         return [
-            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x.astype(jnp.float32)
+            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
         ]
 
-    @jax.jit
-    def errors(got, expected):
-        pairs = zip(plain(got), plain(expected), strict=True)
-        return [jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]
-
-    return max(float(error) for error in errors(got, expected))
+    return float(relative_error(plain(got), plain(expected)))
 
 
 if __name__ == "__main__":
