@@ -20,7 +20,7 @@ from ultrascale_jax.kernels import attention_cudnn
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mosaic import Ranges
 from ultrascale_jax.kernels.attention_packed import packed_attention
-from ultrascale_jax.kernels.device import choose, match_vma, on_gpu
+from ultrascale_jax.kernels.device import choose, match_vma, on_gpu, takes
 from ultrascale_jax.kernels.document_classes import LEAST_TOKENS, SHORTEST, divides
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.kernels.residuals import name_attention
@@ -114,8 +114,7 @@ def attention(
       recompute: keep no scores for the backward pass (cuDNN never keeps them).
       implementation: `cudnn` (bf16 or fp16 on a GPU), `cudnn_packed` (the same; documents without a mask, on Hopper
         and later), `mosaic` (bf16 on a Hopper GPU; `segment_ids` must not decrease along a row) or `xla`; a forced one
-        fails loudly. `auto` is the first of cudnn_packed, cudnn and xla that applies, until the kernel of mosaic has
-        been measured on a GPU.
+        fails loudly. `auto` is the first in the order of `choices.py` that applies.
 
     Returns:
       `[B, T, N, H]` in q's type.
@@ -280,7 +279,7 @@ def packs(implementation: str, q: jax.Array, k: jax.Array, window: int | None = 
             f"than 2^31 elements, and rows of {LEAST_TOKENS} tokens or more that 4 divides down to {SHORTEST}; "
             f"got S={S}, window={window}, {q.dtype}{q.shape}; use kernels.attention='auto'"
         )
-    return fits and implementation in ("auto", "cudnn_packed")
+    return fits and takes("attention", implementation, "cudnn_packed")
 
 
 def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str:
@@ -298,10 +297,11 @@ def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str
             fits=aligned and q.dtype == k.dtype == jnp.bfloat16,
             needs=f"bfloat16, T and S in multiples of {mosaic.TILE}, and a head dim of 64 or 128",
             got=f"{q.dtype} and {k.dtype}, T={T}, S={S}, H={H}",
-            field="kernels.attention",
+            field="attention",
         )
     if implementation == "auto":
-        return "cudnn" if cudnn_applies(q, k, masked, causal) else "xla"
+        listed = takes("attention", implementation, "cudnn")
+        return "cudnn" if listed and cudnn_applies(q, k, masked, causal) else "xla"
     if implementation == "cudnn" and not cudnn_applies(q, k, masked, causal):
         raise ValueError(
             "kernels.attention='cudnn': needs a GPU, T == S (even with a mask), bf16 or fp16 and a head dim that is a "

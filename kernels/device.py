@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from ultrascale_jax.kernels.choices import HOPPER, auto_order
+
 
 def device() -> Any:
     """Return a device of the mesh, which may be absent (deviceless compilation), or of this process."""
@@ -18,7 +20,7 @@ def on_gpu() -> bool:
 
 def is_hopper(kind: str) -> bool:
     """Return whether GPUs of this kind have the kernels' instructions (sm_90a)."""
-    return any(name in kind for name in ("H100", "H200", "H800", "H20"))
+    return any(name in kind for name in HOPPER)
 
 
 def on_hopper() -> bool:
@@ -42,24 +44,30 @@ def match_vma(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def choose(implementation: str, *, fits: bool, needs: str, got: str, field: str) -> bool:
-    """Return whether to use the Mosaic kernel: only on request.
+def takes(field: str, implementation: str, name: str) -> bool:
+    """Return whether `implementation` of a field of `kernels` means `name` on this device, if that takes the arrays."""
+    auto = implementation == "auto"
+    return name in (auto_order(field, device().device_kind) if auto else (implementation,))
 
-    A run that has `auto` asks for a kernel once it has tried it on its GPU (`cli/kernel_trial.py`).
+
+def choose(implementation: str, *, fits: bool, needs: str, got: str, field: str) -> bool:
+    """Return whether to use the Mosaic kernel: on request, or where the table of `choices.py` has it for this GPU.
 
     Args:
       implementation: `auto`, `mosaic` or `xla`.
       fits: whether the kernel takes these shapes and types.
       needs, got: what it takes, and what there is, for the error.
-      field: the field of the configuration that says the implementation.
+      field: the field of `kernels` in the configuration that says the implementation.
 
     Raises:
       ValueError: the implementation is unknown, or the kernel is asked for and cannot run here or on these shapes.
     """
     if implementation not in ("auto", "mosaic", "xla"):
-        raise ValueError(f"{field}={implementation!r}: must be auto, mosaic or xla")
-    if implementation == "mosaic" and not (fits and on_hopper()):
+        raise ValueError(f"kernels.{field}={implementation!r}: must be auto, mosaic or xla")
+    runs = fits and on_hopper()
+    if implementation == "mosaic" and not runs:
         raise ValueError(
-            f"{field}='mosaic': needs an H100 or H200, {needs}; got {device().device_kind}, {got}; use {field}='xla'"
+            f"kernels.{field}='mosaic': needs an H100 or H200, {needs}; got {device().device_kind}, {got}; "
+            f"use kernels.{field}='xla'"
         )
-    return implementation == "mosaic"
+    return runs and takes(field, implementation, "mosaic")

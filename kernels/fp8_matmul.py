@@ -26,7 +26,7 @@ def fp8_matmul(
       b: `[N, K]` in tiles of 128 x 128 (weights), or in blocks of 1 x 128. Both may have one leading dim of groups.
       out_dtype: bfloat16, or float32 (gradients of weights).
       implementation: `xla`, `mosaic` (float8_e4m3fn or float8_e5m2, M, N and K multiples of 128, on a Hopper GPU; a
-        forced one fails loudly), or `auto`, which is xla.
+        forced one fails loudly), or `auto`, as `choices.py` has it.
 
     Returns:
       `[M, N]`, or `[G, M, N]`.
@@ -49,7 +49,7 @@ def fp8_matmul(
         fits=fits and jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
         needs=f"float8_e4m3fn or float8_e5m2 to bfloat16 or float32, and dims that are multiples of {mosaic.BLOCK}",
         got=f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}",
-        field="kernels.fp8_matmul",
+        field="fp8_matmul",
     )
     a_values, a_scales, b_values, b_scales = match_vma(*a, *b)
     if not fused:

@@ -37,7 +37,8 @@ def grouped_matmul(
       transposed: multiply by the transposes of the experts' matrices, `[E, F, D]`.
       axis: dim of `w` that counts the experts, 0 or 1: with 1 `w` is `[D, E, F]`, as ZeRO-3 gathers it over D.
       capacity_factor: of the reference: rows of an expert in one turn, as a multiple of R / E.
-      implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, which is xla.
+      implementation: `xla`, `mosaic` (bfloat16 on a Hopper GPU; a forced one fails loudly), or `auto`, as `choices.py`
+        has it.
 
     Returns:
       `[R, F]` in x's type; zeros in the rows after the last group, whose gradients are zeros too. Values there must be
@@ -52,7 +53,7 @@ def grouped_matmul(
         fits=mosaic.takes(R, D, F) and x.dtype == w.dtype == jnp.bfloat16,
         needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
         got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
-        field="kernels.grouped_matmul",
+        field="grouped_matmul",
     )
     # An expert's rows in one turn: a multiple of 8, as the GPU's matrix units prefer, but at most all.
     capacity = min(R, 8 * math.ceil(capacity_factor * R / E / 8))

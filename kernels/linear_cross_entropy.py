@@ -43,7 +43,7 @@ def linear_cross_entropy(
       offset: number of the first word of `head`.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
       implementation: `xla`, `mosaic` (bfloat16, M a multiple of 128, D of 64, V of 32, on a Hopper GPU; a forced one
-        fails loudly), or `auto`, which is xla.
+        fails loudly), or `auto`, as `choices.py` has it.
 
     Returns:
       The objective (with z-loss) and the bare cross-entropy, float32 scalars; sums over the tokens that are here.
@@ -57,7 +57,7 @@ def linear_cross_entropy(
         fits=mosaic.takes(M, D, V) and x.dtype == head.dtype == jnp.bfloat16,
         needs=f"bfloat16, M in multiples of {mosaic.ROWS}, D of {mosaic.DEPTH} and V of {mosaic.ALIGNED}",
         got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
-        field="kernels.loss",
+        field="loss",
     )
     # A target that does not count, or is no word of this piece, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)

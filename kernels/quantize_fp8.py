@@ -56,7 +56,7 @@ def quantize_fp8(
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       power_of_2: round scales up to powers of 2, which lose nothing in products.
       implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
-        GPU; a forced one fails loudly), or `auto`, which is xla.
+        GPU; a forced one fails loudly), or `auto`, as `choices.py` has it.
 
     Raises:
       ValueError: scaling, dtype or implementation is unknown, amax does not belong to it, or the kernel cannot run here
@@ -104,7 +104,7 @@ def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool
         and not any(n % BLOCK for n in x.shape),
         needs=f"scaling block or tile of bfloat16 [M, K] in multiples of {BLOCK}",
         got=f"{scaling} of {x.dtype} {list(x.shape)}",
-        field="kernels.fp8_matmul",
+        field="fp8_matmul",
     )
     if fused:
         return kernel(x, scaling, dtype, power_of_2, both=both)

@@ -24,7 +24,7 @@ def rms_norm(
       weight: `[D]` float32.
       eps: added to the mean square.
       implementation: of the backward pass: `xla`, `mosaic` (bfloat16, D a multiple of 128 up to 8,192 on a Hopper GPU;
-        a forced one fails loudly), or `auto`, which is xla.
+        a forced one fails loudly), or `auto`, as `choices.py` has it.
 
     Returns:
       `[..., D]` in x's type.
@@ -38,7 +38,7 @@ def rms_norm(
         fits=x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32 and mosaic.takes(D),
         needs=f"bfloat16 with a float32 weight, and D a multiple of {mosaic.MULTIPLE} up to {mosaic.WIDEST}",
         got=f"{x.dtype} with {weight.dtype}, D={D}",
-        field="kernels.norm",
+        field="norm",
     )
     return _rms_norm(*match_vma(x, weight), eps, fused)
 

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
         rows, contradictory = benchmark.read(options.runs)
         profile = NANOTRON
         if options.calibrate:
-            with Console(stderr=True).status("fitting"):
+            with output.working("fitting"):
                 profile = benchmark.calibrate(row for row in rows if row.calibration)
     chosen = [
         r for r in rows if options.half == "all" or r.calibration == (options.half == "train")

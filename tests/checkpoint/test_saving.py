@@ -1,6 +1,7 @@
 """Saves that fail: a disk that is full, gone, or does not answer never stops training by itself."""
 
 import dataclasses
+import gc
 import os
 import shutil
 import signal
@@ -55,6 +56,19 @@ def meta(step):
 @pytest.fixture(scope="module")
 def state():
     return some_state(BASE, make_mesh(BASE.mesh, jax.devices()[:1]))
+
+
+@pytest.mark.slow
+def test_saves_leave_no_objects_behind(tmp_path, state):
+    cfg = dataclasses.replace(in_folder(tmp_path), checkpoint=CheckpointConfig(keep=2))
+    blocks = {}
+    with Checkpoints(cfg) as checkpoints:
+        for step in range(1, 26):
+            checkpoints.save(state, meta(step), wait=True)
+            gc.collect()
+            blocks[step] = sys.getallocatedblocks()
+    arrays = len(jax.tree.leaves(state))
+    assert (blocks[25] - blocks[15]) / 10 < arrays
 
 
 def mounted(tmp_path, *words):

@@ -24,6 +24,7 @@ from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch import host_memory
 from ultrascale_jax.plan.auto import Host, cluster_of
+from ultrascale_jax.plan.formulas.costs import HOST_SHARE
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,8 +172,10 @@ def test_the_host_of_a_job_is_the_least_of_its_processes_and_of_what_copies_take
     told = []
     usual = command_line.host_of_all(told.append, None)
     assert usual == Host(usable_bytes=host_memory.gpu_bytes(os.environ, jax.device_count()))
-    found = command_line.host_of_all(told.append, lambda: lambda: 40.0)
-    assert found == Host(usable_bytes=usual.usable_bytes, gbs=40.0)
+    link = HOST_SHARE * cluster_of("cpu", 1).gpu.host_gbs
+    for share, counted in ((0.8, 1), (1.0, 1), (1.3, 1), (0.4, 0.5), (6.9, 8)):
+        found = command_line.host_of_all(told.append, lambda share=share: lambda: share * link)
+        assert found == Host(usable_bytes=usual.usable_bytes, gbs=counted * link)
     assert told == []
     found = command_line.host_of_all(told.append, lambda: host_memory.prepare_copies(2**60))
     assert found == Host(usable_bytes=0)

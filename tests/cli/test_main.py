@@ -57,6 +57,42 @@ def test_what_ends_a_command_is_an_exit_code(error, code, said, monkeypatch, cap
     assert capsys.readouterr().err.endswith(said)
 
 
+WAKES_JAX = """
+from ultrascale_jax.cli import main, plan
+
+def wake(arguments):
+    import jax
+    print(len(jax.devices()))
+
+plan.main = wake
+main.run("plan", [])
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_wakes_jax_starts_without_a_word():
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", WAKES_JAX], env=environ, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and int(done.stdout) >= 1
+
+
+def test_a_host_without_a_gpu_starts_on_the_cpu_unless_somebody_says_otherwise(tmp_path):
+    def chosen(environ, *devices):
+        command.choose_platform(environ, devices)
+        return environ.get("JAX_PLATFORMS")
+
+    (tmp_path / "nvidiactl").touch()
+    absent, present = tmp_path / "nvidia0", tmp_path / "nvidiactl"
+    assert chosen({}, absent) == "cpu"
+    assert chosen({}, absent, present) is None
+    assert chosen({"JAX_PLATFORMS": "cuda"}, absent) == "cuda"
+    assert chosen({"JAX_PLATFORMS": ""}, absent) == ""
+    # Then the run says that the GPU is not there.
+    assert chosen({"SLURM_GPUS_ON_NODE": "8"}, absent) is None
+
+
 def test_a_closed_stdout_does_not_replace_the_exit_code():
     code = (
         "import sys\n"

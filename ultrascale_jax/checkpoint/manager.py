@@ -106,6 +106,9 @@ class Checkpoints:
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
         saving.quieten_orbax()
+        # A private part of Orbax; where another version has none, saves cost memory and work all the same.
+        with contextlib.suppress(ImportError, AttributeError):
+            saving.spare_memory()
         self._rotation: Any = _Rotation(cfg.checkpoint.keep)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         found, aside = self._listed()

@@ -204,6 +204,7 @@ def on_devices(
     """
     import jax
 
+    from ultrascale_jax.cli import output
     from ultrascale_jax.launch import host_memory
     from ultrascale_jax.launch.multihost import gather
     from ultrascale_jax.plan.auto import check_host, cluster_of
@@ -224,7 +225,9 @@ def on_devices(
     if on_gpus:
         host = host_of_all(say, host_memory.prepare_copies if is_open else None)
     cluster = cluster_of(kind, count, min(known, default=None), host)
-    cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+    shown = output.working("choosing what is open") if first else contextlib.nullcontext()
+    with shown:
+        cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
     if must_fit and on_gpus:
         check_host(cfg, cluster)
     return cfg
@@ -235,6 +238,9 @@ def host_of_all(
 ) -> "Host":
     """Return what every GPU of the job may use of its host: the least of all processes, which all call this.
 
+    The link counts as the usual one of the GPU times the power of two that is nearest to the measured rate, so that
+    starts on the same machines choose alike.
+
     Args:
       tell: gets to know why nothing can be copied to the host, where that is so.
       prepare: returns what times copies, as `host_memory.prepare_copies`; None: they take what the usual link takes.
@@ -243,7 +249,8 @@ def host_of_all(
 
     from ultrascale_jax.launch import host_memory
     from ultrascale_jax.launch.multihost import agree, gather
-    from ultrascale_jax.plan.auto import Host
+    from ultrascale_jax.plan.auto import Host, cluster_of
+    from ultrascale_jax.plan.formulas.costs import HOST_SHARE
 
     size = min(gather(host_memory.gpu_bytes(os.environ, jax.local_device_count())))
     if prepare is None:
@@ -258,7 +265,10 @@ def host_of_all(
     if gbs is None or problem:
         tell(f"nothing is offloaded: copying to the host failed ({' '.join(str(problem).split())})")
         return Host(usable_bytes=0)
-    return Host(usable_bytes=size, gbs=min(gather(gbs())))
+    kind = gather(jax.local_devices()[0].device_kind)[0]
+    usual = HOST_SHARE * cluster_of(kind, 1).gpu.host_gbs
+    steps = round(math.log2(min(gather(gbs())) / usual))
+    return Host(usable_bytes=size, gbs=usual * 2.0**steps)
 
 
 def require_devices(mesh: MeshConfig, count: int) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, at_home, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
@@ -331,7 +331,8 @@ def _import(arguments: Sequence[str]) -> None:
 
         # No step runs here: on the devices that train, the choice is made again.
         checked = command_line.on_devices(cfg, options, lambda why: None, must_fit=False)
-        import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
+        with output.working(f"importing {hf_dir}"):
+            import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(
                 *notes(cfg, Path(hf_dir)),
@@ -391,7 +392,8 @@ def _export(arguments: Sequence[str]) -> None:
             model = saved_config(Path(options.run_dir)).model
             fsdp = math.gcd(jax.device_count(), model.d_model)
             mesh = MeshConfig(fsdp=fsdp, dp=-1)
-        export_checkpoint(options, make_mesh(mesh))
+        with output.working(f"exporting {options.run_dir}"):
+            export_checkpoint(options, make_mesh(mesh))
         if jax.process_index() == 0:
             print(f"wrote {options.hf_dir}")
 

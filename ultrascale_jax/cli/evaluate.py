@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
@@ -214,8 +214,9 @@ def evaluate(options: Options) -> dict[str, Any]:
         for name, path in named(options.choices, "choices").items()
     }
     manager = task_manager(options, cfg) if options.tasks else None
-    cfg, params = loaded(options, cfg, mesh)
-    with jax.set_mesh(mesh):
+    with output.working(f"loading {named_model}") as tell, jax.set_mesh(mesh):
+        cfg, params = loaded(options, cfg, mesh)
+        tell("computing losses")
         scorer = Scorer(cfg, params, tokenizer)
         sums = {name: scorer.loss(rows) for name, rows in sources.items()}
         choices = {name: choices_result(scorer, asked) for name, asked in files.items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import huggingface_config, kept_tokenizer, load_huggingface
 from ultrascale_jax.config import Config, MeshConfig, SpecialTokens, require
 from ultrascale_jax.config.foreign import read_json
@@ -134,7 +134,8 @@ def continued(
     """Return `prompt` and its continuation, up to the end of the document."""
     ids = tokenizer.encode(prompt)
     require(len(ids) > 0, "prompt", prompt, "must hold at least one token")
-    new = sample(cfg, params, ids, options, seed=options.seed)
+    with output.working("writing"):
+        new = sample(cfg, params, ids, options, seed=options.seed)
     return prompt + tokenizer.decode(cut(new, ends(Path(options.model), tokenizer)))
 
 
@@ -158,7 +159,8 @@ def chat(
     for turn, line in enumerate(filter(None, map(str.strip, lines))):
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode(template.prompt(messages), rendered=True)
-        new = sample(cfg, params, ids, options, seed=options.seed + turn)
+        with output.working("answering"):
+            new = sample(cfg, params, ids, options, seed=options.seed + turn)
         answer = tokenizer.decode(cut(new, ending)).strip()
         messages.append({"role": "assistant", "content": answer})
         yield answer
@@ -195,7 +197,8 @@ def texts(options: Options) -> Iterator[str]:
         if options.devices is None:
             command_line.require_devices(wanted, jax.device_count())
         mesh = make_mesh(wanted)
-    cfg, params = loaded(options, mesh)
+    with output.working(f"loading {options.model}"):
+        cfg, params = loaded(options, mesh)
     name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
     tokenizer = load_tokenizer(name, options.special_tokens or cfg.data.special_tokens)
     with jax.set_mesh(mesh):

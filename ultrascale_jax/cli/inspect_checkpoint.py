@@ -18,7 +18,7 @@ from ultrascale_jax.checkpoint.copies import Copies, fetch_run
 from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, quarantined, steps
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.config import AXES, UserError, require
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
@@ -85,7 +85,8 @@ def list_folder(options: Options) -> bool:
     for step in there if options.step is None else [options.step]:
         place, verify = folder / str(step), options.verify or options.step is not None
         try:
-            words = state(place, verify=verify)
+            with output.working(f"reading step {step}"):
+                words = state(place, verify=verify)
         except Damaged as error:
             damaged, words = True, f"DAMAGED: {error}"
         except (Unreadable, OSError) as error:
@@ -114,15 +115,7 @@ def list_copies(options: Options) -> bool:
                 content, sizes = copies.manifest(step)
                 size, words = sum(sizes.values()), "complete"
                 if options.verify or options.step is not None:
-                    for name, (_, sha256) in manifest.parse(content).items():
-                        fetch(
-                            copies.remote,
-                            f"{step}/{name}",
-                            place / "file",
-                            size=sizes[name],
-                            sha256=sha256,
-                        )
-                        (place / "file").unlink()
+                    _verify(copies, step, content, sizes, place / "file")
                     words = "verified"
             except RemoteError:
                 raise
@@ -136,6 +129,18 @@ def list_copies(options: Options) -> bool:
     if not there:
         print(printable(f"there is no complete checkpoint in {copies.url}"))
     return bool(there) and not damaged
+
+
+def _verify(
+    copies: Copies, step: int, content: bytes, sizes: dict[str, int], scratch: Path
+) -> None:
+    """Read every file of a copy once, as the file `scratch`. Raises `UserError` where one is not in the manifest."""
+    with output.working(f"reading step {step}") as tell:
+        for name, (_, sha256) in manifest.parse(content).items():
+            tell(f"reading {step}/{name}")
+            size = sizes[name]
+            fetch(copies.remote, f"{step}/{name}", scratch, size=size, sha256=sha256)
+            scratch.unlink()
 
 
 def print_arrays(place: Path) -> None:

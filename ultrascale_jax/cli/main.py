@@ -5,7 +5,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ultrascale_jax
@@ -31,6 +32,9 @@ COMMANDS = {
 }
 """Commands by name, with what they do and an example of their arguments."""
 
+GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+"""Files of which a host with NVIDIA GPUs has one, as JAX looks for them; the last is WSL's."""
+
 HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
 
 """ + "\n".join(f"{name:<19} {words}" for name, words in COMMANDS.items())
@@ -53,6 +57,7 @@ def main() -> None:
 
 def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
     """Run the command as a whole process: what ends it becomes an exit code; `options` go to its main function."""
+    choose_platform(os.environ)
     try:
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         module.main(sys.argv[1:] if arguments is None else arguments, **options)
@@ -71,6 +76,19 @@ def run(command: str, arguments: Sequence[str] | None = None, **options: Any) ->
         sys.excepthook(type(error), error, error.__traceback__)
         _flush()
         raise SystemExit(CRASHED) from None
+
+
+def choose_platform(
+    environ: MutableMapping[str, str], devices: Iterable[str | Path] = GPU_DEVICES
+) -> None:
+    """Let JAX, which is not imported yet, start on the CPU where none of the files `devices` of an NVIDIA GPU exists.
+
+    JAX would try its plugin for GPUs first, whose failure is a traceback. What the user says stays, and where SLURM
+    says that it gave GPUs, the run looks for them.
+    """
+    promised = "JAX_PLATFORMS" in environ or "SLURM_GPUS_ON_NODE" in environ
+    if not promised and not any(os.path.exists(device) for device in devices):
+        environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _flush() -> None:

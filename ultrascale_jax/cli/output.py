@@ -1,18 +1,30 @@
-"""Print results of commands: JSON of a verb, tables, progress bars; write a file."""
+"""Print results and progress of commands: JSON of a verb, tables, lines on stderr; write a file."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.prediction import SCHEMA
+
+type Tell = Callable[[str], None]
+"""Gets the progress of a command, in words."""
+
+FIRST_S, EVERY_S = 0.5, 10.0
+"""Seconds until the first line of `working` where stderr is no terminal, and between lines."""
 
 
 def console(width: int) -> Console:
@@ -30,14 +42,35 @@ def table(words: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()
     return made
 
 
-def progress(*, transient: bool = False) -> Progress:
-    """Return a bar on stderr that counts done things."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Tell]:
+    """Show `text` on stderr while the command works in this block; yield a function that changes it.
+
+    A terminal has a line that moves and is gone at the end. Elsewhere a line appears now and then, and none if the
+    block is quick.
+    """
     stderr = Console(stderr=True)
-    hidden = transient and not stderr.is_terminal
-    return Progress(
-        *columns, TimeElapsedColumn(), console=stderr, transient=transient, disable=hidden
-    )
+    if stderr.is_terminal:
+        spinner = Spinner("dots", text=Text(text))
+        with Live(spinner, console=stderr, transient=True, redirect_stdout=False):
+            yield lambda changed: spinner.update(text=Text(changed))
+        return
+    texts, done, begun = deque([text], 1), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait_s = FIRST_S
+        while not done.wait(wait_s):
+            elapsed = f"{time.monotonic() - begun:.0f} s"
+            print(f"{texts[-1]} ({elapsed})", file=sys.stderr, flush=True)
+            wait_s = EVERY_S
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield texts.append
+    finally:
+        done.set()
+        thread.join()
 
 
 def verb_json(verb: str, values: dict[str, Any]) -> str:

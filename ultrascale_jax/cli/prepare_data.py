@@ -29,6 +29,7 @@ import functools
 import multiprocessing
 import os
 import shlex
+import sys
 import tempfile
 import time
 import uuid
@@ -43,7 +44,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
 from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
 from ultrascale_jax.data.conversations import kind_of_row, without_nulls
@@ -143,7 +144,10 @@ def prepare(args: Args) -> shards.Index:
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    # The bar shows nothing where stdout is no terminal.
+    is_shown = sys.stdout.isatty()
+    working = contextlib.nullcontext() if is_shown else output.working(f"reading {args.input}")
+    with Progress(*columns) as progress, working:
         if args.kind == "text":
             kind, words = find_kind(paths, args.text_field)
             progress.console.print(words, end="", soft_wrap=True)

@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> None:
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         from ultrascale_jax.plan.profile.report import read_report
 
-        report = read_report(options.run_dir)
+        with output.working("reading the trace"):
+            report = read_report(options.run_dir)
     if options.json:
         print(json.dumps(report))
     else:

@@ -177,7 +177,7 @@ def run(cfg: Config, options: Options) -> dict:
     # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
     import jax
 
-    from ultrascale_jax.cli import kernel_trial
+    from ultrascale_jax.cli import kernel_check
     from ultrascale_jax.launch import distributed
     from ultrascale_jax.launch.faults import FaultPlan
     from ultrascale_jax.sharding.mesh import make_mesh
@@ -187,12 +187,9 @@ def run(cfg: Config, options: Options) -> dict:
     rank = 0 if launch is None else launch.process_id
     events = Events(Path(cfg.log.run_dir), rank)
     with command_line.user_errors(), distributed.guarded(events.record):
-        verdicts = kernel_trial.settle(cfg, options, launch, say)
+        kernel_check.check_run(cfg, options, launch, say, events)
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
-        cfg = kernel_trial.settled(cfg, verdicts, say if rank == 0 else lambda text: None)
-        if rank == 0:
-            kernel_trial.record(verdicts, events)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
         faults = FaultPlan.none()

@@ -7,11 +7,8 @@ from typing import Literal, get_args, get_type_hints
 from ultrascale_jax.config.base import require
 
 Implementation = Literal["auto", "mosaic", "xla"]
-"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` as each field says.
-
-A field that says `tried` is `xla`, except where `ultrascale train` starts on a Hopper GPU: it tries the kernel there,
-and takes it if it is right and faster.
-"""
+"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what the table in
+`kernels/choices.py` has for the GPU: XLA's or cuDNN's until a measurement says otherwise."""
 
 AttentionImplementation = Literal["auto", "cudnn", "cudnn_packed", "mosaic", "xla"]
 
@@ -22,16 +19,15 @@ class KernelsConfig:
 
     attention: AttentionImplementation = "auto"
     """Attention; auto: cuDNN on a GPU, XLA elsewhere. For documents `cudnn` reads a mask; `cudnn_packed`, which auto
-    takes from Hopper on, and `mosaic` skip the keys that no query needs."""
+    takes on Hopper and Blackwell, and `mosaic` skip the keys that no query needs."""
     norm: Implementation = "auto"
-    """Norms over the model dim; auto: tried when a run starts on a Hopper GPU, else XLA."""
+    """Norms over the model dim; auto: XLA."""
     loss: Implementation = "auto"
-    """Output head and cross-entropy; auto: tried. xla: by chunks of tokens. mosaic: less memory, one more product."""
+    """Output head and cross-entropy; auto: XLA. xla: by chunks of tokens. mosaic: less memory, one more product."""
     grouped_matmul: Implementation = "auto"
-    """Products of the experts; auto: tried. xla: on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
+    """Products of the experts; auto: XLA. xla: on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
     fp8_matmul: Implementation = "auto"
-    """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs, unless tried and failed. xla: the
-    definition, in float32."""
+    """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs. xla: the definition, in float32."""
 
     def __post_init__(self):
         for name, kind in get_type_hints(type(self)).items():

@@ -221,22 +221,17 @@ def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
 
 
 def _fitting(recipe: Recipe, *sizes: int) -> str:
-    """Choose the implementation for arrays with these dims.
-
-    With scales for blocks a Hopper GPU has our kernels, unless a run's trial of them failed: XLA has no such product.
-    It computes the definition, in float32.
-    """
-    if recipe.scaling != "block" or recipe.implementation != "auto":
-        return recipe.implementation if recipe.scaling == "block" else "xla"
-    if on_hopper() and all(size % BLOCK == 0 for size in sizes):
-        return "mosaic"
-    if on_gpu():
+    """Choose the implementation for arrays with these dims; warn where `auto` is XLA's on a GPU."""
+    if recipe.scaling != "block":
+        return "xla"
+    fits = on_hopper() and all(size % BLOCK == 0 for size in sizes)
+    if recipe.implementation == "auto" and on_gpu() and not fits:
         warnings.warn(
             f"train.precision='fp8_block': products of {list(sizes)} on a {device().device_kind} are XLA's in float32, "
             f"slower than bfloat16. The kernels want a Hopper GPU and multiples of {BLOCK}; use fp8 or fp8_rowwise",
             stacklevel=2,
         )
-    return "xla"
+    return recipe.implementation
 
 
 def _fitting_quantiser(recipe: Recipe, x: jax.Array) -> str:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
+from ultrascale_jax.kernels.device import takes
 from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, batched, is_variable
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
@@ -126,7 +127,8 @@ class MoE(nnx.Module):
         matrices = (self.w_gate, self.w_up, self.w_down)
         matrices += (self.b_gate, self.b_up) if biased else ()
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
-        product: Product | None = None if self.kernels.grouped_matmul == "mosaic" else jnp.einsum
+        fused = takes("grouped_matmul", self.kernels.grouped_matmul, "mosaic")
+        product: Product | None = None if fused else jnp.einsum
         router, matrices = params
         if isinstance(matrices[0], Fp8Weight):
             product = functools.partial(_fp8_product, matrices[0].recipe)

@@ -20,6 +20,7 @@ from flax import nnx
 from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
+from ultrascale_jax.kernels.device import takes
 from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, Layers, cut, normed
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
@@ -312,7 +313,7 @@ class Transformer(nnx.Module):
         """
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
-            if self.kernels.loss == "mosaic":
+            if takes("loss", self.kernels.loss, "mosaic"):
                 return cross_entropy_of_pieces(x_BTD, head, targets_BT, weight, z_loss)
             return cross_entropy(x_BTD, head, targets_BT, weight, z_loss)
 

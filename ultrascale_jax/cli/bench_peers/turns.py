@@ -1,6 +1,6 @@
 """Programs of one process that take turns, step by step, so that they meet the same clock of the GPU.
 
-A program calls a contestant's function for a work of `works.py` or `layer_works.py`, once on each of several sets of
+A program calls a contestant's function for a work of `works.py`, once on each of several sets of
 arguments, so that a call is longer than its dispatch and does not find its input in the cache. Step i is that of
 program `i % len(programs)`, and makes `spec["calls"]` calls.
 """
@@ -26,7 +26,6 @@ from ultrascale_jax.cli.bench_peers.contestant import (
     require_gpu,
     serve,
 )
-from ultrascale_jax.cli.bench_peers.layer_works import LAYER_WORKS
 from ultrascale_jax.cli.bench_peers.works import (
     BF16,
     COPY,
@@ -38,10 +37,9 @@ from ultrascale_jax.cli.bench_peers.works import (
     Work,
     one_rank,
 )
-from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.kernels.checks import relative_error
 from ultrascale_jax.kernels.device import on_hopper
 from ultrascale_jax.kernels.quantize_fp8 import Quantized, dequantize
-from ultrascale_jax.sharding.mesh import make_mesh
 
 RATES = {COPY: 3.0e12, BF16: 7.5e14, FP8: 1.4e15}
 """Bytes or operations a second that an H100 about reaches: for the number of calls of a program, and no figure."""
@@ -54,7 +52,7 @@ MOST_COPIES = 8
 
 def works(spec: dict) -> list[Work]:
     """Return the works of `spec["kernel"]` on its shape."""
-    return (WORKS | LAYER_WORKS)[spec["kernel"]](*spec["shape"])
+    return WORKS[spec["kernel"]](*spec["shape"])
 
 
 def programs(spec: dict) -> list[tuple[Work, Program]]:
@@ -79,8 +77,6 @@ def make(spec: dict) -> Contestant:
         raise Unavailable(f"the kernels need an H100 or H200, not {jax.devices()[0].device_kind}")
     if spec["kernel"] == "ring_attention":
         jax.set_mesh(one_rank())
-    if spec["kernel"] in LAYER_WORKS:
-        jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
     given, sets = [], {}
     for work, program in order:
         if work.name not in sets:
@@ -163,16 +159,11 @@ def _error(got, expected) -> float:
 
     def plain(tree) -> list:
         return [
-            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x.astype(jnp.float32)
+            dequantize(x, jnp.float32) if isinstance(x, Quantized) else x
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
         ]
 
-    @jax.jit
-    def errors(got, expected):
-        pairs = zip(plain(got), plain(expected), strict=True)
-        return [jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]
-
-    return max(float(error) for error in errors(got, expected))
+    return float(relative_error(plain(got), plain(expected)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ultrascale_jax.kernels import grouped_matmul as grouped_kernel
 from ultrascale_jax.kernels import linear_cross_entropy as loss_kernel
 from ultrascale_jax.kernels import quantize_fp8 as quantize_kernels
 from ultrascale_jax.kernels import rms_norm as norm_kernels
+from ultrascale_jax.kernels.checks import documents_of, normals, uneven_sizes
 from ultrascale_jax.kernels.device import on_gpu
 from ultrascale_jax.sharding.manual import smap
 
@@ -166,22 +167,14 @@ def linear_cross_entropy(M: int, D: int, V: int) -> list[Work]:
 
 LOSS = "linear_cross_entropy, forward and backward"
 
-DOCUMENTS = 8
-"""Documents of a sequence; their ends are as uneven as uniform random ones."""
-
 
 def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
     """Return attention, causal and with documents, for which cuDNN takes a mask `[T, S]` or their lengths."""
 
-    def ends() -> list[int]:
-        inside = np.random.default_rng(0).choice(np.arange(1, T), DOCUMENTS - 1, replace=False)
-        return [0, *sorted(int(end) for end in inside), T]
-
     def work(kind: str, passes: str, scores: int) -> Work:
         def make(key) -> tuple:
             shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
-            ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), np.diff(ends()))
-            return *normals(key, *shapes), jnp.broadcast_to(ids, (B, T))
+            return *normals(key, *shapes), jnp.broadcast_to(documents_of(T), (B, T))
 
         def run(name: str, q, k, v, dout, ids):
             attend = functools.partial(
@@ -203,8 +196,8 @@ def attention(B: int, T: int, N: int, K: int, H: int) -> list[Work]:
             part=lambda x: x[:, :, : x.shape[2] // K] if x.ndim == 4 else x,
         )
 
-    lengths = [b - a for a, b in zip(ends(), ends()[1:], strict=False)]
-    scores = {"causal": T**2 // 2, "documents": sum(n**2 // 2 for n in lengths)}
+    lengths = np.bincount(np.asarray(documents_of(T))[0])
+    scores = {"causal": T**2 // 2, "documents": sum(int(n) ** 2 // 2 for n in lengths)}
     passes = ("forward", "forward and backward")
     return [work(kind, one, seen) for kind, seen in scores.items() for one in passes]
 
@@ -286,9 +279,6 @@ def ring_attention(T: int, N: int, K: int, H: int) -> list[Work]:
 
 KERNEL, PADDED, RAGGED = "grouped_matmul, mosaic", "grouped_matmul, xla", "lax.ragged_dot"
 
-SPREAD = 0.3
-"""Standard deviation of the logarithm of an expert's share of the rows."""
-
 
 def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
     """Return the experts' products, of rows in groups of uneven sizes as a router makes them."""
@@ -323,13 +313,6 @@ def grouped_matmul(R: int, E: int, D: int, F: int) -> list[Work]:
     )
     runs = {"forward": forward, "input gradient": x_gradient, "weight gradient": w_gradient}
     return [product(name=name, run=run) for name, run in runs.items()]
-
-
-def uneven_sizes(R: int, E: int) -> jax.Array:
-    """Return the rows of each of `E` experts, int32, `R` in all, as uneven as a router makes them."""
-    shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
-    ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
-    return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
 
 
 def roofline(size: int) -> list[Work]:
@@ -386,11 +369,3 @@ def tensorwise_dot(x, y, out: str):
     """Multiply float8 values with scales of 1, in the one form that XLA turns into a float8 product of cuBLASLt."""
     one = jnp.bfloat16(1)
     return transposed_dot(x.astype(jnp.bfloat16) * one, y.astype(jnp.bfloat16) * one, out)
-
-
-def normals(key: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Draw random bfloat16 arrays of these shapes."""
-    keys = jax.random.split(key, len(shapes))
-    return tuple(
-        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)
-    )

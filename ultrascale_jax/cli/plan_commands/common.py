@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
@@ -117,7 +117,8 @@ def choose_open(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config
     """
     shape = shape_of(cfg, options) if isinstance(options, Assumptions) else None
     choose_mesh = options.mesh == "auto"
-    return choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=False, shape=shape)
+    with output.working("choosing what the command line leaves open"):
+        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=False, shape=shape)
 
 
 def tell(why: str) -> None:

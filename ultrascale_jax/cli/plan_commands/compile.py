@@ -1,6 +1,5 @@
 """Compile a step for GPUs that are not there, and predict its time: `ultrascale plan compile`."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -46,14 +45,11 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault(
         "TF_CPP_MIN_LOG_LEVEL", "3"
     )  # XLA warns that memory is short; the table says it too
-    from ultrascale_jax.cli import kernel_trial
-
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
         cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
-        common.tell(kernel_trial.untried(cfg.check(options.gpus), cluster.gpu.kind))
     summary = summarize(step, timeline, cluster) | {"config": dataclasses.asdict(cfg)}
     if folder is not None:
         from ultrascale_jax.figures.streams import chrome_trace
@@ -80,12 +76,10 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
 
 
 def interruptible[T](work: Callable[[], T]) -> T:
-    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; a line on stderr says that it runs."""
-    console = Console(stderr=True)
-    status = console.status("compiling") if console.is_terminal else contextlib.nullcontext()
+    """Do `work` in another thread, so that Ctrl-C need not wait for XLA; stderr says that it runs."""
     with ThreadPoolExecutor() as pool:
         try:
-            with status:
+            with output.working("compiling"):
                 return pool.submit(work).result()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)

@@ -79,20 +79,32 @@ class Bill:
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "guide", Options, __doc__)
     recipe = recipe_of(argv)
-    with command_line.user_errors():
-        tokens = training_tokens(cfg, options)
-        fit = ladder(cfg, cluster, options)
-        found = Search(cfg, cluster, pinned(fit), common.shape_of(cfg, options))
-        if search.predict(found):
-            raise SystemExit(common.INTERRUPTED)
-        require(
-            found.counts["candidates"] > 0,
-            "gpus",
-            options.gpus,
-            search.illegal(found, options.gpus),
-        )
+    with command_line.user_errors(), output.working("step 1: fit the model") as tell:
+        result = summarize(cfg, options, cluster, recipe, tell)
+    if options.json:
+        print(output.verb_json("guide", result))
+    else:
+        show(result, cfg, cluster, output.console(150))
+    if result["command"] is None:
+        raise SystemExit(1)
+
+
+def summarize(
+    cfg: Config, options: Options, cluster: Cluster, recipe: str, tell: output.Tell
+) -> dict[str, Any]:
+    """Return the results of all steps; `tell` gets what is computed.
+
+    Raises `UserError` where nothing is legal, `SystemExit` where Ctrl-C interrupts the search.
+    """
+    tokens = training_tokens(cfg, options)
+    fit = ladder(cfg, cluster, options)
+    found = Search(cfg, cluster, pinned(fit), common.shape_of(cfg, options))
+    if search.predict(found, tell):
+        raise SystemExit(common.INTERRUPTED)
+    fix = search.illegal(found, options.gpus)
+    require(found.counts["candidates"] > 0, "gpus", options.gpus, fix)
     best = None if found.winner is None else found.winner.best
-    result = {
+    return {
         "label": f"{recipe} on {options.gpus} {cluster.gpu.name}",
         "usable_gib": cluster.gpu.usable_bytes / GIB,
         "parameters": common.shape_of(cfg, options).num_params,
@@ -105,14 +117,8 @@ def main(argv: list[str]) -> None:
         "command": best and search.train(recipe, configured(cfg, best.run)),
         "step": best and best.summary(),
         "bill": best and dataclasses.asdict(bill(best, cluster, tokens, options)),
-        "other_clusters": others(cfg, cluster, best, tokens, options) if best else [],
+        "other_clusters": others(cfg, cluster, best, tokens, options, tell) if best else [],
     }
-    if options.json:
-        print(output.verb_json("guide", result))
-    else:
-        show(result, cfg, cluster, output.console(150))
-    if best is None:
-        raise SystemExit(1)
 
 
 def training_tokens(cfg: Config, options: Options) -> int:
@@ -230,7 +236,12 @@ def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) 
 
 
 def others(
-    cfg: Config, cluster: Cluster, best: StepPrediction, tokens: int, options: Options
+    cfg: Config,
+    cluster: Cluster,
+    best: StepPrediction,
+    tokens: int,
+    options: Options,
+    tell: output.Tell,
 ) -> list[dict[str, Any]]:
     """Return the bill on other clusters, with the best's pipeline, tensor, context and expert groups.
 
@@ -251,6 +262,7 @@ def others(
             clusters[f"{name} instead"] = find_cluster(None, name, n)
     rows = []
     for what, other in clusters.items():
+        tell(f"other clusters: {what}")
         step, why = _best_on(cfg, other, best.run, options) if other.num_gpus else (None, "")
         row: dict[str, Any] = {"what": what, "label": step.run.label if step else why}
         if step:

@@ -66,7 +66,8 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
             fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
         require(options.software in models, "software", options.software, fix)
         cfg, why = common.choose_open(cfg, options, cluster)
-        summary = summarize(cfg, options, cluster, models[options.software])
+        with output.working("looking for options that fit"):
+            summary = summarize(cfg, options, cluster, models[options.software])
         common.tell(why)
     if options.json:
         print(output.verb_json("memory", summary))

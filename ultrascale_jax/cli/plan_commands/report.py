@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from ultrascale_jax import __version__
 from ultrascale_jax.cli import command_line, output
@@ -25,9 +24,6 @@ from ultrascale_jax.figures.figure import Figure, version
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.report import files, plans
 from ultrascale_jax.plan.workload import GIB
-
-type Tell = Callable[[str], None]
-"""Shows the progress on the terminal."""
 
 PROG = "ultrascale plan report"
 
@@ -139,8 +135,10 @@ def _of_recipe(argv: list[str]) -> None:
             rest = argv[1:] if argv[:1] == [recipe] else argv
             models = [_model(scenario, name.strip(), rest) for name in options.models.split(",")]
         if options.figure is not None:
-            made = plans.figures(scenario, models, options.max_nodes, names=[options.figure])
-            return _write_one(next(made), Path(options.out), options.json)
+            with output.working(f"computing {options.figure}") as tell:
+                names = [options.figure]
+                figure = next(plans.figures(scenario, models, options.max_nodes, tell, names=names))
+            return _write_one(figure, Path(options.out), options.json)
         step = estimate(run, cluster)
         held = f"{step.peak_bytes / GIB:.1f} of {cluster.gpu.usable_bytes / GIB:.1f} GiB"
         around = page.Page(
@@ -161,7 +159,7 @@ def _of_recipe(argv: list[str]) -> None:
             versions=_versions(),
         )
 
-        def make(tell: Tell) -> Iterable[Figure]:
+        def make(tell: output.Tell) -> Iterable[Figure]:
             return plans.figures(scenario, models, options.max_nodes, tell)
 
         _write(make, around, options.out, options.json)
@@ -177,7 +175,7 @@ def _model(scenario: plans.Scenario, recipe: str, arguments: list[str]) -> plans
 
 
 def _write(
-    make: Callable[[Tell], Iterable[Figure]], around: page.Page, out: str, as_json: bool
+    make: Callable[[output.Tell], Iterable[Figure]], around: page.Page, out: str, as_json: bool
 ) -> None:
     """Draw the figures one after the other; an interrupt keeps the finished ones, on a page of their own."""
     require(out != "", "out", out, "name a directory")
@@ -187,11 +185,11 @@ def _write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with Console(stderr=True).status("computing") as status:
-                for figure in make(status.update):
-                    status.update(f"drawing {figure.name}")
+            with output.working("computing") as tell:
+                for figure in make(tell):
+                    tell(f"drawing {figure.name}")
                     drawn.append((figure, figure.draw(folder / f"{figure.name}.png")))
-                    status.update("computing the next figure")
+                    tell("computing the next figure")
         except KeyboardInterrupt:
             stopped = True
         (folder / "report.html").write_text(page.render(around, drawn), encoding="utf-8")

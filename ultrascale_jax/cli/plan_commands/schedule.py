@@ -87,9 +87,10 @@ def main(argv: list[str]) -> None:
         if not options.name:
             overview(options, costs)
             return
-        schedule = schedule_of(options, costs)
-        written = write(schedule, costs, options)
-    numbers = measure(schedule, costs)
+        with output.working("making the schedule"):
+            schedule = schedule_of(options, costs)
+            written = write(schedule, costs, options)
+            numbers = measure(schedule, costs)
     if options.json:
         cells = [[dict(cell) for cell in row] for row in schedule.ticks]
         print(output.verb_json("schedule", {"costs": costs, **numbers, "table": cells}))
@@ -189,20 +190,8 @@ def write(schedule: Schedule, costs: tuple[float, float, float], options: Option
 def overview(options: Options, costs: tuple[float, float, float]) -> None:
     """Print all schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
     p, m = options.ranks or 4, options.microbatches or 8
-    found: list[tuple[str, dict[str, Any] | str]] = []
-    tables = []
-    for name in SCHEDULES:
-        virtual, group = (options.virtual or 2, options.group) if name in GROUPED else (0, 0)
-        try:
-            tables.append(schedules.build(name, p, m, virtual, group))
-            found.append((name, measure(tables[-1], costs)))
-        except UserError as error:
-            found.append((name, str(error)))
-    if options.figure is not None:
-        from ultrascale_jax.plan.report.schedules import comparison
-
-        with writing():
-            comparison(tables, costs, options.runtime).draw(options.figure)
+    with output.working("making the schedules") as tell:
+        found = _every_schedule(options, costs, p, m, tell)
     if options.json:
         rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
         print(output.verb_json("schedule", {"costs": costs, "schedules": rows}))
@@ -226,6 +215,27 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
     )
     if options.figure is not None:
         print(f"wrote {options.figure}")
+
+
+def _every_schedule(
+    options: Options, costs: tuple[float, float, float], p: int, m: int, tell: output.Tell
+) -> list[tuple[str, dict[str, Any] | str]]:
+    """Return the numbers of each schedule, or why there is none, by name; draw them where the options ask for it."""
+    found, tables = [], []
+    for name in SCHEDULES:
+        tell(f"making {name}")
+        virtual, group = (options.virtual or 2, options.group) if name in GROUPED else (0, 0)
+        try:
+            tables.append(schedules.build(name, p, m, virtual, group))
+            found.append((name, measure(tables[-1], costs)))
+        except UserError as error:
+            found.append((name, str(error)))
+    if options.figure is not None:
+        from ultrascale_jax.plan.report.schedules import comparison
+
+        with writing():
+            comparison(tables, costs, options.runtime).draw(options.figure)
+    return found
 
 
 def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:

@@ -83,28 +83,24 @@ def _require_free(cfg: Config, recipe: Config) -> None:
         require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
 
 
-def predict(search: Search) -> bool:
-    """Rank by formula, with a progress bar; return whether Ctrl-C interrupted it."""
-    with output.progress(transient=True) as progress:
-        task = progress.add_task("formulas", total=None)
-        try:
-            search.predict(lambda done, total: progress.update(task, completed=done, total=total))
-        except KeyboardInterrupt:
-            return True
+def predict(search: Search, tell: output.Tell) -> bool:
+    """Rank by formula; return whether Ctrl-C interrupted it."""
+    try:
+        search.predict(lambda done, total: tell(f"by formula: {done:,} of {total:,}"))
+    except KeyboardInterrupt:
+        return True
     return False
 
 
 def run(search: Search, evaluate: Evaluate, most: int) -> bool:
     """Rank by formula, then compile the `most` best; return whether Ctrl-C interrupted it."""
-    if predict(search):
-        return True
-    with output.progress(transient=True) as progress:
-        task = progress.add_task("compiling", total=most, visible=most > 0)
+    with output.working("listing configurations") as tell:
+        if predict(search, tell):
+            return True
         try:
-            for attempt, candidate in enumerate(search.compile(evaluate, most)):
-                total = max(most, attempt + 1)
-                text = f"compiling {candidate.run.label}"
-                progress.update(task, completed=attempt, total=total, description=text)
+            for attempt, candidate in enumerate(search.compile(evaluate, most), 1):
+                total = max(most, attempt)
+                tell(f"compiling {attempt} of {total}: {candidate.run.label}")
         except KeyboardInterrupt:
             return True
     return False

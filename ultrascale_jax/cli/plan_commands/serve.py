@@ -69,11 +69,8 @@ def main(argv: Sequence[str]) -> None:
 
 def export(answers: Answers, file: Path) -> None:
     """Write the page with a grid of answers inside it."""
-    with output.progress(transient=True) as progress:
-        task = progress.add_task("formulas", total=None)
-        grid = table(
-            answers, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    with output.working("computing the page") as tell:
+        grid = table(answers, lambda done, total: tell(f"by formula: {done:,} of {total:,}"))
     begin = {name: grid["fixed"][name] for name in ("recipe", *MACHINE)}
     text, _ = page(settings(answers.bases) | {"table": grid, "start": begin})
     print(output.write_file("export", file, lambda path: write_atomic(path, text.encode())))

@@ -156,13 +156,11 @@ def main(argv: list[str]) -> None:
         require(bool(runs), "grid", options.grid or "all meshes", fix)
         table = Table(options.out or Path("out/sweep") / f"{recipe}.csv")
     made, complete = [], False
-    with output.progress() as progress:
-        task = progress.add_task("", total=len(runs))
+    with output.working("starting") as tell:
         try:
-            for run in runs:
-                progress.update(task, description=run.label)
+            for number, run in enumerate(runs, 1):
+                tell(f"{number} of {len(runs)}: {run.label}")
                 made.append(run_row(cfg, run, space.refusal, machine, table, recipe, options))
-                progress.advance(task)
             complete = True
         except KeyboardInterrupt:
             pass

@@ -1,0 +1,276 @@
+"""Check the kernels that a run takes, on the GPU that it is about to take; the check chooses nothing.
+
+The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs,
+which computes each part of the run that has a kernel, small, and compares it with the reference in float32
+(`kernels/checks.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
+checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so the
+check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.kernels import (
+    fp8_matmul_mosaic,
+    grouped_matmul_mosaic,
+    linear_cross_entropy_mosaic,
+    rms_norm_mosaic,
+)
+from ultrascale_jax.kernels.choices import auto_order
+from ultrascale_jax.launch import distributed
+from ultrascale_jax.launch.cluster import Launch, visible_gpus
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.processes import SUPERVISOR, follow_supervisor
+from ultrascale_jax.launch.procfs import gpu_kinds
+from ultrascale_jax.plan.auto import cluster_of
+
+LIMIT_S = 240.0
+"""Seconds for all checks together; most of them are XLA's, which compiles and tries its own products on the GPU."""
+
+MOST_TOKENS = 4096
+"""Tokens of a check at most: the reference of attention holds the scores of all pairs."""
+
+DTYPES = {"fp16": "float16", "fp32": "float32"}
+"""Types of the activations by `train.precision`; the others have bfloat16."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run that a kernel computes."""
+
+    field: str
+    """A field of `kernels`."""
+    implementation: str
+    """Its value."""
+    check: str
+    """A function of `kernels/checks.py`."""
+    sizes: tuple[int, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of that function."""
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        options = [f"{name} {value}" for name, value in self.options.items() if value]
+        return ", ".join([f"{self.check} {list(self.sizes)}", *options])
+
+
+def parts(cfg: Config, kind: str) -> list[Part]:
+    """Return the parts of a run on GPUs of `kind` that XLA may not compute; `cfg` is checked, and not open."""
+    dtype, checked = DTYPES.get(cfg.train.precision, "bfloat16"), []
+    if dtype == "float32":
+        return checked
+    mesh, model, tensor = cfg.mesh, cfg.model, cfg.mesh.tensor
+    tokens = _halved(cfg.data.seq_len // mesh.cp)
+    width, d_ff, words = model.d_model, model.d_ff // tensor, model.vocab_size // (tensor * mesh.pp)
+
+    def add(field: str, check: str, *sizes: int, **options: Any) -> None:
+        value = getattr(cfg.kernels, field)
+        order = auto_order(field, kind) if value == "auto" else (value,)
+        if order != ("xla",):
+            checked.append(Part(field, value, check, sizes, options, dtype))
+
+    ring, ulysses = cfg.cp.ranks(mesh.cp)
+    key_heads = max(1, model.num_kv_heads // (tensor * ulysses))
+    shown = min(key_heads, 2)
+    heads = model.num_heads // (tensor * ulysses) // key_heads * shown, shown, model.head_dim
+    row, documents = _halved(cfg.data.seq_len // ring), cfg.data.document_mask
+    if ring > 1:
+        add("attention", "ring_block", row, *heads, documents=documents)
+    else:
+        add("attention", "plain", row, *heads, documents=documents, sinks=model.attention_sinks)
+    if model.sliding_window is not None:
+        window = min(model.sliding_window, row // 2)
+        options = {"window": window, "documents": documents and ring == 1}
+        add("attention", "plain", row, *heads, **options, sinks=model.attention_sinks)
+    if rms_norm_mosaic.takes(width):
+        add("norm", "norm", tokens, width)
+    if linear_cross_entropy_mosaic.takes(tokens, width, words):
+        add("loss", "loss", tokens, width, words)
+    if (experts := model.experts) is not None:
+        expert_ff = model.expert_d_ff // tensor
+        if grouped_matmul_mosaic.takes(0, width, expert_ff):
+            add("grouped_matmul", "experts", 2 * tokens, experts.num // mesh.ep, width, expert_ff)
+    if cfg.train.precision == "fp8_block" and fp8_matmul_mosaic.takes(tokens, d_ff, width):
+        add("fp8_matmul", "fp8_product", tokens, d_ff, width)
+    return checked
+
+
+def _halved(tokens: int) -> int:
+    """Halve a length until it is short enough; a row of documents keeps its classes."""
+    while tokens > MOST_TOKENS and tokens % 2 == 0:
+        tokens //= 2
+    return tokens
+
+
+def check_run(
+    cfg: Config,
+    options: command_line.Options,
+    launch: Launch | None,
+    tell: Callable[[str], None],
+    events: Events,
+) -> None:
+    """Check the kernels of a run on process 0's first GPU; `tell` gets its lines and `events` each answer.
+
+    Every process of a job calls it, before any takes its devices. Raises `UserError` on all where a kernel is wrong.
+    """
+    if options.devices is not None or distributed.wants_cpu(os.environ):
+        return
+
+    def check_here() -> list[list[str]]:
+        try:
+            return _on_gpu(cfg, options, launch, tell, events)
+        except Exception as error:  # Whatever it is, it says nothing about the kernels.
+            tell(f"kernels: not checked: {type(error).__name__}: {error}")
+            return []
+
+    for name, value, fault in distributed.from_process0("kernels", check_here, 60 + LIMIT_S):
+        require(False, name, value, fault)
+
+
+def _on_gpu(cfg, options, launch, tell, events) -> list[list[str]]:
+    """Check on the first GPU that this process is about to take; return the faults."""
+    kinds = gpu_kinds()
+    if not kinds:
+        return []
+    gpus = own_gpus(launch, os.environ, len(kinds))
+    processes = 1 if launch is None else launch.num_processes or 1
+    cluster = cluster_of(kinds[0], processes * len(gpus))
+    try:
+        cfg = command_line.checked(cfg, options, cluster, lambda text: None)
+    except UserError:  # The run says it itself, when it knows its devices.
+        return []
+    environ = {"CUDA_VISIBLE_DEVICES": gpus[0], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return faults(parts(cfg, kinds[0]), kinds[0], environ, tell, events)
+
+
+def own_gpus(launch: Launch | None, environ: Mapping[str, str], present: int) -> list[str]:
+    """Return CUDA's names of this process's GPUs, on a host of `present`."""
+    names = visible_gpus(environ) or [str(number) for number in range(present)]
+    chosen = None if launch is None else launch.local_device_ids
+    return names if chosen is None else [names[number] for number in chosen]
+
+
+def faults(
+    wanted: Sequence[Part],
+    kind: str,
+    environ: Mapping[str, str],
+    tell: Callable[[str], None],
+    events: Events,
+    *,
+    module: str = __name__,
+    limit_s: float = LIMIT_S,
+) -> list[list[str]]:
+    """Check the parts in a process of its own; return the name, value and fix of each that is wrong.
+
+    Args:
+      wanted: the parts.
+      kind: JAX's name of the GPU.
+      environ: variables of the process.
+      tell: gets a line before the check, and one for each part.
+      events: gets one for each part.
+      module: what the process runs.
+      limit_s: seconds of all checks together.
+    """
+    if not wanted:
+        return []
+    tell(f"kernels: checking {len(wanted)} on a {kind}, for at most {limit_s:g} s")
+    answers = run_checks(wanted, environ, module, limit_s)
+    wrong = []
+    for part, answer in zip(wanted, answers, strict=True):
+        [(verdict, words)] = answer.items()
+        tell(f"kernels.{part.field}={part.implementation}: {part}: {verdict}: {words}")
+        events.record(
+            "kernel_check",
+            field=part.field,
+            implementation=part.implementation,
+            check=part.check,
+            sizes=part.sizes,
+            options=part.options,
+            dtype=part.dtype,
+            answer=answer,
+        )
+        if verdict == "wrong":
+            fix = (
+                f"{part} is wrong on a {kind} ({words}); use xla, and report the line with the versions of driver, "
+                "cuDNN and JAX"
+            )
+            wrong.append([f"kernels.{part.field}", part.implementation, fix])
+    return wrong
+
+
+def run_checks(
+    wanted: Sequence[Part], environ: Mapping[str, str], module: str, limit_s: float
+) -> list[dict[str, str]]:
+    """Return for each part a dict of one item, whose name is `right`, `wrong` or `unchecked`."""
+    command = [sys.executable, "-m", module, json.dumps([dataclasses.asdict(p) for p in wanted])]
+    environ = {**os.environ, **environ, SUPERVISOR: str(os.getpid())}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, timeout=limit_s)
+        output, last = (
+            done.stdout,
+            (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1],
+        )
+        # SIGKILL is the system's, which lacks memory.
+        verdict = "unchecked" if done.returncode == -signal.SIGKILL else "wrong"
+        end = {verdict: f"the check ended with code {done.returncode}: {last[:500]}"}
+    except subprocess.TimeoutExpired as late:
+        output, end = (
+            late.stdout or b"",
+            {"unchecked": f"the check was not done after {limit_s:g} s"},
+        )
+    answers = [json.loads(line) for line in output.splitlines()]
+    skipped = {"unchecked": "an earlier check did not end"}
+    return [*answers, *[end, *[skipped] * len(wanted)]][: len(wanted)]
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Check the parts that the parent wants, on this process's first device, and print its answers."""
+    follow_supervisor(os.environ)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    distributed.set_environment(os.environ)
+    fault = _no_gpu()
+    for part in json.loads(arguments[0]):
+        answer = {"unchecked": fault} if fault else answer_of(Part(**part))
+        print(json.dumps(answer), file=answers)
+
+
+def _no_gpu() -> str:
+    """Return why this process has no device to check on, or an empty string."""
+    import jax
+
+    try:
+        backend = jax.default_backend()
+    except RuntimeError as error:
+        return str(error)[:500]
+    return "" if backend == "gpu" or distributed.wants_cpu(os.environ) else "JAX sees no GPU"
+
+
+def answer_of(part: Part) -> dict[str, str]:
+    """Check a part on this process's first device; see `run_checks`."""
+    import jax
+
+    from ultrascale_jax.kernels.checks import CHECKS, measure
+
+    try:
+        check = CHECKS[part.check](*part.sizes, **part.options)
+        errors = measure(check, part.implementation, jax.numpy.dtype(part.dtype))
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"[:500]
+        lacking = any(text in words.lower() for text in ("resource_exhausted", "out of memory"))
+        return {"unchecked" if lacking else "wrong": words}
+    words = f"relative error {errors.kernel:.1e}, XLA's {errors.xla:.1e}"
+    return {"right" if errors.right else "wrong": words}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
