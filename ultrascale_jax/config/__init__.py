@@ -50,6 +50,9 @@ DATA = "data"
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Trackers that `log.to` may name."""
 
+BIAS_RATE = 0.001
+"""`moe.bias_rate` of a run that does not set it (DeepSeek-V3)."""
+
 GPUS_PER_NODE = 8
 
 Strategy = Literal["ring", "zigzag", "allgather", "ulysses"]
@@ -311,8 +314,9 @@ class MoEConfig:
     micro-batch over all devices (batch), or each of its sequences (sequence, DeepSeek-V3)."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
-    bias_rate: float = 0.001
-    """Change of an expert's bias in a step: up if the expert had less than the mean, down otherwise."""
+    bias_rate: float | None = None
+    """Change of an expert's bias (`model.experts.bias`) in a step: up if the expert had less than the mean, down
+    otherwise; 0.001 if it is not set."""
 
     def __post_init__(self):
         fix = f"must be one of {', '.join(get_args(Dispatch))}"
@@ -322,7 +326,7 @@ class MoEConfig:
         sound = weight >= 0 and over in get_args(AuxOver)
         require(sound, "moe.aux_loss", self.aux_loss, fix)
         require_at_least(1, "moe", self, ("capacity_factor", "a2a_groups"))
-        require_at_least(0, "moe", self, ("z_loss", "bias_rate"))
+        require_at_least(0, "moe", self, ("z_loss", *["bias_rate"] * (self.bias_rate is not None)))
         fix = "allgather has no levels; use 1, or another dispatch"
         flat = self.a2a_groups == 1 or self.dispatch != "allgather"
         require(flat, "moe.a2a_groups", self.a2a_groups, fix)
@@ -436,6 +440,9 @@ class Config:
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         if model.experts is not None:
             self._check_experts(model.experts, mesh)
+        moves = model.experts is not None and model.experts.bias
+        fix = "moves model.experts.bias, which this model has not; leave it out"
+        require(moves or not self.moe.bias_rate, "moe.bias_rate", self.moe.bias_rate, fix)
         kv = model.num_kv_heads
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0

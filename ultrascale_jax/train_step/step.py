@@ -251,6 +251,14 @@ def position_weight(state: TrainState, batch: Batch) -> jax.Array:
     return weight if state.loss_scale is None else weight * state.loss_scale.scale
 
 
+def _router_weight(batch: Batch, weight: jax.Array) -> jax.Array:
+    """Return the factor of a position in the routers' losses: they are means over all positions of a step.
+
+    `apply_gradients` divides the objective by the share of the positions that have a target, so it is multiplied here.
+    """
+    return weight * (count(batch).astype(jnp.float32) / batch["targets"].size)
+
+
 def apply_gradients(
     cfg: Config,
     state: TrainState,
@@ -264,7 +272,7 @@ def apply_gradients(
     `auxiliary` is what `loss_and_gradients` returns beside them.
 
     A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the update
-    that it would make is not finite, or if it is a spike.
+    that it would make is not finite, if it is a spike, or if its batch has no target.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
     preferred = auxiliary.preferred
@@ -275,11 +283,12 @@ def apply_gradients(
     routed, told = auxiliary.routed, _of_modules(auxiliary, share * tokens)
     with jax.named_scope("gradients"):
         loss, norm = share * loss, share * global_norm(grads)
-    ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    ok = finite & (terms > 0)
     spikes = state.spikes
     if spikes is not None:
         told["spike"] = finite & spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
-        ok = finite & ~told["spike"]
+        ok &= ~told["spike"]
     with jax.named_scope("optimizer"):
         unclipped = share
         if cfg.optim.clip_norm:
@@ -302,7 +311,8 @@ def apply_gradients(
     bad = counted = (~ok).astype(jnp.int32)
     if scaling is not None:
         told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
-        scaling = scaling.after(finite)
+        after = scaling.after(finite)
+        scaling = jax.tree.map(lambda new, old: jnp.where(terms > 0, new, old), after, scaling)
     in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
     counters = state.step + 1, skipped, in_a_row
     new = TrainState(params, opt_state, *counters, scaling, spikes, state.frozen)
@@ -338,9 +348,12 @@ def loss_and_gradients(
 
     `frozen` is what has no gradients, as in `TrainState`.
     """
+    router_weight = _router_weight(batch, weight)
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
-        loss, grads, routed = pipelined.loss_and_gradients(cfg, params, parts, weight)
+        loss, grads, routed = pipelined.loss_and_gradients(
+            cfg, params, parts, weight, router_weight
+        )
         return loss, grads, Auxiliary(routed)
     adapters = frozen is not None and bool(cfg.train.lora)
     model = join_adapters(params, frozen) if adapters else params
@@ -352,7 +365,7 @@ def loss_and_gradients(
     def loss(used, micro_batch):
         model = used if rest is None else join_adapters(used, rest)
         if not cfg.train.dpo:
-            return objective(cfg, model, micro_batch, weight, fp8)
+            return objective(cfg, model, micro_batch, weight, fp8, router_weight)
         total, sums = pair_objective(cfg, model, micro_batch, fp8, reference)
         return weight * total, (weight * total, Auxiliary(preferred=sums))
 
@@ -399,23 +412,28 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def objective(
-    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
+    cfg: Config,
+    used: Transformer,
+    batch: Batch,
+    weight: jax.Array,
+    fp8: Fp8 | None = None,
+    router_weight: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
     """Return the loss to differentiate and, beside it, the bare cross-entropy, both summed over tokens times `weight`,
     and `Auxiliary`, the routers' part in partial sums.
 
-    The loss has the z-loss, the experts' balance and the losses of the modules of multi-token prediction that `used`
-    has.
+    The loss has the z-loss, the routers' losses times `router_weight`, and the losses of the modules of multi-token
+    prediction that `used` has.
     """
     dtype, inputs = COMPUTE[cfg.train.precision], layer_inputs(cfg, batch, fp8)
     out = run_layers(cfg, used, batch, inputs)
     used = used.with_whole_head(dtype) if used.cfg.mtp_layers else used
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
-    total, routed = total + weight * out.balance, out.statistics_LZ
+    total, routed = total + router_weight * out.balance, out.statistics_LZ
     if not used.cfg.mtp_layers:
         return total, (nats, Auxiliary(routed))
-    more = predict_ahead(cfg, used, out.x_BRD, batch, inputs, weight)
+    more = predict_ahead(cfg, used, out.x_BRD, batch, inputs, weight, router_weight)
     if routed is not None:
         routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in more.statistics)])
     return total + more.objective, (nats, Auxiliary(routed, (more.nats, more.counts)))
