@@ -23,7 +23,7 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import loss_scale
-from ultrascale_jax.train_step.optim import optimizer, schedule
+from ultrascale_jax.train_step.optim import optimizer, rate_change, schedule
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import (
     apply_gradients,
@@ -283,14 +283,14 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
     [
         (
             {"schedule": "cosine", "warmup_steps": 10},
-            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1},
+            {0: 0.1, 4: 0.5, 9: 1.0, 54: 0.55, 99: 0.1},
         ),
         (
             {"schedule": "wsd:20", "warmup_steps": 10},
-            {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+            {9: 1.0, 10: 1.0, 79: 1.0, 89: 0.55, 99: 0.1},
         ),
-        ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),
-        ({"schedule": "constant", "warmup_steps": 4}, {1: 0.5, 100: 1.0}),
+        ({"schedule": "wsd"}, {0: 1.0, 79: 1.0, 99: 0.1}),
+        ({"schedule": "constant", "warmup_steps": 4}, {1: 0.5, 99: 1.0}),
         ({"schedule": "constant", "warmup_steps": 1}, {0: 1.0, 1: 1.0}),
     ],
 )
@@ -298,3 +298,36 @@ def test_the_schedule_passes_through_its_points(fields, points):
     cfg = variant(optim={"lr": 0.2, **fields}, train={"steps": 100})
     for step, share in points.items():
         np.testing.assert_allclose(schedule(cfg)(step), 0.2 * share, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant", "wsd", "wsd:1", "wsd:4", "wsd:99"])
+@pytest.mark.parametrize(
+    ("steps", "warmup"),
+    [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (10, 0), (10, 3), (10, 9), (10, 20)],
+)
+def test_a_warm_up_ends_at_the_peak_and_a_run_at_the_least_rate(steps, warmup, name):
+    optim = {"lr": 0.2, "schedule": name, "warmup_steps": warmup, "min_lr_ratio": 0.25}
+    rate = schedule(variant(optim=optim, train={"steps": steps}))
+    peak = max(warmup, 1) - 1
+    after = max(steps - 1 - peak, 0)
+    shares = np.array([rate(step) for step in range(peak + after + 2)]) / 0.2
+    rising = np.arange(1, peak + 2) / (peak + 1)
+    np.testing.assert_allclose(shares[: peak + 1], rising, rtol=1e-6)
+    length = {"cosine": after, "constant": 0, "wsd": max(steps // 5, 1)}.get(name)
+    decaying = min(after, int(name[4:]) if length is None else length)
+    np.testing.assert_allclose(shares[peak : peak + after - decaying + 1], 1.0)
+    if decaying:
+        assert np.all(np.diff(shares[peak + after - decaying : steps]) < 0)
+        np.testing.assert_allclose(shares[steps - 1 :], 0.25, rtol=1e-6)
+
+
+def test_a_resumed_run_of_other_steps_or_settings_tells_its_rate():
+    fields = {"lr": 0.2, "schedule": "wsd:2", "min_lr_ratio": 0.25}
+    saved, longer = (variant(optim=fields, train={"steps": steps}) for steps in (4, 12))
+    [line] = rate_change(saved, longer, 4)
+    wanted = "update 5: 2.00e-01, by the saved settings 5.00e-02; of the last, 12: 5.00e-02"
+    assert line == f"learning rate of {wanted}"
+    [line] = rate_change(longer, variant(optim=fields | {"lr": 0.1}, train={"steps": 12}), 4)
+    assert "update 5: 1.00e-01, by the saved settings 2.00e-01" in line
+    assert rate_change(saved, saved, 2) == rate_change(saved, longer, 0) == []
+    assert rate_change(longer, saved, 4) == []

@@ -99,10 +99,10 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Final learning rate over the peak."""
+    """Learning rate of the last step of a decay over the peak."""
     schedule: str = "cosine"
-    """After the warm-up: `cosine` to the last step, `constant`, or stable and then linear decay: `wsd`, over the last
-    fifth of the run, or `wsd:STEPS`."""
+    """After the warm-up, or else the first step: `cosine` to the last step, `constant`, or stable and then linear decay:
+    `wsd`, over the last fifth of the run, or `wsd:STEPS`."""
     warmup_steps: int = 0
     """Steps of linear warm-up (W): step k has k/W of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
