@@ -47,8 +47,8 @@ def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
     same &= all(getattr(now.optim, name) == getattr(saved.optim, name) for name in names)
     if same or not 0 < updates < now.train.steps:
         return []
-    before, after = (float(schedule(cfg)(updates)) for cfg in (saved, now))
-    last = float(schedule(now)(now.train.steps - 1))
+    asked = (saved, updates), (now, updates), (now, now.train.steps - 1)
+    before, after, last = (jnp.asarray(schedule(cfg)(n)).item() for cfg, n in asked)
     return [
         f"learning rate of update {updates + 1}: {after:.2e}, by the saved settings {before:.2e}; "
         f"of the last, {now.train.steps}: {last:.2e}"
