@@ -15,10 +15,12 @@ from typing import Any, Literal, get_args
 
 from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import UserError as UserError
-from ultrascale_jax.config.base import check_choices, require_at_least
+from ultrascale_jax.config.base import check_choices as check_choices
 from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import require as require
+from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.base import require_choice as require_choice
 from ultrascale_jax.config.base import require_type as require_type
 from ultrascale_jax.config.batches import Batches as Batches
 from ultrascale_jax.config.kernels import KernelsConfig as KernelsConfig
@@ -229,6 +231,7 @@ class PipelineConfig:
         name, from_file = self.schedule, self.from_file
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
+        check_choices("pp", self)
         require_at_least(0, "pp", self, ("virtual",))
         least, most = STAGES_PER_RANK.get(name, (0, 0))
         fix = f"{name} has {least}{'' if least == most else ' or more'}; or 0"
@@ -268,8 +271,7 @@ class ContextConfig:
 
     def __post_init__(self):
         require_at_least(1, "cp", self, ("ulysses",))
-        fix = f"must be one of {', '.join(get_args(Strategy))}"
-        require(self.strategy in get_args(Strategy), "cp.strategy", self.strategy, fix)
+        check_choices("cp", self)
 
     @property
     def chunks(self) -> int:
@@ -319,8 +321,7 @@ class MoEConfig:
     otherwise; 0.001 if it is not set."""
 
     def __post_init__(self):
-        fix = f"must be one of {', '.join(get_args(Dispatch))}"
-        require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
+        check_choices("moe", self)
         weight, over = self.aux_loss
         fix = "must be a weight, 0 or more, and batch or sequence"
         sound = weight >= 0 and over in get_args(AuxOver)
@@ -418,7 +419,6 @@ class Config:
             value: Any = getattr(self, section.name)
             kind: Any = section.default_factory
             require_type(section.name, value, kind)
-            check_choices(section.name, value)
             check_numbers(section.name, value)
         rows, seq_len = self.train.global_batch, self.data.seq_len
         fix = f"the tokens of a step are counted in int32; with data.seq_len={seq_len} at most {LARGEST // seq_len}"

@@ -18,6 +18,7 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     PipelineConfig,
+    check_choices,
     gathers_ahead,
     parameters_travel_alone,
     require,
@@ -79,6 +80,7 @@ class Run:
     """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
+        check_choices("", self)
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
         fix = "has an open axis; give its size"

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import require_choice
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -65,12 +66,16 @@ def partial_axes(x: jax.Array) -> frozenset[str]:
     return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
 
 
-def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
+Reduction = Literal["sum", "mean", "max"]
+
+
+def all_reduce[Tree](tree: Tree, dims: str, op: Reduction = "sum") -> Tree:
     """Finish a reduction over activation `dims` that the text did on what it sees.
 
     In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims. The mean
     of equal values says to JAX's types that they are equal: a loss that all members of the tensor group compute.
     """
+    require_choice("op", op, Reduction)
     axes = axes_of(dims)
     if not manual() or not axes:
         return tree

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import Experts, MoEConfig, require_type
+from ultrascale_jax.config import Experts, MoEConfig, require_choice, require_type
 from ultrascale_jax.config.model import Activation
 from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
@@ -105,8 +105,9 @@ def expert_layer(
       `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
 
     Raises:
-      ValueError: the shapes do not fit each other, the axis or `experts`.
+      ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
+    require_choice("activation", activation, Activation)
     ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
     shared = "sp" in varying(w_gate)
