@@ -336,6 +336,40 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         lambda: us.reshard("BTD", IDS),
         "^subscripts='BTD': has no arro",
     ),
+    "a letter of an activation": (lambda: us.act("BTY"), "^dims='Y': Y is none of the letters"),
+    "the dim of a weight": (
+        lambda: us.gather_sequence(IDS, "y"),
+        "^dims='y': y is none of the letters",
+    ),
+    "a dim to reduce": (lambda: us.all_reduce(IDS, "Y"), "^dims='Y': Y is none of the letters"),
+    "a dim that is not there": (
+        lambda: us.mean(IDS, "D", "BT"),
+        "^over='D': must be some of dims='BT'",
+    ),
+    "a vector of another dim": (
+        lambda: us.broadcast_param(IDS[0], "D", "BT", (8, 32)),
+        "^dims='D': must be some of to='BT'",
+    ),
+    "one axis to vary over": (
+        lambda: us.vary(IDS, "ep"),
+        r"^axes='ep': must be names of axes: \{'ep'\}",
+    ),
+    "one axis of a region": (
+        lambda: us.smap(abs, in_specs=us.act("BT"), out_specs=us.act("BT"), axes="ep"),
+        "^axes='ep': must be names of axes",
+    ),
+    "an axis that is not there": (
+        inside(lambda: us.smap(abs, in_specs=us.act("BT"), out_specs=us.act("BT"), axes={"ex"})),
+        "^axes={'ex'}: must be axes of the mesh: pp, dp",
+    ),
+    "a strategy's name as order": (
+        lambda: us.sequence_order(32, 2, "zigzag"),
+        "^context: must be of type ContextConfig, not str",
+    ),
+    "a policy to plan": (
+        lambda: us.Run(shape=us.Shape(), mesh=CFG.mesh, seq_len=8, sequences=1, remat="some"),
+        r"^train\.remat='some': must be none, selective",
+    ),
     "an unknown letter": (
         lambda: us.einsum("BD,DY->BY", IDS, IDS),
         "^subscripts='BD,DY->BY': Y is",
@@ -368,6 +402,7 @@ def choices() -> list[tuple[str, str]]:
         of = getattr(us, name)
         if inspect.isfunction(of) or dataclasses.is_dataclass(of):
             hints = typing.get_type_hints(of)
+            hints = {p: getattr(hint, "__value__", hint) for p, hint in hints.items()}
             found += [(name, p) for p, hint in hints.items() if typing.get_origin(hint) is Literal]
     return found
 

@@ -98,7 +98,7 @@ def check_choices(section: str, values: Any) -> None:
 
 def require_choice(name: str, value: object, kind: Any) -> None:
     """Refuse a value that is none of those of `kind`, a `Literal`."""
-    known = typing.get_args(kind)
+    known = typing.get_args(getattr(kind, "__value__", kind))
     if not any(isinstance(value, type(one)) and value == one for one in known):
         require(False, name, value, f"must be one of {', '.join(map(str, known))}")
 

@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     check_choices,
     gathers_ahead,
     parameters_travel_alone,
+    remat_names,
     require,
 )
 from ultrascale_jax.config.dpo import has_reference
@@ -87,6 +88,7 @@ class Run:
         require(-1 not in self.mesh.sizes.values(), "mesh", self.mesh.text, fix)
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
+        remat_names(self.remat)
         for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
