@@ -172,6 +172,25 @@ def test_every_dispatch_is_the_dense_layer(moe, ep, kind):
     check(moe, Layout(ep), routing(kind))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [
+        ("tight", 1),
+        ("tight", 8),
+        ("allgather", 4),
+        pytest.param("nodes2", 8, marks=pytest.mark.wide),
+    ],
+)
+def test_a_number_that_is_no_experts_is_a_dropped_choice_and_minus_one_is_none(name, ep):
+    ids = routing("random").copy()
+    ids[::3, 0], ids[1::3, 1], ids[2::9, 0], ids[5::9] = -7, EXPERTS.num, 10**9, -1
+    found, dropped = program(DISPATCHES[name], Layout(ep))(ids)
+    kept = (ids >= 0) & (ids < EXPERTS.num)
+    assert dropped == np.sum(~kept & (ids != -1))
+    assert_equal(found, ids, kept=kept)
+
+
 # The rows above compare the same gradients to 1e-6.
 @pytest.mark.slow
 @pytest.mark.wide

@@ -30,6 +30,7 @@ from ultrascale_jax.train_step.step import (
     loss_and_gradients,
     make_eval_step,
     make_train_step,
+    train_step,
 )
 from ultrascale_jax.train_step.zero import summed_by_layer
 
@@ -76,6 +77,35 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
     assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
     assert [bool(m["skipped"]) for m in metrics] == [True, True]
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 2, "sp": 2},
+        pytest.param({"fsdp": 2, "pp": 2, "sp": 1}, marks=pytest.mark.wide),
+    ],
+)
+def test_a_batch_with_an_id_outside_the_vocabulary_has_no_loss_and_changes_nothing(mesh):
+    cfg = variant(mesh=mesh, train={"microbatches": 2})
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    good = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0).batch(0)
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        step = jax.jit(functools.partial(train_step, cfg))
+        evaluate = make_eval_step(cfg)
+        for name, value in (("tokens", 64), ("tokens", -1), ("targets", 10**6), ("targets", -2)):
+            bad = good[name].copy()
+            bad[-1, 3] = value
+            batch = jax.device_put(good | {name: bad}, NamedSharding(mesh, act("BT")))
+            after, metrics = step(state, batch)
+            assert bool(metrics["skipped"]) and np.isnan(metrics["loss"]), (name, value)
+            assert same_bits((after.params, after.opt_state), (state.params, state.opt_state)), (
+                name,
+                value,
+            )
+            assert np.isnan(evaluate(state.params, batch)[0]), (name, value)
 
 
 # Without ZeRO the width need not divide.

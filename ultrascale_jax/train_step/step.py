@@ -168,19 +168,24 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
 
 
 def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
-    """Return the jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
+    """Return the jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training.
+
+    The sum is NaN for a batch with ids outside the vocabulary.
+    """
 
     def eval_step(params, batch):
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
-            return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
+            nats = pipelined.loss(cfg, params, parts, jnp.float32(1.0))
+            return _of_known_ids(cfg, batch, nats), count(batch)
         params = params.without_mtp()
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
             return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1][0], None
 
-        return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
+        nats, _ = jax.lax.scan(step, jnp.float32(0.0), parts)
+        return _of_known_ids(cfg, batch, nats), count(batch)
 
     return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
 
@@ -200,6 +205,7 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
 
         start = jnp.float32(0.0), jnp.zeros(len(preference.SUMS))
         (loss, sums), _ = jax.lax.scan(step, start, parts)
+        loss = _of_known_ids(cfg, batch, loss)
         return {"loss": loss, "sums": sums, "pairs": preference.count_pairs(batch)}
 
     return jax.jit(pair_step, compiler_options=xla_options(cfg) or None)
@@ -222,14 +228,24 @@ def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Run one optimizer step on a global batch of `[B, T]` int32 arrays.
 
-    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
+    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices. A
+    batch with ids outside the vocabulary has a loss of NaN, and changes nothing.
     """
     check_mesh_is_set("the step")
     _check_batch(batch)
     weight = position_weight(state, batch)
-    return apply_gradients(
-        cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
-    )
+    loss, *others = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
+    return apply_gradients(cfg, state, batch, _of_known_ids(cfg, batch, loss), *others)
+
+
+def _of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
+    """Return the loss, but NaN, so that the step is skipped, if `batch` has ids outside the vocabulary.
+
+    A target may be -1. The host cannot see the values of a batch; the loader checks its own.
+    """
+    tokens, targets, size = batch["tokens"], batch["targets"], cfg.model.vocab_size
+    outside = (tokens < 0) | (tokens >= size) | (targets < -1) | (targets >= size)
+    return jnp.where(jnp.sum(outside.astype(jnp.int32)) == 0, loss, jnp.nan)
 
 
 def _check_batch(batch: Batch) -> None:
