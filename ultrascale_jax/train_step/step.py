@@ -234,8 +234,9 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     check_mesh_is_set("the step")
     _check_batch(batch)
     weight = position_weight(state, batch)
-    loss, *others = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
-    return apply_gradients(cfg, state, batch, _of_known_ids(cfg, batch, loss), *others)
+    loss, grads, auxiliary = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
+    loss = _of_known_ids(cfg, batch, loss)
+    return apply_gradients(cfg, state, batch, loss, grads, auxiliary)
 
 
 def _of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
