@@ -135,6 +135,10 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         lambda: us.Config(train=us.TrainConfig(precision="bfloat16")),
         r"^train\.precision='bfloat16': must be one of bf16, fp8",
     ),
+    "a weight without its tokens": (
+        lambda: us.MoEConfig(aux_loss=0.1),
+        r"^moe\.aux_loss=0\.1: must be a weight, 0 or more, and batch or sequence",
+    ),
     "a dict as section": (
         lambda: us.Config(model={"d_model": 32}),
         "^model: must be of type ModelConfig, not dict",

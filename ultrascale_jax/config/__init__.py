@@ -322,9 +322,12 @@ class MoEConfig:
 
     def __post_init__(self):
         check_choices("moe", self)
-        weight, over = self.aux_loss
         fix = "must be a weight, 0 or more, and batch or sequence"
-        sound = weight >= 0 and over in get_args(AuxOver)
+        match self.aux_loss:
+            case (int() | float() as weight, str() as over):
+                sound = weight >= 0 and over in get_args(AuxOver)
+            case _:
+                sound = False
         require(sound, "moe.aux_loss", self.aux_loss, fix)
         require_at_least(1, "moe", self, ("capacity_factor", "a2a_groups"))
         require_at_least(0, "moe", self, ("z_loss", *["bias_rate"] * (self.bias_rate is not None)))
