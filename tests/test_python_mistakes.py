@@ -1,8 +1,12 @@
 """Mistakes of one who calls the library: each gets one error that names the library's own argument."""
 
 import dataclasses
+import functools
+import inspect
+import typing
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +134,10 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "another trainer's word": (
         lambda: us.Config(train=us.TrainConfig(precision="bfloat16")),
         r"^train\.precision='bfloat16': must be one of bf16, fp8",
+    ),
+    "a weight without its tokens": (
+        lambda: us.MoEConfig(aux_loss=0.1),
+        r"^moe\.aux_loss=0\.1: must be a weight, 0 or more, and batch or sequence",
     ),
     "a dict as section": (
         lambda: us.Config(model={"d_model": 32}),
@@ -262,6 +270,10 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         attention(Q, KV, KV, function=lambda *qkv, axis: us.context_attention("ring", *qkv)),
         "^context: must be of type ContextConfig, not str",
     ),
+    "an unknown implementation": (
+        attention(Q, KV, KV, function=functools.partial(us.ring_attention, implementation="flash")),
+        "^implementation='flash': must be one of auto, cudnn",
+    ),
     # Experts.
     "a dispatch's name": (experts(moe="dropless"), "^moe: must be of type MoEConfig, not str"),
     "tokens of three dims": (experts(x=(16, 4, 32)), r"^x \(2, 4, 32\): want this rank's tokens"),
@@ -271,6 +283,14 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     ),
     "more experts": (experts(experts=us.Experts(num=16, top_k=2)), "16 experts over 8 ranks and 2"),
     "the experts' axis": (experts(axis="ep"), "^axis='ep': is not manual here"),
+    "a function as activation": (
+        experts(activation=jax.nn.relu),
+        "^activation=.*must be one of silu",
+    ),
+    "an unknown activation": (
+        experts(activation="relu"),
+        "^activation='relu': must be one of silu",
+    ),
     # Pipelines.
     "a schedule's name": (
         pipeline(schedule="1f1b"),
@@ -320,6 +340,40 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         lambda: us.reshard("BTD", IDS),
         "^subscripts='BTD': has no arro",
     ),
+    "a letter of an activation": (lambda: us.act("BTY"), "^dims='Y': Y is none of the letters"),
+    "the dim of a weight": (
+        lambda: us.gather_sequence(IDS, "y"),
+        "^dims='y': y is none of the letters",
+    ),
+    "a dim to reduce": (lambda: us.all_reduce(IDS, "Y"), "^dims='Y': Y is none of the letters"),
+    "a dim that is not there": (
+        lambda: us.mean(IDS, "D", "BT"),
+        "^over='D': must be some of dims='BT'",
+    ),
+    "a vector of another dim": (
+        lambda: us.broadcast_param(IDS[0], "D", "BT", (8, 32)),
+        "^dims='D': must be some of to='BT'",
+    ),
+    "one axis to vary over": (
+        lambda: us.vary(IDS, "ep"),
+        r"^axes='ep': must be names of axes: \{'ep'\}",
+    ),
+    "one axis of a region": (
+        lambda: us.smap(abs, in_specs=us.act("BT"), out_specs=us.act("BT"), axes="ep"),
+        "^axes='ep': must be names of axes",
+    ),
+    "an axis that is not there": (
+        inside(lambda: us.smap(abs, in_specs=us.act("BT"), out_specs=us.act("BT"), axes={"ex"})),
+        "^axes={'ex'}: must be axes of the mesh: pp, dp",
+    ),
+    "a strategy's name as order": (
+        lambda: us.sequence_order(32, 2, "zigzag"),
+        "^context: must be of type ContextConfig, not str",
+    ),
+    "a policy to plan": (
+        lambda: us.Run(shape=us.Shape(), mesh=CFG.mesh, seq_len=8, sequences=1, remat="some"),
+        r"^train\.remat='some': must be none, selective",
+    ),
     "an unknown letter": (
         lambda: us.einsum("BD,DY->BY", IDS, IDS),
         "^subscripts='BD,DY->BY': Y is",
@@ -343,3 +397,39 @@ def test_a_region_on_a_mesh_of_ones_own_is_manual_over_all_its_axes():
         run = us.smap(lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P(None))
         found = jax.jit(run)(jax.device_put(jnp.arange(8.0), P("data")))
     np.testing.assert_array_equal(found, [28.0])
+
+
+def choices() -> list[tuple[str, str]]:
+    """Parameters of the public functions and dataclasses that take one of a few values."""
+    found = []
+    for name in us.__all__:
+        of = getattr(us, name)
+        if inspect.isfunction(of) or dataclasses.is_dataclass(of):
+            hints = typing.get_type_hints(of)
+            hints = {p: getattr(hint, "__value__", hint) for p, hint in hints.items()}
+            found += [(name, p) for p, hint in hints.items() if typing.get_origin(hint) is Literal]
+    return found
+
+
+@pytest.mark.parametrize(("name", "parameter"), choices())
+def test_a_value_that_is_none_of_a_few_is_refused_where_it_enters(name, parameter):
+    """Before anything else is looked at."""
+    function = getattr(us, name)
+    needed = [
+        p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty
+    ]
+    with pytest.raises(us.UserError, match=rf"{parameter}='nonsense': must be one of "):
+        function(**dict.fromkeys(needed) | {parameter: "nonsense"})
+
+
+def test_every_kind_of_public_name_has_values_that_are_one_of_a_few():
+    names = {name for name, _ in choices()}
+    assert names >= {
+        "expert_layer",
+        "attend",
+        "all_reduce",
+        "rms_norm",
+        "save_hf",
+        "context_attention",
+    }
+    assert names >= {"ModelConfig", "Experts", "MoEConfig", "ContextConfig", "TrainConfig", "Run"}

@@ -122,6 +122,7 @@ def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     assert "pipeline 1f1b: 2 ranks with 1 stage each, 2 micro-batches; bubble 50.0% by" in out
     assert f"resumed from {folder}/checkpoints/4" in out
     assert "changed since: train.steps: saved 4, now 5" in out
+    assert "learning rate of update 5: 3.00e-04, by the saved settings " in out
     assert "a sample" not in out  # after so few steps
     assert [row["step"] for row in step_rows(folder)] == [1, 2, 3, 4, 5]
 

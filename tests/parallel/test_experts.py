@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tests.expert_oracle import Dense, dense_experts, kept_by_capacity
 from ultrascale_jax.config import Experts, MoEConfig
 from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
+from ultrascale_jax.parallel.experts.dispatch import exchange_tokens
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 
 TOLERANCE = 1e-6
@@ -170,6 +171,43 @@ CASES = [
 @pytest.mark.parametrize(("moe", "ep"), CASES)
 def test_every_dispatch_is_the_dense_layer(moe, ep, kind):
     check(moe, Layout(ep), routing(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [
+        ("tight", 1),
+        ("tight", 8),
+        ("allgather", 4),
+        pytest.param("nodes2", 8, marks=pytest.mark.wide),
+    ],
+)
+def test_a_number_that_is_no_experts_is_a_dropped_choice_and_minus_one_is_none(name, ep):
+    ids = routing("random").copy()
+    ids[::3, 0], ids[1::3, 1], ids[2::9, 0], ids[5::9] = -7, EXPERTS.num, 10**9, -1
+    found, dropped = program(DISPATCHES[name], Layout(ep))(ids)
+    kept = (ids >= 0) & (ids < EXPERTS.num)
+    assert dropped == np.sum(~kept & (ids != -1))
+    assert_equal(found, ids, kept=kept)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_what_goes_with_a_token_is_no_nan_and_comes_as_it_was_sent(dtype):
+    """Else `jax_debug_nans` stops at the exchange: halves of float32 weights are NaNs of 16 bits."""
+    bits = np.array([[0x3F807FC1, 0x3EFFFFFF], [0x3F7FFC01, 1]], np.uint32)
+    x, ids = jnp.ones((2, 3), dtype), np.array([[0, 10_000], [7, 4]], np.int32)
+
+    def send(x, weights):
+        return exchange_tokens(lambda rows: rows[::-1], x, ids, weights)
+
+    found, pull_back = jax.vjp(send, x, bits.view(np.float32))
+    assert np.all(np.isfinite(found[0]))
+    np.testing.assert_array_equal(found[1], ids[::-1])
+    np.testing.assert_array_equal(np.asarray(found[2]).view(np.uint32), bits[::-1])
+    dx, d_weights = pull_back((found[0], np.zeros(ids.shape, jax.dtypes.float0), found[2]))
+    np.testing.assert_array_equal(dx, x)
+    np.testing.assert_array_equal(np.asarray(d_weights).view(np.uint32), bits)
 
 
 # The rows above compare the same gradients to 1e-6.

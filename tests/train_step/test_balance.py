@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.states import some_state
+from tests.states import random_state, some_state
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -18,13 +18,15 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     TrainConfig,
+    UserError,
 )
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health.skipped_steps import reason
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step import balance
-from ultrascale_jax.train_step.step import train_step
+from ultrascale_jax.train_step.step import count, loss_and_gradients, position_weight, train_step
 
 LAYERS, NUM = 2, 4
 BASE = Config(
@@ -86,6 +88,81 @@ def test_the_last_rows_are_of_modules_of_multi_token_prediction():
     after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
     np.testing.assert_array_equal(after.blocks.moe.bias[...], [[-0.25, 0.25, 0.25, 0.25]])
     np.testing.assert_array_equal(after.mtp[0].block.moe.bias[...], [0, 0, 0.25, -0.25])
+
+
+def test_only_the_bias_of_a_choice_moves_and_only_where_a_model_has_one():
+    """A trained bias of the router (gpt-oss) has the same dims."""
+    experts = Experts(num=NUM, top_k=1, biases=True)
+    model = dataclasses.replace(BASE.model, num_layers=LAYERS, experts=experts)
+    cfg = dataclasses.replace(BASE, model=model)
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
+    assert balance.rebalanced(cfg, params, ROUTED) is params
+    both = dataclasses.replace(experts, bias=True)
+    cfg = dataclasses.replace(BASE, model=dataclasses.replace(model, experts=both))
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
+    after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
+    assert np.any(after.blocks.moe.bias[...])
+    assert not np.any(after.blocks.moe.b_router[...])
+
+
+@pytest.mark.parametrize("experts", [None, Experts(num=NUM), Experts(num=NUM, biases=True)])
+def test_a_rate_of_biases_that_a_model_has_not_is_refused(experts):
+    model = dataclasses.replace(BASE.model, experts=experts)
+    cfg = dataclasses.replace(BASE, model=model)
+    for moe in (MoEConfig(), MoEConfig(bias_rate=0.0)):
+        dataclasses.replace(cfg, moe=moe).check(1)
+    with pytest.raises(UserError, match=r"moe\.bias_rate=0\.01: .*model\.experts\.bias"):
+        dataclasses.replace(cfg, moe=MoEConfig(bias_rate=0.01)).check(1)
+
+
+BALANCED = MoEConfig(aux_loss=(1.0, "sequence"), z_loss=0.1)
+
+
+def loader_batch(cfg: Config, step: int = 0) -> dict[str, np.ndarray]:
+    return Loader(cfg.data, vocab_size=32, global_batch=8, seed=0).batch(step)
+
+
+@pytest.mark.slow
+def test_the_losses_of_routers_have_their_weight_whatever_the_mask():
+    """Also where micro-batches differ in their targets: the gradient with these losses less the one without them."""
+    cfg = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, microbatches=2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(moe, state, batch):
+        run = dataclasses.replace(cfg, moe=moe)
+        weight = position_weight(state, batch)
+        _, grads, _ = loss_and_gradients(run, state.params, batch, weight)
+        return jax.tree.map(lambda g: g * batch["targets"].size / count(batch), grads)
+
+    state, batch = some_state(cfg, jax.sharding.get_mesh()), loader_batch(cfg)
+    few = np.arange(8)[:, None] % 4 == np.arange(32) % 10
+    found = []
+    for targets in (batch["targets"], np.where(few, batch["targets"], -1)):
+        masked = batch | {"targets": targets.astype(np.int32)}
+        pair = (gradients(moe, state, masked) for moe in (BALANCED, MoEConfig()))
+        found.append(jax.tree.map(lambda a, b: np.asarray(a - b), *pair).blocks.moe.w_router[...])
+    assert np.abs(found[0]).max() > 0.01
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5 * np.abs(found[0]).max())
+
+
+@pytest.mark.slow
+def test_a_batch_without_targets_changes_nothing_and_says_so():
+    cfg = dataclasses.replace(BASE, moe=BALANCED)
+    state = random_state(cfg, jax.sharding.get_mesh())
+    counts = {"step": jnp.int32(5), "skipped": jnp.int32(0)}
+    state = dataclasses.replace(state, opt_state=jax.tree.map(jnp.abs, state.opt_state), **counts)
+    batch = loader_batch(cfg)
+    batch |= {"targets": np.full_like(batch["targets"], -1)}
+    after, metrics = jax.jit(functools.partial(train_step, cfg))(state, batch)
+    for new, old in zip(
+        jax.tree.leaves((after.params, after.opt_state)),
+        jax.tree.leaves((state.params, state.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(new, old)
+    assert (int(after.step), int(after.skipped)) == (6, 1)
+    assert bool(metrics["skipped"])
+    assert reason(metrics) == "no targets"
 
 
 def test_metrics_are_relative_to_the_mean():

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.runs import mesh_of
 from tests.states import some_state
@@ -164,6 +166,29 @@ def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim
     # Parameters and both moments, or for Muon the one moment of matrices and both of vectors.
     matrices, vectors = 7, 5
     assert stacked == {"adamw": 3 * (matrices + vectors), "muon": 2 * matrices + 3 * vectors}[optim]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_written(optim):
+    cfg = on("pp2_zb_v", dataclasses.replace(BASE, optim=OptimConfig(name=optim)))
+    mesh, order = mesh_of(cfg), ORDERS["pp2_zb_v"]
+    state = some_state(cfg, mesh)
+    again = {"pp": ("pp", "dp"), ("pp", "sp", "tp"): "pp"}  # of axes of one device but for pp
+
+    def respelled(x):
+        return jax.device_put(
+            x, NamedSharding(mesh, P(*(again.get(s, s) for s in x.sharding.spec)))
+        )
+
+    state = jax.tree.map(respelled, state)
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    moved = to_checkpoint_layout(state, lambda _: order)
+    np.testing.assert_array_equal(moved.params.embed[...], state.params.embed[...])
+    rows = [order.index(layer) for layer in range(LAYERS)]
+    for after, before in zip(jax.tree.leaves(moved), jax.tree.leaves(state), strict=True):
+        stacked = before.ndim > 0 and len(before) == len(order)
+        np.testing.assert_array_equal(after, np.asarray(before)[rows] if stacked else before)
 
 
 @pytest.mark.slow

@@ -23,13 +23,14 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import loss_scale
-from ultrascale_jax.train_step.optim import optimizer, schedule
+from ultrascale_jax.train_step.optim import optimizer, rate_change, schedule
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import (
     apply_gradients,
     loss_and_gradients,
     make_eval_step,
     make_train_step,
+    train_step,
 )
 from ultrascale_jax.train_step.zero import summed_by_layer
 
@@ -76,6 +77,35 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_is_counted():
     assert same_bits((before.params, before.opt_state), (after.params, after.opt_state))
     assert [bool(m["skipped"]) for m in metrics] == [True, True]
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 2, "sp": 2},
+        pytest.param({"fsdp": 2, "pp": 2, "sp": 1}, marks=pytest.mark.wide),
+    ],
+)
+def test_a_batch_with_an_id_outside_the_vocabulary_has_no_loss_and_changes_nothing(mesh):
+    cfg = variant(mesh=mesh, train={"microbatches": 2})
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    good = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0).batch(0)
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        step = jax.jit(functools.partial(train_step, cfg))
+        evaluate = make_eval_step(cfg)
+        for name, value in (("tokens", 64), ("tokens", -1), ("targets", 10**6), ("targets", -2)):
+            bad = good[name].copy()
+            bad[-1, 3] = value
+            batch = jax.device_put(good | {name: bad}, NamedSharding(mesh, act("BT")))
+            after, metrics = step(state, batch)
+            assert bool(metrics["skipped"]) and np.isnan(metrics["loss"]), (name, value)
+            assert same_bits((after.params, after.opt_state), (state.params, state.opt_state)), (
+                name,
+                value,
+            )
+            assert np.isnan(evaluate(state.params, batch)[0]), (name, value)
 
 
 # Without ZeRO the width need not divide.
@@ -283,14 +313,14 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
     [
         (
             {"schedule": "cosine", "warmup_steps": 10},
-            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1},
+            {0: 0.1, 4: 0.5, 9: 1.0, 54: 0.55, 99: 0.1},
         ),
         (
             {"schedule": "wsd:20", "warmup_steps": 10},
-            {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+            {9: 1.0, 10: 1.0, 79: 1.0, 89: 0.55, 99: 0.1},
         ),
-        ({"schedule": "wsd"}, {0: 1.0, 80: 1.0, 100: 0.1}),
-        ({"schedule": "constant", "warmup_steps": 4}, {1: 0.5, 100: 1.0}),
+        ({"schedule": "wsd"}, {0: 1.0, 79: 1.0, 99: 0.1}),
+        ({"schedule": "constant", "warmup_steps": 4}, {1: 0.5, 99: 1.0}),
         ({"schedule": "constant", "warmup_steps": 1}, {0: 1.0, 1: 1.0}),
     ],
 )
@@ -298,3 +328,36 @@ def test_the_schedule_passes_through_its_points(fields, points):
     cfg = variant(optim={"lr": 0.2, **fields}, train={"steps": 100})
     for step, share in points.items():
         np.testing.assert_allclose(schedule(cfg)(step), 0.2 * share, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant", "wsd", "wsd:1", "wsd:4", "wsd:99"])
+@pytest.mark.parametrize(
+    ("steps", "warmup"),
+    [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (10, 0), (10, 3), (10, 9), (10, 20)],
+)
+def test_a_warm_up_ends_at_the_peak_and_a_run_at_the_least_rate(steps, warmup, name):
+    optim = {"lr": 0.2, "schedule": name, "warmup_steps": warmup, "min_lr_ratio": 0.25}
+    rate = schedule(variant(optim=optim, train={"steps": steps}))
+    peak = max(warmup, 1) - 1
+    after = max(steps - 1 - peak, 0)
+    shares = np.array([rate(step) for step in range(peak + after + 2)]) / 0.2
+    rising = np.arange(1, peak + 2) / (peak + 1)
+    np.testing.assert_allclose(shares[: peak + 1], rising, rtol=1e-6)
+    length = {"cosine": after, "constant": 0, "wsd": max(steps // 5, 1)}.get(name)
+    decaying = min(after, int(name[4:]) if length is None else length)
+    np.testing.assert_allclose(shares[peak : peak + after - decaying + 1], 1.0)
+    if decaying:
+        assert np.all(np.diff(shares[peak + after - decaying : steps]) < 0)
+        np.testing.assert_allclose(shares[steps - 1 :], 0.25, rtol=1e-6)
+
+
+def test_a_resumed_run_of_other_steps_or_settings_tells_its_rate():
+    fields = {"lr": 0.2, "schedule": "wsd:2", "min_lr_ratio": 0.25}
+    saved, longer = (variant(optim=fields, train={"steps": steps}) for steps in (4, 12))
+    [line] = rate_change(saved, longer, 4)
+    wanted = "update 5: 2.00e-01, by the saved settings 5.00e-02; of the last, 12: 5.00e-02"
+    assert line == f"learning rate of {wanted}"
+    [line] = rate_change(longer, variant(optim=fields | {"lr": 0.1}, train={"steps": 12}), 4)
+    assert "update 5: 1.00e-01, by the saved settings 2.00e-01" in line
+    assert rate_change(saved, saved, 2) == rate_change(saved, longer, 0) == []
+    assert rate_change(longer, saved, 4) == []

@@ -16,11 +16,13 @@ from typing import Any, Literal, get_args
 from ultrascale_jax.config.base import LARGEST as LARGEST
 from ultrascale_jax.config.base import UserError as UserError
 from ultrascale_jax.config.base import at_home as at_home
-from ultrascale_jax.config.base import check_choices, require_at_least
+from ultrascale_jax.config.base import check_choices as check_choices
 from ultrascale_jax.config.base import check_numbers as check_numbers
 from ultrascale_jax.config.base import in_float32 as in_float32
 from ultrascale_jax.config.base import put_home as put_home
 from ultrascale_jax.config.base import require as require
+from ultrascale_jax.config.base import require_at_least
+from ultrascale_jax.config.base import require_choice as require_choice
 from ultrascale_jax.config.base import require_type as require_type
 from ultrascale_jax.config.batches import Batches as Batches
 from ultrascale_jax.config.kernels import KernelsConfig as KernelsConfig
@@ -51,6 +53,9 @@ DATA = "data"
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Trackers that `log.to` may name."""
+
+BIAS_RATE = 0.001
+"""`moe.bias_rate` of a run that does not set it (DeepSeek-V3)."""
 
 GPUS_PER_NODE = 8
 
@@ -235,6 +240,7 @@ class PipelineConfig:
         name, from_file = self.schedule, self.from_file
         fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
         require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
+        check_choices("pp", self)
         require_at_least(0, "pp", self, ("virtual",))
         least, most = STAGES_PER_RANK.get(name, (0, 0))
         fix = f"{name} has {least}{'' if least == most else ' or more'}; or 0"
@@ -274,8 +280,7 @@ class ContextConfig:
 
     def __post_init__(self):
         require_at_least(1, "cp", self, ("ulysses",))
-        fix = f"must be one of {', '.join(get_args(Strategy))}"
-        require(self.strategy in get_args(Strategy), "cp.strategy", self.strategy, fix)
+        check_choices("cp", self)
 
     @property
     def chunks(self) -> int:
@@ -320,18 +325,21 @@ class MoEConfig:
     micro-batch over all devices (batch), or each of its sequences (sequence, DeepSeek-V3)."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
-    bias_rate: float = 0.001
-    """Change of an expert's bias in a step: up if the expert had less than the mean, down otherwise."""
+    bias_rate: float | None = None
+    """Change of an expert's bias (`model.experts.bias`) in a step: up if the expert had less than the mean, down
+    otherwise; 0.001 if it is not set."""
 
     def __post_init__(self):
-        fix = f"must be one of {', '.join(get_args(Dispatch))}"
-        require(self.dispatch in get_args(Dispatch), "moe.dispatch", self.dispatch, fix)
-        weight, over = self.aux_loss
+        check_choices("moe", self)
         fix = "must be a weight, 0 or more, and batch or sequence"
-        sound = weight >= 0 and over in get_args(AuxOver)
+        match self.aux_loss:
+            case (int() | float() as weight, str() as over):
+                sound = weight >= 0 and over in get_args(AuxOver)
+            case _:
+                sound = False
         require(sound, "moe.aux_loss", self.aux_loss, fix)
         require_at_least(1, "moe", self, ("capacity_factor", "a2a_groups"))
-        require_at_least(0, "moe", self, ("z_loss", "bias_rate"))
+        require_at_least(0, "moe", self, ("z_loss", *["bias_rate"] * (self.bias_rate is not None)))
         fix = "allgather has no levels; use 1, or another dispatch"
         flat = self.a2a_groups == 1 or self.dispatch != "allgather"
         require(flat, "moe.a2a_groups", self.a2a_groups, fix)
@@ -425,7 +433,6 @@ class Config:
             value: Any = getattr(self, section.name)
             kind: Any = section.default_factory
             require_type(section.name, value, kind)
-            check_choices(section.name, value)
             check_numbers(section.name, value)
         rows, seq_len = self.train.global_batch, self.data.seq_len
         fix = f"the tokens of a step are counted in int32; with data.seq_len={seq_len} at most {LARGEST // seq_len}"
@@ -447,6 +454,9 @@ class Config:
             require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         if model.experts is not None:
             self._check_experts(model.experts, mesh)
+        moves = model.experts is not None and model.experts.bias
+        fix = "moves model.experts.bias, which this model has not; leave it out"
+        require(moves or not self.moe.bias_rate, "moe.bias_rate", self.moe.bias_rate, fix)
         kv = model.num_kv_heads
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0

@@ -110,21 +110,23 @@ def check_numbers(section: str, values: Any) -> None:
 
 
 @functools.cache
-def _choices(kind: type) -> dict[str, tuple]:
-    """Return the values of each field of a dataclass that is one of a few."""
+def _choices(kind: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass that is a `Literal`."""
     hints = typing.get_type_hints(kind)
-    return {
-        name: typing.get_args(h) for name, h in hints.items() if typing.get_origin(h) is Literal
-    }
+    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Literal}
 
 
 def check_choices(section: str, values: Any) -> None:
     """Refuse a field of the dataclass `values` that is none of its type's literals."""
-    given = vars(values)
-    for field, known in _choices(type(values)).items():
-        if given[field] not in known:
-            fix = f"must be one of {', '.join(map(str, known))}"
-            require(False, f"{section}.{field}", given[field], fix)
+    for field, kind in _choices(type(values)).items():
+        require_choice(f"{section}.{field}" if section else field, getattr(values, field), kind)
+
+
+def require_choice(name: str, value: object, kind: Any) -> None:
+    """Refuse a value that is none of those of `kind`, a `Literal`."""
+    known = typing.get_args(getattr(kind, "__value__", kind))
+    if not any(isinstance(value, type(one)) and value == one for one in known):
+        require(False, name, value, f"must be one of {', '.join(map(str, known))}")
 
 
 def _require_number(name: str, value: object) -> None:

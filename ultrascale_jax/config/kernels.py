@@ -2,9 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
-from ultrascale_jax.config.base import require
+from ultrascale_jax.config.base import check_choices
 
 Implementation = Literal["auto", "mosaic", "xla"]
 """`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what the table in
@@ -30,9 +30,7 @@ class KernelsConfig:
     """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs. xla: the definition, in float32."""
 
     def __post_init__(self):
-        for name, kind in get_type_hints(type(self)).items():
-            value, fix = getattr(self, name), f"must be one of {', '.join(get_args(kind))}"
-            require(value in get_args(kind), f"kernels.{name}", value, fix)
+        check_choices("kernels", self)
 
     @property
     def choices(self) -> dict[str, str]:

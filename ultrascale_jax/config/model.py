@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ultrascale_jax.config.base import (
+    check_choices,
     check_numbers,
     require,
     require_at_least,
@@ -50,6 +51,7 @@ class RopeScaling:
     """Of yarn: round the dims between which it blends outwards to whole ones; gpt-oss does not."""
 
     def __post_init__(self):
+        check_choices("model.rope_scaling", self)
         require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
         low, high = self.thresholds
         name, value = "model.rope_scaling.freq_factors", self.freq_factors
@@ -123,6 +125,7 @@ class Experts:
     """The router and each product of an expert add a bias, which is trained like a weight (gpt-oss)."""
 
     def __post_init__(self):
+        check_choices("model.experts", self)
         names = ("num", "top_k", "groups", "groups_per_token")
         require_at_least(1, "model.experts", self, names)
         require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
@@ -222,6 +225,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_numbers("model", self)
+        check_choices("model", self)
         sizes = ("vocab_size", "d_model", "d_ff", "head_dim")
         require_at_least(1, "model", self, (*sizes, "num_layers", "num_heads", "num_kv_heads"))
         counts = ("first_window_layer", "full_attention_every", "mtp_layers")

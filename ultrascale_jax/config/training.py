@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config.base import put_home, require, require_at_least
+from ultrascale_jax.config.base import check_choices, put_home, require, require_at_least
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
@@ -99,10 +99,10 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Final learning rate over the peak."""
+    """Learning rate of the last step of a decay over the peak."""
     schedule: str = "cosine"
-    """After the warm-up: `cosine` to the last step, `constant`, or stable and then linear decay: `wsd`, over the last
-    fifth of the run, or `wsd:STEPS`."""
+    """After the warm-up, or else the first step: `cosine` to the last step, `constant`, or stable and then linear
+    decay: `wsd`, over the last fifth of the run, or `wsd:STEPS`."""
     warmup_steps: int = 0
     """Steps of linear warm-up (W): step k has k/W of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -118,6 +118,7 @@ class OptimConfig:
     up or down at random so that they are right on average."""
 
     def __post_init__(self):
+        check_choices("optim", self)
         for name in ("lr", "eps"):
             value = getattr(self, name)
             require(value > 0, f"optim.{name}", value, "must be positive")
@@ -187,6 +188,7 @@ class TrainConfig:
 
     def __post_init__(self):
         put_home(self, "init_from")
+        check_choices("train", self)
         require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
         require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
         name, weight = "train.mtp_weight", self.mtp_weight
@@ -221,6 +223,7 @@ class Fp8Config:
     """So many of the first layers, and so many of the last ones, stay bfloat16."""
 
     def __post_init__(self):
+        check_choices("fp8", self)
         fix = "must be two numbers of layers"
         require(min(self.bf16_layers) >= 0, "fp8.bf16_layers", self.bf16_layers, fix)
 

@@ -23,7 +23,7 @@ MOST_IN_A_ROW = 10
 
 
 class Diverged(UserError):
-    """`MOST_IN_A_ROW` steps were skipped: not finite, or spikes."""
+    """`MOST_IN_A_ROW` steps were skipped: not finite, spikes, or without targets."""
 
     exit_code = STOPPED
 
@@ -32,12 +32,15 @@ FAULTS = {
     "spike": "loss or gradient norm was a spike",
     "not finite": "loss or gradient norm was not finite",
     "update": "the update was not finite",
+    "no targets": "the batch had no targets",
 }
 """Why a step was skipped, by the reason that is on record."""
 
 
 def reason(values: Mapping[str, Any]) -> str:
     """Return why a step with these metrics was skipped: a key of `FAULTS`."""
+    if not values.get("pairs", values["tokens"]):
+        return "no targets"
     if values.get("spike", False):
         return "spike"
     finite = np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
@@ -95,6 +98,8 @@ class SkippedSteps(Hook):
         reasons = {row["reason"] for row in self._last}
         fault = " or ".join(FAULTS[reason] for reason in sorted(reasons))
         fix = "Lower optim.lr, or raise optim.warmup_steps"
+        if reasons == {"no targets"}:
+            fix = "Give data.source documents of which the loss counts some tokens"
         if "spike" in reasons:
             fix += f"; or raise watch.spike_guard={run.cfg.watch.spike_guard}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)

@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config import ModelConfig, require, require_choice
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.checkpoint import gather
-from ultrascale_jax.huggingface.tensors import Tensor, tensors
+from ultrascale_jax.huggingface.tensors import FileType, Tensor, tensors
 from ultrascale_jax.models.lora import WEIGHTS, adapter_of
 from ultrascale_jax.models.transformer import Transformer
 
@@ -25,12 +25,13 @@ def save_adapters(
     path: str | Path,
     *,
     base: str,
-    dtype: Literal["bfloat16", "float32"] = "float32",
+    dtype: FileType = "float32",
 ) -> None:
     """Write the adapters of a run; every process calls it, and the first one writes.
 
     `base` is the Hugging Face folder that they belong to. Raises `ValueError` where `path` already holds something.
     """
+    require_choice("dtype", dtype, FileType)
     path = Path(path)
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     require(free, "path", str(path), "already holds something; choose another folder")

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require, require_type
+from ultrascale_jax.config import ModelConfig, require, require_choice, require_type
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_none
 from ultrascale_jax.huggingface.mxfp4 import dequantized
-from ultrascale_jax.huggingface.tensors import Tensor, copies, tensors
+from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, tensors
 from ultrascale_jax.models.transformer import Transformer
 
 
@@ -175,7 +175,7 @@ def save(
     path: str | Path,
     *,
     max_shard_bytes: int = 5_000_000_000,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: FileType = "bfloat16",
     max_position_embeddings: int = 4096,
     token_ids: Mapping[str, Any] = NO_TOKEN_IDS,
     beside: Mapping[str, bytes] = MappingProxyType({}),
@@ -188,10 +188,10 @@ def save(
     whole or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
+    require_choice("dtype", dtype, FileType)
     require_type("model", model, Transformer, "of a TrainState give state.model")
     require_type("cfg", cfg, ModelConfig, "of a Config give cfg.model")
     path = Path(path)
-    require(dtype in ("bfloat16", "float32"), "dtype", dtype, "must be bfloat16 or float32")
     require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     require(free, "path", str(path), "already holds something; choose another folder")

@@ -9,9 +9,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ultrascale_jax.config import LatentAttention, ModelConfig
 from ultrascale_jax.huggingface.families import family_of
+
+FileType = Literal["bfloat16", "float32"]
+"""Types in which floats are written."""
 
 
 @dataclass(frozen=True, kw_only=True)

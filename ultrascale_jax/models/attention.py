@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.config import KernelsConfig, ModelConfig, require_choice
 from ultrascale_jax.config.kernels import AUTO, AttentionImplementation
 from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight, linear
@@ -130,6 +130,7 @@ def attend(
 
     Queries and keys have their positions already; `sinks` `[N]` are logits of the heads, as `attention` takes them.
     """
+    require_choice("implementation", implementation, AttentionImplementation)
     if inputs.cache is None and mesh_size("cp") > 1:
         return _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs, sinks), None
     k_BSKH, v_BSKH = (reshard("BTKH->BSKH", t) for t in (k_BTKH, v_BTKH))

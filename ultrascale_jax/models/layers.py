@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config import ModelConfig, require, require_choice
 from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
@@ -177,6 +177,7 @@ def rms_norm(
 
     The kernel takes a norm over the last dim, whole on each device.
     """
+    require_choice("implementation", implementation, Implementation)
     if implementation == "mosaic":
         fused = functools.partial(rms_norm_of_pieces, eps=eps, implementation=implementation)
         return smap(fused, in_specs=specs((x, weight)), out_specs=act(act_dims))(x, weight)

@@ -175,7 +175,7 @@ def _experts(
     ids, weights, probabilities = route(logits, experts, bias)
     # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
     routed = jnp.any(x != 0, axis=1, keepdims=True)
-    ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, experts.num)
+    ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, -1)
     w_gate, w_up, w_down, *hidden_biases = matrices
     y, dropped = expert_layer(
         x, ids, weights, w_gate, w_up, w_down, moe=moe, experts=experts, product=product,

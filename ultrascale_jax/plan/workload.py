@@ -18,8 +18,10 @@ from ultrascale_jax.config import (
     MoEConfig,
     OptimConfig,
     PipelineConfig,
+    check_choices,
     gathers_ahead,
     parameters_travel_alone,
+    remat_names,
     require,
 )
 from ultrascale_jax.config.dpo import has_reference
@@ -79,12 +81,14 @@ class Run:
     """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
+        check_choices("", self)
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
         fix = "has an open axis; give its size"
         require(-1 not in self.mesh.sizes.values(), "mesh", self.mesh.text, fix)
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
+        remat_names(self.remat)
         for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 

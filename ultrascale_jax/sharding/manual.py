@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import require
+from ultrascale_jax.sharding.rules import check_axes
+
 
 def smap(
     fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
@@ -19,7 +22,10 @@ def smap(
     gradients in silence. An input that is `reduced` over an axis has to be made varying over it inside (`vary`): its
     cotangent leaves the region as a partial sum.
     """
+    check_axes(axes)
     mesh = jax.sharding.get_abstract_mesh()
+    fix = f"must be axes of the mesh: {', '.join(map(str, mesh.axis_names))}"
+    require(mesh.empty or set(axes or ()) <= set(mesh.axis_names), "axes", axes, fix)
     axes = set(mesh.axis_names if axes is None else axes) & set(mesh.axis_names) - set(
         mesh.manual_axes
     )

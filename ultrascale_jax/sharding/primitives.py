@@ -26,12 +26,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import require, require_choice
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
     act,
     act_axes,
     axes_of,
+    check_letters,
     check_subscripts,
     gathered_spec,
     gradient_axes,
@@ -65,12 +67,16 @@ def partial_axes(x: jax.Array) -> frozenset[str]:
     return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
 
 
-def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = "sum") -> Tree:
+Reduction = Literal["sum", "mean", "max"]
+
+
+def all_reduce[Tree](tree: Tree, dims: str, op: Reduction = "sum") -> Tree:
     """Finish a reduction over activation `dims` that the text did on what it sees.
 
     In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims. The mean
     of equal values says to JAX's types that they are equal: a loss that all members of the tensor group compute.
     """
+    require_choice("op", op, Reduction)
     axes = axes_of(dims)
     if not manual() or not axes:
         return tree
@@ -87,6 +93,7 @@ def all_reduce[Tree](tree: Tree, dims: str, op: Literal["sum", "mean", "max"] = 
 
 def mean(x: jax.Array, over: str, dims: str) -> jax.Array:
     """Average an activation with these `dims` over the dims `over`, which keep the size 1."""
+    require(set(over) <= set(dims), "over", over, f"must be some of dims={dims!r}")
     y = jnp.mean(x, tuple(dims.index(dim) for dim in over), keepdims=True)
     return all_reduce(y, over, "mean")
 
@@ -330,6 +337,8 @@ def _row_major(weight: jax.Array) -> jax.Array:
 
 def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:
     """Broadcast a vector parameter (`dims`) over an activation with dims `to`; sum its gradient locally only."""
+    require(set(dims) <= set(to), "dims", dims, f"must be some of to={to!r}")
+    check_letters("to", to)
     if manual():
         return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
     return _broadcast(weight, dims, to, shape)

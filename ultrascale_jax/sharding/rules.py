@@ -34,6 +34,9 @@ from ultrascale_jax.config import require
 LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUPM")
 """The letters above, and M, micro-batches."""
 
+WHOLE = "_"
+"""A dim that no axis splits, and that has no letter."""
+
 BATCH = ("dp", "fsdp", "ep")
 TENSOR = ("sp", "tp")
 VOCABULARY = ("pp", "sp", "tp")
@@ -77,6 +80,11 @@ def check_subscripts(subscripts: str) -> None:
     check_letters("subscripts", subscripts, also=",->")
 
 
+def check_axes(axes: object) -> None:
+    """Refuse one axis as text, whose letters would be taken for axes that are not there."""
+    require(not isinstance(axes, str), "axes", axes, f"must be names of axes: {{{axes!r}}}")
+
+
 def manual() -> bool:
     """Return whether values are this device's pieces: the call stands in a region that is manual over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -103,6 +111,8 @@ def act_axes(dim: str) -> tuple[str, ...]:
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
     """Return the axes that split `dim`; pp only where there is a pipeline: a scan over layers wants its dim whole."""
+    if dim not in LETTERS and dim != WHOLE:
+        check_letters("dims", dim)
     return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
 
 
@@ -185,6 +195,7 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Type `x` as varying over those of these axes that are manual: its cotangent stays a partial sum over them."""
+    check_axes(axes)
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import Config
-from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.config import BIAS_RATE, Config
 from ultrascale_jax.models.moe import STATISTICS_AXES, num_statistics
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import act, axes_of
@@ -32,21 +31,26 @@ def reduce_statistics(statistics: jax.Array | None) -> jax.Array | None:
 def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Transformer:
     """Raise the biases of experts below the mean load by `moe.bias_rate`, and lower those of the others.
 
-    The loss-free balancing of arXiv 2408.15664, on the choices of a whole step.
+    The loss-free balancing of arXiv 2408.15664, on the choices of a whole step. Other biases are trained.
     """
-    if routed is None or not cfg.moe.bias_rate:
+    rate, experts = cfg.moe.bias_rate, cfg.model.experts
+    rate = BIAS_RATE if rate is None else rate
+    if routed is None or experts is None or not experts.bias or not rate:
         return params
     loads = routed[:, :-2]
     missing = jnp.sign(jnp.mean(loads, axis=1, keepdims=True) - loads)
     modules = cfg.model.mtp_layers
     of_modules = iter(missing[-modules:] if modules else ())
 
-    def leaf(value, dims, act_dims):
-        if dims == "LX":
-            return value + cfg.moe.bias_rate * missing[: len(value)]
-        return value + cfg.moe.bias_rate * next(of_modules) if dims == "X" else value
+    def leaf(path, value):
+        match jax.tree_util.keystr(path, simple=True, separator=".").split("."):
+            case ["blocks", "moe", "bias", "value"]:
+                return value + rate * missing[: len(value)]
+            case ["mtp", _, "block", "moe", "bias", "value"]:
+                return value + rate * next(of_modules)
+        return value
 
-    return map_params(leaf, params)
+    return jax.tree.map_with_path(leaf, params)
 
 
 def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:

@@ -42,11 +42,12 @@ def predict_ahead(
     batch: dict[str, jax.Array],
     inputs: LayerInputs,
     weight: jax.Array,
+    router_weight: jax.Array | float,
 ) -> Ahead:
     """Run the modules behind a model's hidden states after the final norm, and sum their losses.
 
-    The objective is the mean of their cross-entropies times `train.mtp_weight`, and the balance of their experts. As in
-    the report a module's loss is over the model's own number of targets, though it has a few less of its own.
+    The objective is the mean of their cross-entropies times `train.mtp_weight`, and their routers' losses. As in the
+    report a module's loss is over the model's own number of targets, though it has a few less of its own.
     """
     factor = cfg.train.mtp_weight / cfg.model.mtp_layers
     inputs = _of_last_layer(cfg, inputs)
@@ -62,7 +63,7 @@ def predict_ahead(
             )
         objective += total
         if routed is not None:
-            objective += weight * jnp.sum(routed.balance_BR)
+            objective += router_weight * jnp.sum(routed.balance_BR)
             statistics.append(routed.statistics_Z)
         nats.append(bare / factor)
         counts.append(jnp.sum((targets_BT >= 0).astype(jnp.int32)))

@@ -17,23 +17,42 @@ from ultrascale_jax.train_step.rounding import in_bfloat16
 def schedule(cfg: Config) -> optax.Schedule:
     """Return the learning rate by optimizer step: linear warm-up, then `optim.schedule`, to `min_lr_ratio * lr`.
 
-    Step k of the warm-up, counted from 1, has k/warmup_steps of the peak, so that none has a rate of 0.
+    Update k of the warm-up, counted from 1, has k/warmup_steps of the peak, so that none has a rate of 0. Its last one
+    has the peak, or without a warm-up the first of the run; the decay begins after it and ends with the last update.
     """
-    optim, steps = cfg.optim, cfg.train.steps
-    first = optim.lr / max(optim.warmup_steps, 1)
-    warmup = optax.linear_schedule(first, optim.lr, optim.warmup_steps - 1)
-    rest = max(steps - optim.warmup_steps, 1)
-    if optim.schedule == "cosine":
-        after = optax.cosine_decay_schedule(optim.lr, rest, alpha=optim.min_lr_ratio)
-    elif optim.schedule.startswith("wsd"):
-        decay = min(optim.decay_steps or max(steps // 5, 1), rest)
+    optim = cfg.optim
+    peak = max(optim.warmup_steps, 1) - 1
+    after = cfg.train.steps - 1 - peak
+    falling = optax.constant_schedule(optim.lr)
+    if optim.schedule == "cosine" and after > 0:
+        falling = optax.cosine_decay_schedule(optim.lr, after, alpha=optim.min_lr_ratio)
+    elif optim.schedule.startswith("wsd") and after > 0:
+        decay = min(optim.decay_steps or max(cfg.train.steps // 5, 1), after)
         down = optax.linear_schedule(optim.lr, optim.min_lr_ratio * optim.lr, decay)
-        after = optax.join_schedules([optax.constant_schedule(optim.lr), down], [rest - decay])
-    else:
-        after = optax.constant_schedule(optim.lr)
-    return (
-        optax.join_schedules([warmup, after], [optim.warmup_steps]) if optim.warmup_steps else after
-    )
+        falling = optax.join_schedules([falling, down], [after - decay])
+    if not peak:
+        return falling
+    warmup = optax.linear_schedule(optim.lr / optim.warmup_steps, optim.lr, peak)
+    return optax.join_schedules([warmup, falling], [peak])
+
+
+def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
+    """Return a line on the learning rates of a run that goes on after `updates` with settings other than the `saved`.
+
+    There is none if neither `train.steps` nor a setting of the schedule is another, before the first update, and after
+    the last one.
+    """
+    same = now.train.steps == saved.train.steps
+    names = ("lr", "min_lr_ratio", "schedule", "warmup_steps")
+    same &= all(getattr(now.optim, name) == getattr(saved.optim, name) for name in names)
+    if same or not 0 < updates < now.train.steps:
+        return []
+    asked = (saved, updates), (now, updates), (now, now.train.steps - 1)
+    before, after, last = (jnp.asarray(schedule(cfg)(n)).item() for cfg, n in asked)
+    return [
+        f"learning rate of update {updates + 1}: {after:.2e}, by the saved settings {before:.2e}; "
+        f"of the last, {now.train.steps}: {last:.2e}"
+    ]
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:

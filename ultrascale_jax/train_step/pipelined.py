@@ -37,12 +37,16 @@ MicroBatches = dict[str, jax.Array]
 
 
 def loss_and_gradients(
-    cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array
+    cfg: Config,
+    params: Transformer,
+    parts: MicroBatches,
+    weight: jax.Array,
+    router_weight: jax.Array,
 ) -> tuple[jax.Array, Transformer, jax.Array | None]:
     """Compute what `step.loss_and_gradients` does; the layers of the statistics lie as those of the parameters."""
 
-    def region(params, parts, weight):
-        loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, weight)
+    def region(params, parts, weights):
+        loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, *weights)
         assert grads is not None
         if routed is not None:
             routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
@@ -50,7 +54,7 @@ def loss_and_gradients(
 
     rest, routed = specs(params), None if cfg.model.experts is None else P("pp")
     run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest, routed))
-    return run(params, parts, weight)
+    return run(params, parts, (weight, router_weight))
 
 
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
@@ -59,7 +63,7 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
     forward = forward_only(table.ranks, table.virtual, table.placement, cfg.train.microbatches)
 
     def region(params, parts, weight):
-        return _run(cfg, forward, params, parts, weight)[0]
+        return _run(cfg, forward, params, parts, weight, jnp.zeros_like(weight))[0]
 
     run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
     return run(params, parts, weight)
@@ -67,14 +71,19 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 
 @jax.named_scope("pipeline")
 def _run(
-    cfg: Config, schedule: Schedule, params: Transformer, parts: MicroBatches, position_weight
+    cfg: Config,
+    schedule: Schedule,
+    params: Transformer,
+    parts: MicroBatches,
+    position_weight: jax.Array,
+    router_weight: jax.Array,
 ):
     """Return bare loss, the same on every device, and this device's partial sums of gradients and routers' statistics
     (none without a backward pass)."""
     used, model = prepare_params(cfg, params), cfg.model
     out = pipeline(
         schedule,
-        _stages(cfg, params, position_weight),
+        _stages(cfg, params, position_weight, router_weight),
         used.blocks,
         used.with_blocks(None),
         parts,
@@ -148,13 +157,16 @@ def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
     return statistics.at[here].get(mode="fill", fill_value=0)
 
 
-def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Stages:
-    """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`."""
+def _stages(
+    cfg: Config, params: Transformer, position_weight: jax.Array, router_weight: jax.Array
+) -> Stages:
+    """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`, and its
+    routers' losses times `router_weight`."""
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
     def layer(blocks: BlockStack, x_BRD, context, number, rows: Rows | None = None):
-        inputs, position_weight = context
+        inputs, router_weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
 
         if rows is None:
@@ -164,7 +176,7 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
             x_BRD, routed, sums = _feed_forward(blocks, x_BRD, inputs, number < dense, rows)
         if routed is None:
             return x_BRD, jnp.float32(0.0)
-        aux = position_weight * jnp.sum(routed.balance_BR)
+        aux = router_weight * jnp.sum(routed.balance_BR)
         return x_BRD, aux, routed.statistics_Z, *(() if rows is None else (sums,))
 
     def embed(shared, batch):
@@ -176,7 +188,7 @@ def _stages(cfg: Config, params: Transformer, position_weight: jax.Array) -> Sta
         return shared.loss(x_BRD, targets_BT, position_weight, z_loss=cfg.train.z_loss, dtype=dtype)
 
     def context(batch):
-        return layer_inputs(cfg, batch, fp8), position_weight
+        return layer_inputs(cfg, batch, fp8), router_weight
 
     def accumulate(value, dims, act_dims) -> Callable:
         def to_sums(g):

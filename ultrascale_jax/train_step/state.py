@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.models.layers import map_params
+from ultrascale_jax.models.fp8 import is_variable
+from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapters
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
@@ -178,8 +179,6 @@ def to_checkpoint_layout[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> Tree
     """
 
     def leaf(x: jax.Array, order: LayerOrder) -> jax.Array:
-        if not _moves(x, order):
-            return x
         rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
         return _take(x, rows, _travelling(x), _travelling(x))
 
@@ -190,8 +189,6 @@ def checkpoint_layout_shapes[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> 
     """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
-        if not _moves(s, order):
-            return s
         shape = (_num_layers(order), *s.shape[1:])
         return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
 
@@ -202,8 +199,6 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree, layer_order_of: LayerOr
     """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
     def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
-        if not _moves(s, order):
-            return x
         moved = _take(x, order, x.sharding, s.sharding)
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
@@ -214,28 +209,32 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree, layer_order_of: LayerOr
 def _map_with_order[Tree](
     leaf: Callable, layer_order_of: LayerOrderOf, tree: Tree, *rest: Tree
 ) -> Tree:
-    """Return `leaf(array, its order, *arrays of rest)` of each array."""
+    """Return `leaf(array, its order, *arrays of rest)` of each stack of layers that a checkpoint has in another order.
+
+    Another array is that of the last tree. Parameters and most moments know their dims; moments in a list (Muon's) are
+    those of the parameters in their order.
+    """
+    models = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Transformer))
+    params = next(x for x in models if isinstance(x, Transformer))
+    stacked = each_param(lambda value, dims, act_dims: dims.startswith("L"), params)
 
     def apply(path, x, *others):
-        return leaf(
-            x, layer_order_of(jax.tree_util.keystr(path, simple=True, separator=".")), *others
-        )
+        if is_variable(x):
+            arrays = [variable.get_value() for variable in (x, *others)]
+            is_stack = arrays[0] is not None and arrays[0].ndim > len(x.dims)
+        else:
+            arrays, key = (x, *others), path[-1]
+            is_stack = isinstance(key, jax.tree_util.SequenceKey) and stacked[key.idx]
+        order = layer_order_of(jax.tree_util.keystr(path, simple=True, separator="."))
+        moves = is_stack and order != tuple(range(len(order)))
+        array = leaf(arrays[0], order, *arrays[1:]) if moves else arrays[-1]
+        return x.replace(array) if is_variable(x) else array
 
-    return jax.tree.map_with_path(apply, tree, *rest)
+    return jax.tree.map_with_path(apply, tree, *rest, is_leaf=is_variable)
 
 
 def _num_layers(order: LayerOrder) -> int:
     return len(order) - order.count(None)
-
-
-def _moves(leaf: jax.Array | jax.ShapeDtypeStruct, order: LayerOrder) -> bool:
-    """Return whether a checkpoint holds this array in another form: stacked pipeline layers, not in the model's order.
-
-    The alphabet splits nothing but a leading dim of layers over pp alone.
-    """
-    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
-    stacked = len(spec) > 0 and spec[0] in ("pp", ("pp",))
-    return stacked and order != tuple(range(len(order)))
 
 
 def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:

@@ -168,19 +168,24 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
 
 
 def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
-    """Return the jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training."""
+    """Return the jitted `(params, batch) -> (sum of nats, number of tokens)`, in the micro-batches of training.
+
+    The sum is NaN for a batch with ids outside the vocabulary.
+    """
 
     def eval_step(params, batch):
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
-            return pipelined.loss(cfg, params, parts, jnp.float32(1.0)), count(batch)
+            nats = pipelined.loss(cfg, params, parts, jnp.float32(1.0))
+            return _of_known_ids(cfg, batch, nats), count(batch)
         params = params.without_mtp()
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
 
         def step(total, micro_batch):
             return total + objective(cfg, used, micro_batch, jnp.float32(1.0), fp8)[1][0], None
 
-        return jax.lax.scan(step, jnp.float32(0.0), parts)[0], count(batch)
+        nats, _ = jax.lax.scan(step, jnp.float32(0.0), parts)
+        return _of_known_ids(cfg, batch, nats), count(batch)
 
     return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
 
@@ -200,6 +205,7 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
 
         start = jnp.float32(0.0), jnp.zeros(len(preference.SUMS))
         (loss, sums), _ = jax.lax.scan(step, start, parts)
+        loss = _of_known_ids(cfg, batch, loss)
         return {"loss": loss, "sums": sums, "pairs": preference.count_pairs(batch)}
 
     return jax.jit(pair_step, compiler_options=xla_options(cfg) or None)
@@ -222,14 +228,25 @@ def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Run one optimizer step on a global batch of `[B, T]` int32 arrays.
 
-    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices.
+    Every position counts for the backward pass, so that it need not wait for the sum of tokens over the devices. A
+    batch with ids outside the vocabulary has a loss of NaN, and changes nothing.
     """
     check_mesh_is_set("the step")
     _check_batch(batch)
     weight = position_weight(state, batch)
-    return apply_gradients(
-        cfg, state, batch, *loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
-    )
+    loss, grads, auxiliary = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
+    loss = _of_known_ids(cfg, batch, loss)
+    return apply_gradients(cfg, state, batch, loss, grads, auxiliary)
+
+
+def _of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
+    """Return the loss, but NaN, so that the step is skipped, if `batch` has ids outside the vocabulary.
+
+    A target may be -1. The host cannot see the values of a batch; the loader checks its own.
+    """
+    tokens, targets, size = batch["tokens"], batch["targets"], cfg.model.vocab_size
+    outside = (tokens < 0) | (tokens >= size) | (targets < -1) | (targets >= size)
+    return jnp.where(jnp.sum(outside.astype(jnp.int32)) == 0, loss, jnp.nan)
 
 
 def _check_batch(batch: Batch) -> None:
@@ -251,6 +268,14 @@ def position_weight(state: TrainState, batch: Batch) -> jax.Array:
     return weight if state.loss_scale is None else weight * state.loss_scale.scale
 
 
+def _router_weight(batch: Batch, weight: jax.Array) -> jax.Array:
+    """Return the factor of a position in the routers' losses: they are means over all positions of a step.
+
+    `apply_gradients` divides the objective by the share of the positions that have a target, so it is multiplied here.
+    """
+    return weight * (count(batch).astype(jnp.float32) / batch["targets"].size)
+
+
 def apply_gradients(
     cfg: Config,
     state: TrainState,
@@ -264,7 +289,7 @@ def apply_gradients(
     `auxiliary` is what `loss_and_gradients` returns beside them.
 
     A step changes neither parameters nor optimizer state if its loss, its gradient norm or the norm of the update
-    that it would make is not finite, or if it is a spike.
+    that it would make is not finite, if it is a spike, or if its batch has no target.
     """
     tokens, positions = count(batch), float(batch["targets"].size)
     preferred = auxiliary.preferred
@@ -275,11 +300,12 @@ def apply_gradients(
     routed, told = auxiliary.routed, _of_modules(auxiliary, share * tokens)
     with jax.named_scope("gradients"):
         loss, norm = share * loss, share * global_norm(grads)
-    ok = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    ok = finite & (terms > 0)
     spikes = state.spikes
     if spikes is not None:
         told["spike"] = finite & spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
-        ok = finite & ~told["spike"]
+        ok &= ~told["spike"]
     with jax.named_scope("optimizer"):
         unclipped = share
         if cfg.optim.clip_norm:
@@ -302,7 +328,8 @@ def apply_gradients(
     bad = counted = (~ok).astype(jnp.int32)
     if scaling is not None:
         told["loss_scale"], counted = scaling.scale, bad * (finite | (scaling.scale <= LEAST))
-        scaling = scaling.after(finite)
+        after = scaling.after(finite)
+        scaling = jax.tree.map(lambda new, old: jnp.where(terms > 0, new, old), after, scaling)
     in_a_row, skipped = (state.skipped_in_a_row + counted) * bad, state.skipped + bad
     counters = state.step + 1, skipped, in_a_row
     new = TrainState(params, opt_state, *counters, scaling, spikes, state.frozen)
@@ -338,9 +365,12 @@ def loss_and_gradients(
 
     `frozen` is what has no gradients, as in `TrainState`.
     """
+    router_weight = _router_weight(batch, weight)
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
-        loss, grads, routed = pipelined.loss_and_gradients(cfg, params, parts, weight)
+        loss, grads, routed = pipelined.loss_and_gradients(
+            cfg, params, parts, weight, router_weight
+        )
         return loss, grads, Auxiliary(routed)
     adapters = frozen is not None and bool(cfg.train.lora)
     model = join_adapters(params, frozen) if adapters else params
@@ -352,7 +382,7 @@ def loss_and_gradients(
     def loss(used, micro_batch):
         model = used if rest is None else join_adapters(used, rest)
         if not cfg.train.dpo:
-            return objective(cfg, model, micro_batch, weight, fp8)
+            return objective(cfg, model, micro_batch, weight, fp8, router_weight)
         total, sums = pair_objective(cfg, model, micro_batch, fp8, reference)
         return weight * total, (weight * total, Auxiliary(preferred=sums))
 
@@ -399,23 +429,28 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def objective(
-    cfg: Config, used: Transformer, batch: Batch, weight: jax.Array, fp8: Fp8 | None = None
+    cfg: Config,
+    used: Transformer,
+    batch: Batch,
+    weight: jax.Array,
+    fp8: Fp8 | None = None,
+    router_weight: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
     """Return the loss to differentiate and, beside it, the bare cross-entropy, both summed over tokens times `weight`,
     and `Auxiliary`, the routers' part in partial sums.
 
-    The loss has the z-loss, the experts' balance and the losses of the modules of multi-token prediction that `used`
-    has.
+    The loss has the z-loss, the routers' losses times `router_weight`, and the losses of the modules of multi-token
+    prediction that `used` has.
     """
     dtype, inputs = COMPUTE[cfg.train.precision], layer_inputs(cfg, batch, fp8)
     out = run_layers(cfg, used, batch, inputs)
     used = used.with_whole_head(dtype) if used.cfg.mtp_layers else used
     z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
     total, nats = used.loss(out.x_BRD, targets_BT, weight, z_loss=z_loss, dtype=dtype)
-    total, routed = total + weight * out.balance, out.statistics_LZ
+    total, routed = total + router_weight * out.balance, out.statistics_LZ
     if not used.cfg.mtp_layers:
         return total, (nats, Auxiliary(routed))
-    more = predict_ahead(cfg, used, out.x_BRD, batch, inputs, weight)
+    more = predict_ahead(cfg, used, out.x_BRD, batch, inputs, weight, router_weight)
     if routed is not None:
         routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in more.statistics)])
     return total + more.objective, (nats, Auxiliary(routed, (more.nats, more.counts)))

@@ -1,6 +1,7 @@
 """Evaluate on `data.eval_source` or the held-out split, every `train.eval_every` steps and at the end."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -11,6 +12,11 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.hooks import Batch, Hook, Row, Run
 from ultrascale_jax.train_step import preference
 from ultrascale_jax.train_step.step import Metrics, make_eval_step, make_pair_step
+
+
+def mean_loss(nats: float, tokens: int) -> float:
+    """Return the mean loss of a target in nats; NaN if there is no target, whose loss of 0 would be a perfect one."""
+    return nats / tokens if tokens else math.nan
 
 
 class Evaluation(Hook):
@@ -50,8 +56,8 @@ class Evaluation(Hook):
         """Return the mean loss in nats and the number of tokens that it counts, and the mean loss by name."""
         sums = {name: self._sums(run, loader) for name, loader in self._loaders.items()}
         nats, tokens = (sum(parts) for parts in zip(*sums.values(), strict=True))
-        found = {"eval_loss": nats / max(tokens, 1), "eval_tokens": tokens}
-        named = {f"eval_loss_{name}": n / max(t, 1) for name, (n, t) in sums.items() if name}
+        found = {"eval_loss": mean_loss(nats, tokens), "eval_tokens": tokens}
+        named = {f"eval_loss_{name}": mean_loss(n, t) for name, (n, t) in sums.items() if name}
         return found | named
 
     def _sums(self, run: Run, loader: Loader) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
-from ultrascale_jax.checkpoint.run_metadata import check_same_run
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import Corpus
@@ -35,6 +35,7 @@ from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.mesh import check_mesh
+from ultrascale_jax.train_step.optim import rate_change
 from ultrascale_jax.train_step.precision import check_kernels
 from ultrascale_jax.train_step.state import (
     TrainState,
@@ -238,8 +239,11 @@ def _state(
     """Restore the newest checkpoint, or make a new state; return it, its step, and lines to print about it."""
 
     abstract = abstract_state(cfg, mesh, model)
+    saved = cfg
 
     def accept(meta: dict, place: object) -> list[str]:
+        nonlocal saved
+        saved = config_from_dict(meta["config"])
         return check_same_run(
             meta,
             cfg,
@@ -255,6 +259,7 @@ def _state(
         value = getattr(cfg.train, field)
         require(not value or bool(cfg.train.init_from), f"train.{field}", value, fix)
     state, step, notes = resumed or _first_state(cfg, mesh, model, abstract)
+    notes += rate_change(saved, cfg, step - int(state.skipped))
     if cfg.train.lora:
         notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
     if abstract.frozen is not None:

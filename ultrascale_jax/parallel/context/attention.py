@@ -21,7 +21,8 @@ from typing import Literal, Protocol, cast, overload
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import ContextConfig, Strategy, require_type
+from ultrascale_jax.config import ContextConfig, Strategy, require_choice, require_type
+from ultrascale_jax.config.kernels import AttentionImplementation
 from ultrascale_jax.kernels.attention import packs
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import match_vma
@@ -41,7 +42,7 @@ def context_attention(
     window: int | None = None,
     full: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    implementation: str = "auto",
+    implementation: AttentionImplementation = "auto",
     with_lse: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute causal attention by the strategy of `context`; `axis` (of size n) is manual.
@@ -70,6 +71,7 @@ def context_attention(
     Raises:
       ValueError: the shapes do not fit each other or the axis.
     """
+    require_choice("implementation", implementation, AttentionImplementation)
     ranks, ulysses = _check(context, q, k, v, positions, segment_ids, axis, window)
     documents = [x for x in (positions, segment_ids) if x is not None]
     axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
@@ -137,7 +139,7 @@ class StrategyAttention(Protocol):
         window: int | None = None,
         full: jax.Array | None = None,
         sinks: jax.Array | None = None,
-        implementation: str = "auto",
+        implementation: AttentionImplementation = "auto",
         with_lse: Literal[False] = False,
     ) -> jax.Array: ...
 
@@ -155,7 +157,7 @@ class StrategyAttention(Protocol):
         window: int | None = None,
         full: jax.Array | None = None,
         sinks: jax.Array | None = None,
-        implementation: str = "auto",
+        implementation: AttentionImplementation = "auto",
         with_lse: Literal[True],
     ) -> tuple[jax.Array, jax.Array]: ...
 

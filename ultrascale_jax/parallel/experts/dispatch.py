@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ultrascale_jax.sharding.primitives import grad_barrier
 from ultrascale_jax.sharding.rules import vary, varying
@@ -119,19 +120,22 @@ def exchange_tokens(
 
     Three exchanges would take turns, and hold up what they could overlap with. Returns `[S, W]`, whose first D columns
     are the rows, and whose others the bits: to cut them off would be a pass over memory, and to add them to a gradient.
+    As numbers of x's type these are finite, if the weights are, so that `jax_debug_nans` finds no NaN in them.
     """
-    D, sent = x.shape[1], [_bits(x, _kind(x)), _columns(ids, x), _columns(weights, x)]
-    wide = exchange(jnp.concatenate(sent, axis=1))
-    ids, weights = jnp.split(wide[:, D:], 2, axis=1)
-    return _bits(wide, x.dtype), _numbers(ids, jnp.int32), _numbers(weights, jnp.float32)
+    (_, D), k = x.shape, ids.shape[1]
+    wide = exchange(
+        jnp.concatenate([_bits(x, _kind(x)), ids.astype(_kind(x)), _columns(weights, x)], axis=1)
+    )
+    ids, weights = wide[:, D : D + k].astype(jnp.int32), _numbers(wide[:, D + k :])
+    return _bits(wide, x.dtype), ids, weights
 
 
 def _exchange_tokens_backward(exchange, _, g):
     d_wide, _, d_weights = g
     sent = _columns(d_weights, d_wide)
-    D = d_wide.shape[1] - 2 * sent.shape[1]
+    D = d_wide.shape[1] - d_weights.shape[1] - sent.shape[1]
     wide = exchange(jax.lax.dynamic_update_slice(_bits(d_wide, _kind(d_wide)), sent, (0, D)))
-    came = _numbers(wide[:, D : D + sent.shape[1]], jnp.float32)
+    came = _numbers(wide[:, D : D + sent.shape[1]])
     return _bits(wide[:, :D], d_wide.dtype), None, came
 
 
@@ -145,16 +149,27 @@ def _kind(x: jax.Array) -> jnp.dtype:
     return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
-def _columns(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    """Return 32-bit numbers `[S, k]` as integers as wide as x's numbers, in 1 or more columns each."""
-    return _bits(numbers, _kind(x)).reshape(x.shape[0], -1)
+BITS = 11
+"""Bits of one piece of a float32 weight: a small number in a type of 16 bits, and so no NaN."""
+
+FIRST_BITS = np.arange(0, 32, BITS, dtype=np.uint32)[None, None]
 
 
-def _numbers(columns: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the 32-bit numbers `[S, k]` of these columns."""
-    narrow = 4 // columns.dtype.itemsize
-    split = columns.reshape(columns.shape[0], -1, narrow) if narrow > 1 else columns
-    return _bits(split, dtype)
+def _columns(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Return float32 weights `[S, k]` as integers as wide as x's numbers: one column each, or three of 16 bits."""
+    bits = _bits(weights, jnp.uint32)
+    if x.dtype.itemsize < 4:
+        bits = bits[..., None] >> FIRST_BITS & (2**BITS - 1)
+    return bits.astype(_kind(x)).reshape(x.shape[0], -1)
+
+
+def _numbers(columns: jax.Array) -> jax.Array:
+    """Return the float32 weights `[S, k]` of these columns."""
+    bits = columns.astype(jnp.uint32)
+    if columns.dtype.itemsize < 4:
+        pieces = bits.reshape(len(columns), -1, FIRST_BITS.size)
+        bits = jnp.sum(pieces << FIRST_BITS, axis=2, dtype=jnp.uint32)
+    return _bits(bits, jnp.float32)
 
 
 def in_rounds(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.config import Experts, MoEConfig, require_type
+from ultrascale_jax.config import Experts, MoEConfig, require_choice, require_type
 from ultrascale_jax.config.model import Activation
 from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
@@ -85,7 +85,8 @@ def expert_layer(
 
     Args:
       x: this rank's tokens `[n, D]`.
-      ids: their experts `[n, k]`, int32, numbers of all ranks' experts; distinct in a row.
+      ids: their experts `[n, k]`, int32, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
+        number that is no expert's counts as a dropped one.
       weights: `[n, k]` float32.
       w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
       w_up: `[E, D, F]`.
@@ -105,20 +106,24 @@ def expert_layer(
       `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
 
     Raises:
-      ValueError: the shapes do not fit each other, the axis or `experts`.
+      ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
+    require_choice("activation", activation, Activation)
     ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
     shared = "sp" in varying(w_gate)
     given = x, weights, w_gate, w_up, *(biases or ()), w_down
     x, weights, *matrices = (vary(a, axes) for a in given)
     matrices = model_dim_first(matrices)
+    known = (ids >= 0) & (ids < experts.num)
+    unknown = jnp.sum(~known & (ids != -1), dtype=jnp.int32)
+    ids = jnp.where(known, ids, experts.num)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     tokens = x.shape[0] // parts
     run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation, idles)
     results, dropped = run(batch, matrices)
-    return jnp.concatenate(results), dropped
+    return jnp.concatenate(results), dropped + unknown
 
 
 def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:

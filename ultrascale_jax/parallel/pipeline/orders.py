@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+from ultrascale_jax.config import require_choice
 from ultrascale_jax.parallel.pipeline.table import Cell, Placement, Schedule, ScheduleError
 
 
@@ -222,6 +223,7 @@ def _v_table(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def forward_only(ranks: int, virtual: int, placement: Placement, microbatches: int) -> Schedule:
     """Run forwards alone, for evaluation: of what a rank can run in a tick, the stage furthest down the chain."""
+    require_choice("placement", placement, Placement)
     table = Schedule(
         name="forward",
         ranks=ranks,

@@ -4,9 +4,14 @@ A schedule is a table tick x rank -> operations (`table.py`); `executor.py` runs
 library only, so that the planner and the command line can use it anywhere.
 """
 
-from typing import get_args
-
-from ultrascale_jax.config import GROUPED, Config, PipelineConfig, require, require_type
+from ultrascale_jax.config import (
+    GROUPED,
+    Config,
+    PipelineConfig,
+    require,
+    require_choice,
+    require_type,
+)
 from ultrascale_jax.parallel.pipeline import orders
 from ultrascale_jax.parallel.pipeline.table import Placement, Schedule, stage_of
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
@@ -78,8 +83,7 @@ def layer_order(
 
     Stage s holds consecutive layers, as many as `stage_layers` says, and `layers` is what the longest holds.
     """
-    known = get_args(Placement.__value__)
-    require(placement in known, "placement", placement, f"must be one of {', '.join(known)}")
+    require_choice("placement", placement, Placement)
     sizes = stage_layers(ranks * virtual, num_layers, dense)
     order: list[int | None] = []
     for rank in range(ranks):
