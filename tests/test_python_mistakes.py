@@ -102,7 +102,7 @@ def experts(*, x=X, ids=(CHOICES, jnp.int32), **settings) -> Callable:
 def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Callable:
     stages = us.Stages(
         layer=layer or (lambda w, x, _: (x @ w, jnp.float32(0))),
-        embed=lambda shared, x: jnp.where(jax.lax.axis_index("rows") == 0, x, 0),
+        embed=lambda shared, x: x,
         head=lambda shared, y, x: (jax.lax.pmean(jnp.sum(y), "rows"), {}),
     )
     table = us.build_schedule("1f1b", 4, 4) if schedule is None else schedule
@@ -285,6 +285,10 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "a layer's result": (
         pipeline(layer=lambda w, x, _: x @ w),
         "^the layer must return y like its x",
+    ),
+    "layers without their order": (
+        pipeline(schedule=us.build_schedule("interleaved", 4, 4)),
+        r"^order=None: .*layer_order\(4, 2, 'loop', num_layers\)",
     ),
     "an unknown schedule": (lambda: us.build_schedule("gpipe", 4, 8), "must be one of afab, 1f1b"),
     "ranks as text": (lambda: us.build_schedule("1f1b", "4", 8), "^ranks: must be of type int"),

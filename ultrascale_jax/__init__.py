@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.pipeline.executor import pipeline
     from ultrascale_jax.parallel.pipeline.orders import forward_only
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
-    from ultrascale_jax.parallel.pipeline.schedules import layer_order, stage_layers
+    from ultrascale_jax.parallel.pipeline.schedules import layer_order
     from ultrascale_jax.parallel.pipeline.stages import Stages
     from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
     from ultrascale_jax.plan.auto import choose_auto
@@ -109,7 +109,7 @@ _HOME = {
     "parallel.experts.exchange": "expert_layer",
     "parallel.pipeline.executor": "pipeline",
     "parallel.pipeline.orders": "forward_only",
-    "parallel.pipeline.schedules": "build_schedule layer_order stage_layers",
+    "parallel.pipeline.schedules": "build_schedule layer_order",
     "parallel.pipeline.stages": "Stages",
     "parallel.pipeline.table_csv": "read_schedule",
     "plan.auto": "choose_auto",
