@@ -227,6 +227,7 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
 
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
+LATENT = LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8)
 BIASED = {"model__experts": Experts(num=4, biases=True)}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
 
@@ -336,7 +337,19 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({"mesh__ep": 2, "train__global_batch": 4}, 8, "train.global_batch=4", "mesh.ep"),
         ({"mesh__tp": 2, "model__d_ff": 129}, 8, "model.d_ff=129", "mesh.sp*mesh.tp=2"),
         ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
-        ({"model__d_model": 60}, 8, "model.d_model=60", "mesh.dp"),
+        ({"model__d_model": 60}, 8, "model.d_model=60", "use 4 of them, and mesh.dp=2 too"),
+        *(
+            (
+                {
+                    "model__num_kv_heads": 8,
+                    "model__latent": dataclasses.replace(LATENT, **{name: 12}),
+                },
+                8,
+                f"model.latent.{name}=12",
+                "use 4 of them, and mesh.dp=2 too",
+            )
+            for name in ("q_rank", "kv_rank")
+        ),
         ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
         (
             {"mesh__pp": 2, "optim__name": "muon", "model__experts": Experts(dense_layers=1)},

@@ -113,6 +113,12 @@ def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Calla
     return over((4, 2), (P("rows"), P()), run, (8, 8, 8), (microbatches, 2, 8))
 
 
+def planned(mesh: us.MeshConfig, shape: us.ModelConfig | None = None, **fields) -> us.Run:
+    return us.Run(
+        **{"shape": shape or us.Shape(), "mesh": mesh, "seq_len": 8, "sequences": 1, **fields}
+    )
+
+
 def cluster():
     return us.find_cluster(None, "h100", 8)
 
@@ -310,6 +316,26 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "a run on an open mesh": (
         lambda: us.Run(shape=us.Shape(), mesh=us.MeshConfig(), seq_len=8, sequences=1),
         "^mesh='fsdp=-1': has an open axis",
+    ),
+    "a run on a mesh that does not divide its sequences": (
+        lambda: planned(us.MeshConfig(fsdp=1, cp=8), seq_len=8190),
+        r"^data\.seq_len=8190: must be divisible by mesh\.cp\*mesh\.sp=8",
+    ),
+    "a run on a mesh that does not divide its heads": (
+        lambda: planned(us.MeshConfig(fsdp=1, tp=16), us.Shape(num_heads=24, num_kv_heads=8)),
+        r"^model\.num_heads=24: must be divisible by mesh\.sp\*mesh\.tp=16",
+    ),
+    "a run of a configuration's model": (
+        lambda: planned(us.MeshConfig(fsdp=8), us.ModelConfig()),
+        r"^shape: must be of type ModelShape, not ModelConfig; Shape\.of\(model\)",
+    ),
+    "a run with an unknown stage of ZeRO": (
+        lambda: planned(us.MeshConfig(fsdp=8), zero=4),
+        r"^run\.zero=4: must be one of 0, 1, 2, 3",
+    ),
+    "a cluster of more GPUs than the run's": (
+        lambda: us.estimate_step(us.Run.of(CFG, 8), us.find_cluster(None, "h100", 64)),
+        r"^cluster\.num_gpus=64: .* takes 8 GPUs; give find_cluster\(None, 'h100', 8\)",
     ),
     "a function not jitted": (
         lambda: us.compile_program(lambda x: x, mesh=mesh()),
