@@ -435,6 +435,8 @@ class Config:
         check_split(
             model, mesh, seq_len=data.seq_len, zero=train.zero, context=self.cp, moe=self.moe
         )
+        if self.kernels.attention == "cudnn_packed":
+            self._check_packed(mesh)
         parts = mesh.batch * train.microbatches
         fits = math.gcd(train.global_batch // mesh.batch, train.microbatches)
         more = f", an axis or set train.microbatches={fits}"
@@ -472,6 +474,22 @@ class Config:
         fix = "adds no model.experts.biases; use auto or xla"
         fits = not experts.biases or kernel != "mosaic"
         require(fits, "kernels.grouped_matmul", kernel, fix)
+
+    def _check_packed(self, mesh: MeshConfig) -> None:
+        """Refuse packed attention where there are no documents, or where they would be read as a mask."""
+        ring, _ = self.cp.ranks(mesh.cp)
+        window = self.model.sliding_window
+        for sound, why in (
+            (self.data.document_mask, "needs documents, and data.document_mask is False"),
+            (ring == 1, f"needs whole rows, and cp.strategy={self.cp.strategy!r} splits them"),
+            (window is None, f"takes no window, and model.sliding_window is {window}"),
+            (not self.model.attention_sinks, "takes no model.attention_sinks"),
+            (
+                self.train.precision != "fp32",
+                "computes in bf16 or fp16, and train.precision is fp32",
+            ),
+        ):
+            require(sound, "kernels.attention", "cudnn_packed", f"{why}; use auto")
 
     def _check_lora(self) -> None:
         known = self.model.experts is None and self.model.latent is None
