@@ -28,16 +28,16 @@ def losses(sizes: us.MeshConfig) -> list[float]:
     mesh = us.make_mesh(cfg.mesh)
     # Not us.Loader alone: where cp splits the sequence, attention wants the tokens in an order of its own.
     loader = us.make_loader(cfg)
-    found = []
+    by_step = []
     with jax.set_mesh(mesh), contextlib.closing(loader.device_batches(mesh, 0)) as batches:
         state: us.TrainState = us.init_state(cfg, mesh)
         step = us.make_train_step(cfg)
         for _ in range(cfg.train.steps):
             number, batch, _ = next(batches)
             state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-            print(f"step {number + 1}  loss {found[-1]:.4f}")
-    return found
+            by_step.append(float(metrics["loss"]))
+            print(f"step {number + 1}  loss {by_step[-1]:.4f}")
+    return by_step
 
 
 def main() -> list[float]:

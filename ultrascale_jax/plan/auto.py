@@ -139,9 +139,9 @@ def _in_the_way(
     cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
 ) -> str:
     """Say which values of `cfg`, as few as possible, to leave open so that something fits; empty if none help."""
-    given = [name for name in FREE if name not in cfg.train.auto]
-    for count in range(1, len(given) + 1):
-        for names in itertools.combinations(given, count):
+    pinned_fields = [name for name in FREE if name not in cfg.train.auto]
+    for count in range(1, len(pinned_fields) + 1):
+        for names in itertools.combinations(pinned_fields, count):
             freed = with_changes(cfg, mesh=cfg.mesh, **{name: FREE[name] for name in names})
             if _search(freed, cluster, shape, choose_mesh=choose_mesh).ranking:
                 return " and ".join(

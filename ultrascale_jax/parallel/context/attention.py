@@ -64,8 +64,8 @@ def context_attention(
       with_lse: return the log-sum-exp too.
 
     Returns:
-      The result `[B, T, N, H]` in q's type; and with `with_lse` the log-sum-exp `[B, N, T]` float32 of the scores,
-      which has no gradient, else None.
+      The result `[B, T, N, H]` in q's type, computed in float32 also where that is float64; and with `with_lse` the
+      log-sum-exp `[B, N, T]` float32 of the scores, which has no gradient, else None.
 
     Raises:
       ValueError: the shapes do not fit each other or the axis.

@@ -164,20 +164,19 @@ def _lengths(schedule: Schedule, order: LayerOrder | np.ndarray | None) -> list[
     require(order is not None or virtual == 1, "order", order, fix)
     if order is None:
         return None
-    depth, rest = divmod(len(order), len(stages))
+    depth, remainder = divmod(len(order), len(stages))
     starts = [depth * (schedule.rank_of(s) * virtual + schedule.chunk_of(s)) for s in stages]
     parts = [order[start : start + depth] for start in starts]
     lengths = [sum(layer is not None for layer in part) for part in parts]
     layers = [layer for part, n in zip(parts, lengths, strict=True) for layer in part[:n]]
-    fits = not rest and layers == list(range(sum(lengths)))
+    fits = not remainder and layers == list(range(sum(lengths)))
     require(fits, "order", order, f"is not that of this schedule, {call}")
     return lengths
 
 
 def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
-    schedule, stash, axis = call.schedule, call.stash, call.axis
-    rows = call.rows
+    schedule, stash, axis, rows = call.schedule, call.stash, call.axis, call.rows
     held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
     layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.microbatches)})

@@ -99,7 +99,7 @@ def _parse(rank: int, tick: int, cell: str) -> list[_Entry]:
 def _table(name: str, ranks: int, entries: list[_Entry]) -> Schedule:
     if not entries:
         raise ScheduleError("there is no operation in it")
-    idle = next(iter(set(range(ranks)) - {entry.rank for entry in entries}), None)
+    idle = min(set(range(ranks)) - {entry.rank for entry in entries}, default=None)
     if idle is not None:
         raise ScheduleError("has no operation; give the rank a stage, or take the row out", idle)
     split = any(entry.kind in "IW" for entry in entries)
