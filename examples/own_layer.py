@@ -63,13 +63,7 @@ def losses(sizes: us.MeshConfig, devices: list[jax.Device]) -> list[float]:
     """Return the loss of each step on a mesh; `us.train(cfg, mesh, model=MyModel)` has checkpoints and all else too."""
     cfg = dataclasses.replace(CFG, mesh=sizes).check(len(devices))
     mesh = us.make_mesh(cfg.mesh, devices)
-    loader = us.Loader(
-        cfg.data,
-        vocab_size=cfg.model.vocab_size,
-        global_batch=cfg.train.global_batch,
-        seed=0,
-        microbatches=cfg.train.microbatches,
-    )
+    loader = us.make_loader(cfg)
     found = []
     with jax.set_mesh(mesh), contextlib.closing(loader.device_batches(mesh, 0)) as batches:
         state, step = us.init_state(cfg, mesh, MyModel), us.make_train_step(cfg)

@@ -27,8 +27,8 @@ def layer(params, x, context):
 
 
 def embed(shared, batch):
-    """Return the first stage's input. The executor adds up what the ranks return, so all but one return zeros."""
-    return jnp.where(lax.axis_index("stage") == 0, batch["x"] @ shared["in"], 0)
+    """Return the first stage's input: all ranks compute it, and the first one's counts."""
+    return batch["x"] @ shared["in"]
 
 
 def head(shared, y, batch):
@@ -54,9 +54,8 @@ def pipelined(schedule, mesh, order, blocks, shared, batches):
 
     @jax.shard_map(in_specs=SPECS, out_specs=(P(), SPECS[:2]))
     def region(blocks, shared, batches):
-        # Typed as different on each device, parameters are summed once, below, and not in each micro-batch.
-        mine = jax.tree.map(lambda a: us.vary(a, ("stage", "data")), (blocks, shared))
-        out = us.pipeline(schedule, stages, *mine, batches, axis="stage")
+        out = us.pipeline(schedule, stages, blocks, shared, batches, order=order, axis="stage")
+        # Each device has the sums of its own micro-batches and, of what all stages share, of its own use.
         scale = 1 / (MICROBATCHES * lax.axis_size("data"))
         shared = jax.tree.map(lambda g: lax.psum(g, "stage"), out.shared)
         sums = lax.psum((out.objective, (out.blocks, shared)), "data")

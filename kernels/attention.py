@@ -287,8 +287,13 @@ def _choose(implementation: str, q, k, masked: bool, causal: bool = True) -> str
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation={implementation!r}: must be one of {known}")
-    if implementation == "cudnn_packed":  # without documents, or for a block of a ring
-        implementation = "cudnn"
+    if implementation == "cudnn_packed":
+        if masked:
+            raise ValueError(
+                "kernels.attention='cudnn_packed': packs no documents on a ring or with sinks, which read a mask; "
+                "use kernels.attention='auto'"
+            )
+        implementation = "cudnn"  # there are no documents
     if implementation == "mosaic":
         (T, _, H), S = q.shape[1:], k.shape[1]
         aligned = T % mosaic.TILE == 0 and S % mosaic.TILE == 0 and H in mosaic.HEAD_DIMS

@@ -37,7 +37,6 @@ from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.rules import vary
 
 ALLOWANCE = 1.1
 """The largest allowed ratio of a measured bubble to its table's own."""
@@ -113,13 +112,15 @@ def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callab
     """Compile one step of a pipeline with one layer a stage; return a function that times it, in seconds."""
     stages = Stages(
         layer=lambda w, x, context: (sleeper.layer(w, x), jnp.float32(0.0)),
-        embed=lambda shared, x: jnp.where(lax.axis_index("pp") == 0, x * shared, 0.0),
+        embed=lambda shared, x: x * shared,
         head=lambda shared, y, x: (lax.psum(jnp.mean(y * shared), "pp"), ()),
     )
 
     def region(blocks, shared, inputs):
-        shared = vary(shared, ("pp",))
-        out = pipeline(schedule, stages, blocks, shared, inputs, divergent=divergent)
+        order = schedules.layer_order(
+            schedule.ranks, schedule.virtual, schedule.placement, schedule.num_stages
+        )
+        out = pipeline(schedule, stages, blocks, shared, inputs, order=order, divergent=divergent)
         return out.objective, out.blocks
 
     mesh = make_mesh(MeshConfig(pp=schedule.ranks, fsdp=1), jax.devices()[: schedule.ranks])

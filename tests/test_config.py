@@ -227,6 +227,8 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(make, fiel
 
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
+PACKED = {"kernels__attention": "cudnn_packed", "train__precision": "bf16"}
+LATENT = LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8)
 BIASED = {"model__experts": Experts(num=4, biases=True)}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
 
@@ -353,12 +355,34 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({"mesh__cp": 16, "cp__strategy": "ulysses"}, 16, "cp.strategy='ulysses'", "16 ranks"),
         ({"mesh__cp": 16, "cp__ulysses": 16}, 16, "cp.ulysses=16", "the 8 query and 4 key/value"),
         ({**CP4, "mesh__sp": 4, "cp__ulysses": 4}, 32, "cp.ulysses=4", "the 2 query and 1 key"),
+        *(
+            ({**PACKED, **change}, 8, "kernels.attention='cudnn_packed'", reason)
+            for change, reason in (
+                ({"data__document_mask": False}, "data.document_mask is False; use auto"),
+                (CP4, "cp.strategy='zigzag' splits them; use auto"),
+                ({"model__sliding_window": 8}, "model.sliding_window is 8; use auto"),
+                ({"model__attention_sinks": True}, "takes no model.attention_sinks; use auto"),
+                ({"train__precision": "fp32"}, "train.precision is fp32; use auto"),
+            )
+        ),
         ({"train__global_batch": 12}, 8, "train.global_batch=12", "=8"),
         ({"train__microbatches": 4}, 8, "train.global_batch=16", "microbatches=32"),
         ({"mesh__ep": 2, "train__global_batch": 4}, 8, "train.global_batch=4", "mesh.ep"),
         ({"mesh__tp": 2, "model__d_ff": 129}, 8, "model.d_ff=129", "mesh.sp*mesh.tp=2"),
         ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
-        ({"model__d_model": 60}, 8, "model.d_model=60", "mesh.dp"),
+        ({"model__d_model": 60}, 8, "model.d_model=60", "use 4 of them, and mesh.dp=2 too"),
+        *(
+            (
+                {
+                    "model__num_kv_heads": 8,
+                    "model__latent": dataclasses.replace(LATENT, **{name: 12}),
+                },
+                8,
+                f"model.latent.{name}=12",
+                "use 4 of them, and mesh.dp=2 too",
+            )
+            for name in ("q_rank", "kv_rank")
+        ),
         ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
         (
             {"mesh__pp": 2, "optim__name": "muon", "model__experts": Experts(dense_layers=1)},
@@ -392,6 +416,13 @@ def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
         cfg.check(num_devices)
     assert str(refusal.value).startswith(f"{named}: ")
     assert fix in str(refusal.value)
+
+
+def test_packed_attention_that_can_be_is_taken():
+    """Ulysses exchanges heads, and so has whole rows."""
+    for change in ({}, {**CP4, "cp__strategy": "ulysses"}, {"mesh__pp": 2}):
+        cfg = replaced(load_recipe("debug"), **PACKED, data__document_mask=True, **change).check(8)
+        assert cfg.kernels.attention == "cudnn_packed"
 
 
 def test_kv_heads_and_tensor_group_must_divide_one_another():

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import ultrascale_jax as us
 from ultrascale_jax.config import SCHEDULES
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -33,17 +34,23 @@ def test_ring_attention_in_a_plain_nnx_model_has_the_gradients_of_dense_attentio
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.wide  # `tests/parity/test_own_layers.py` compares gradients too
-def test_own_layers_train_on_a_pipeline_as_on_one_device():
-    one, many = load("own_layer").main()
-    np.testing.assert_allclose(many, one, rtol=1e-5)
+@pytest.mark.slow
+def test_own_layers_train_on_a_pipeline_and_over_cp_as_on_one_device():
+    example = load("own_layer")
+    one, many = example.main()
+    over_cp = example.losses(us.MeshConfig(fsdp=2, cp=4), jax.devices())
+    np.testing.assert_allclose([many, over_cp], [one, one], rtol=1e-5)
     assert one[-1] < one[0] - 0.5
 
 
 @pytest.mark.slow
-def test_the_training_loop_trains():
-    losses = load("own_training_loop").main()
-    assert len(losses) == 10 and losses[-1] < losses[0] - 1
+def test_the_training_loop_trains_alike_on_any_mesh():
+    example = load("own_training_loop")
+    expected = example.losses(us.MeshConfig(fsdp=8))
+    assert len(expected) == 10 and expected[-1] < expected[0] - 1
+    for sizes in (us.MeshConfig(fsdp=2, cp=4), us.MeshConfig(cp=2, tp=2, pp=2)):
+        np.testing.assert_allclose(example.losses(sizes), expected, rtol=1e-5)
+    np.testing.assert_allclose(example.main(), expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def experts(*, x=X, ids=(CHOICES, jnp.int32), **settings) -> Callable:
 def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Callable:
     stages = us.Stages(
         layer=layer or (lambda w, x, _: (x @ w, jnp.float32(0))),
-        embed=lambda shared, x: jnp.where(jax.lax.axis_index("rows") == 0, x, 0),
+        embed=lambda shared, x: x,
         head=lambda shared, y, x: (jax.lax.pmean(jnp.sum(y), "rows"), {}),
     )
     table = us.build_schedule("1f1b", 4, 4) if schedule is None else schedule
@@ -115,6 +115,12 @@ def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Calla
         return us.pipeline(table, stages, blocks, jnp.zeros(()), x, axis=axis).blocks
 
     return over((4, 2), (P("rows"), P()), run, (8, 8, 8), (microbatches, 2, 8))
+
+
+def planned(mesh: us.MeshConfig, shape: us.ModelConfig | None = None, **fields) -> us.Run:
+    return us.Run(
+        **{"shape": shape or us.Shape(), "mesh": mesh, "seq_len": 8, "sequences": 1, **fields}
+    )
 
 
 def cluster():
@@ -306,6 +312,10 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         pipeline(layer=lambda w, x, _: x @ w),
         "^the layer must return y like its x",
     ),
+    "layers without their order": (
+        pipeline(schedule=us.build_schedule("interleaved", 4, 4)),
+        r"^order=None: .*layer_order\(4, 2, 'loop', num_layers\)",
+    ),
     "an unknown schedule": (lambda: us.build_schedule("gpipe", 4, 8), "must be one of afab, 1f1b"),
     "ranks as text": (lambda: us.build_schedule("1f1b", "4", 8), "^ranks: must be of type int"),
     "a placement": (
@@ -326,6 +336,26 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "a run on an open mesh": (
         lambda: us.Run(shape=us.Shape(), mesh=us.MeshConfig(), seq_len=8, sequences=1),
         "^mesh='fsdp=-1': has an open axis",
+    ),
+    "a run on a mesh that does not divide its sequences": (
+        lambda: planned(us.MeshConfig(fsdp=1, cp=8), seq_len=8190),
+        r"^data\.seq_len=8190: must be divisible by mesh\.cp\*mesh\.sp=8",
+    ),
+    "a run on a mesh that does not divide its heads": (
+        lambda: planned(us.MeshConfig(fsdp=1, tp=16), us.Shape(num_heads=24, num_kv_heads=8)),
+        r"^model\.num_heads=24: must be divisible by mesh\.sp\*mesh\.tp=16",
+    ),
+    "a run of a configuration's model": (
+        lambda: planned(us.MeshConfig(fsdp=8), us.ModelConfig()),
+        r"^shape: must be of type ModelShape, not ModelConfig; Shape\.of\(model\)",
+    ),
+    "a run with an unknown stage of ZeRO": (
+        lambda: planned(us.MeshConfig(fsdp=8), zero=4),
+        r"^run\.zero=4: must be one of 0, 1, 2, 3",
+    ),
+    "a cluster of more GPUs than the run's": (
+        lambda: us.estimate_step(us.Run.of(CFG, 8), us.find_cluster(None, "h100", 64)),
+        r"^cluster\.num_gpus=64: .* takes 8 GPUs; give find_cluster\(None, 'h100', 8\)",
     ),
     "a function not jitted": (
         lambda: us.compile_program(lambda x: x, mesh=mesh()),

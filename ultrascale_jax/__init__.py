@@ -46,12 +46,11 @@ if TYPE_CHECKING:
         ulysses_attention,
         zigzag_attention,
     )
-    from ultrascale_jax.parallel.context.layout import sequence_order
     from ultrascale_jax.parallel.experts.exchange import expert_layer
     from ultrascale_jax.parallel.pipeline.executor import pipeline
     from ultrascale_jax.parallel.pipeline.orders import forward_only
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
-    from ultrascale_jax.parallel.pipeline.schedules import layer_order, stage_layers
+    from ultrascale_jax.parallel.pipeline.schedules import layer_order
     from ultrascale_jax.parallel.pipeline.stages import Stages
     from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
     from ultrascale_jax.plan.auto import choose_auto
@@ -75,10 +74,12 @@ if TYPE_CHECKING:
         reshard,
     )
     from ultrascale_jax.sharding.rules import act, vary
+    from ultrascale_jax.sharding.sequence_order import sequence_order
     from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
     from ultrascale_jax.training.model_shape import ModelShape as Shape
+    from ultrascale_jax.training.setup import make_loader
 
 __version__ = "0.1.0"
 
@@ -104,11 +105,11 @@ _HOME = {
     "parallel.context.attention": (
         "allgather_attention context_attention ring_attention ulysses_attention zigzag_attention"
     ),
-    "parallel.context.layout": "sequence_order",
+    "sharding.sequence_order": "sequence_order",
     "parallel.experts.exchange": "expert_layer",
     "parallel.pipeline.executor": "pipeline",
     "parallel.pipeline.orders": "forward_only",
-    "parallel.pipeline.schedules": "build_schedule layer_order stage_layers",
+    "parallel.pipeline.schedules": "build_schedule layer_order",
     "parallel.pipeline.stages": "Stages",
     "parallel.pipeline.table_csv": "read_schedule",
     "plan.auto": "choose_auto",
@@ -125,6 +126,7 @@ _HOME = {
     "train_step.step": "make_train_step",
     "training.loop": "train",
     "training.model_shape": "Shape",
+    "training.setup": "make_loader",
 }
 """Public names by the module that has them."""
 

@@ -14,19 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale_jax.config import DataConfig, MeshConfig, UserError
+from ultrascale_jax.config import ContextConfig, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.balance import deal_rows
 from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash, held_out_hashes
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.shards import Corpus, Index, write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.training.setup import trained_on
 
 ROWS = 8
 
 
-def make_loader(source="synthetic", *, seed=0, split="train", vocab_size=256, order=None, **data):
+def make_loader(source="synthetic", *, seed=0, split="train", vocab_size=256, cp=1, **data):
     data = {"seq_len": 32, "eval_fraction": 0.0 if "eval_source" in data else 0.1, **data}
     return Loader(
         DataConfig(source=source, **data),
@@ -34,7 +35,8 @@ def make_loader(source="synthetic", *, seed=0, split="train", vocab_size=256, or
         global_batch=ROWS,
         seed=seed,
         split=split,
-        order=order,
+        cp=cp,
+        context=ContextConfig(),
     )
 
 
@@ -235,7 +237,7 @@ def test_synthetic_rows_fill_the_vocabulary_and_the_splits_differ():
 @pytest.mark.parametrize("mask", [True, False])
 def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts, sizes, mask):
     mesh = make_mesh(MeshConfig.of(**sizes).resolve(8))
-    loader = make_loader(f"{texts}@0.5,synthetic@0.5", document_mask=mask)
+    loader = make_loader(f"{texts}@0.5,synthetic@0.5", cp=mesh.shape["cp"], document_mask=mask)
     batches = loader.device_batches(mesh, start_step=11)
     for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
         assert step == expected_step
@@ -273,10 +275,10 @@ def test_rounds_of_rows_are_dealt_forth_and_back():
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 8}, {"fsdp": 2, "cp": 2, "sp": 2}])
-def test_an_order_moves_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts, sizes):
-    mesh = make_mesh(MeshConfig.of(**sizes))
-    order = np.random.default_rng(0).permutation(32)
-    natural, loader = (make_loader(texts, order=x, document_mask=False) for x in (None, order))
+def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts, sizes):
+    mesh, cp = make_mesh(MeshConfig.of(**sizes)), sizes["cp"]
+    order = sequence_order(32, cp, ContextConfig())
+    natural, loader = (make_loader(texts, cp=x, document_mask=False) for x in (1, cp))
     assert loader.fingerprint == natural.fingerprint
     for one, other in ((natural, loader), (natural.held_out(), loader.held_out())):
         batches = other.device_batches(mesh, start_step=3)
@@ -291,10 +293,24 @@ def test_an_order_moves_tokens_of_every_batch_and_leaves_hashes_as_they_are(text
             np.testing.assert_array_equal(rows[name], value[2:5, order])
 
 
-@pytest.mark.parametrize("order", [np.arange(31), np.arange(33), np.zeros(32, int), -np.arange(32)])
-def test_an_order_that_does_not_hold_every_token_once_is_refused(order):
-    with pytest.raises(ValueError, match=r"every index below data\.seq_len=32 once"):
-        make_loader(order=order)
+@pytest.mark.parametrize(("sizes", "cp"), [({"cp": 4}, 1), ({"cp": 4}, 2), ({"fsdp": 8}, 4)])
+def test_a_mesh_whose_attention_wants_another_order_is_refused(sizes, cp):
+    ranks, devices = sizes.get("cp", 1), jax.devices()[: max(sizes.values())]
+    named = rf"^cp={cp}: .*a mesh of cp={ranks} .*use make_loader\(cfg\), or .*cp={ranks}, context="
+    for loader in (make_loader(cp=cp), *make_loader(cp=cp).evaluation().values()):
+        with pytest.raises(UserError, match=named):
+            loader.device_batches(make_mesh(MeshConfig.of(**sizes), devices), 0)
+
+
+def test_an_order_without_strategy_or_size_is_refused():
+    given = {"vocab_size": 64, "global_batch": 8, "seed": 0}
+    data = DataConfig(source="synthetic", seq_len=32)
+    with pytest.raises(UserError, match=r"^context=None: .*use make_loader"):
+        Loader(data, cp=4, **given)
+    with pytest.raises(UserError, match=r"^cp=-1: .*cfg\.check"):
+        Loader(data, cp=-1, context=ContextConfig(), **given)
+    with pytest.raises(UserError, match=r"^context: .*ContextConfig, not str"):
+        Loader(data, cp=4, context="zigzag", **given)
 
 
 def test_closing_the_batches_stops_their_threads(texts):
@@ -435,7 +451,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 port, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
-from ultrascale_jax.config import DataConfig, MeshConfig, UserError
+from ultrascale_jax.config import ContextConfig, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 data = DataConfig(source="synthetic", seq_len=16, document_mask=False)
@@ -445,11 +461,9 @@ class Counted:
     def __getitem__(self, i):
         self.reads.add(i % 8)
         return self.samples[i]
-order = np.random.default_rng(0).permutation(16)
 # With cp=4 each process has a part of every row.
-meshes = ((MeshConfig(), None, 4), (MeshConfig(cp=2), order, 4), (MeshConfig(fsdp=1, cp=4), order, 8))
-for mesh, order, rows in meshes:
-    loader = Loader(data, vocab_size=99, global_batch=8, seed=4, order=order)
+for mesh, rows in ((MeshConfig(), 4), (MeshConfig(cp=2), 4), (MeshConfig(fsdp=1, cp=4), 8)):
+    loader = Loader(data, vocab_size=99, global_batch=8, seed=4, cp=mesh.cp, context=ContextConfig())
     counted = loader._samples = Counted(loader._samples)
     step, batch, digest = next(loader.device_batches(make_mesh(mesh), 5))
     assert len(counted.reads) == (8 if process == 0 else rows), counted.reads

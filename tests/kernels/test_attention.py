@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
-from ultrascale_jax.kernels.attention import BlockMask, attention, fused_attention
+from ultrascale_jax.kernels.attention import (
+    BlockMask,
+    attention,
+    attention_forward,
+    fused_attention,
+)
 
 SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
 INDEX = np.arange(13, dtype=np.int32)
@@ -119,6 +124,15 @@ def test_recomputing_changes_no_gradient(key_heads):
 def test_queries_may_start_later_than_keys(key_heads):
     whole, _ = computed(key_heads).cases[CASES.index((None, False))]
     np.testing.assert_allclose(computed(key_heads).tail, np.asarray(whole)[:, 9:], atol=1e-6)
+
+
+def test_forced_packed_attention_of_a_block_with_a_mask_fails_loudly(key_heads):
+    q, k, v = arrays(key_heads)[:3]
+    mask = BlockMask(visible=np.ones((1, q.shape[1], k.shape[1]), bool))
+    with pytest.raises(
+        ValueError, match=r"kernels\.attention='cudnn_packed': packs no documents on"
+    ):
+        attention_forward(q, k, v, mask, implementation="cudnn_packed")
 
 
 def test_forced_cudnn_fails_loudly_without_a_gpu(key_heads):

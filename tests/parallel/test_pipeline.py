@@ -1,5 +1,6 @@
 """The executor against one device: every schedule, on toy layers with an auxiliary loss and a split vocabulary."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import SCHEDULES, MeshConfig
+from ultrascale_jax.config import SCHEDULES, MeshConfig, UserError
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.program import assemble
-from ultrascale_jax.parallel.pipeline.schedules import build, layer_order, stage_layers
+from ultrascale_jax.parallel.pipeline.schedules import build, layer_order
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.sharding.manual import smap
@@ -91,22 +93,24 @@ def head(shared, y, batch):
     return loss, {"loss": loss}
 
 
-def run(schedule, mesh, blocks, shared, batches, *, stages=None, **options):
-    """Loss and gradients by `pipeline`, in canonical layer order and summed over dp."""
+STAGES = Stages(
+    layer=layer, embed=embed, embed_parts=True, head=head, context=lambda batch: batch["angle"]
+)
+
+
+def run(schedule, mesh, blocks, shared, batches, *, stages=STAGES, typed=(), **options):
+    """Loss and gradients by `pipeline`, in canonical layer order and summed over dp; parameters `typed` as varying."""
     count = blocks["scale"].shape[0]
     order = layer_order(schedule.ranks, schedule.virtual, schedule.placement, count)
-    options.setdefault("lengths", stage_layers(schedule.num_stages, count))
-    stacked = jax.tree.map(
-        lambda a: np.stack([np.zeros_like(a[0]) if o is None else a[o] for o in order]), blocks
-    )
-    stages = stages or Stages(
-        layer=layer, embed=embed, head=head, context=lambda batch: batch["angle"]
+    order = options.setdefault("order", order) or order
+    stacked = jax.tree.map(  # padding would show if it ran
+        lambda a: np.stack([np.full_like(a[0], 7) if o is None else a[o] for o in order]), blocks
     )
     spec = {"table": P("pp"), "head": P(None, "pp")}
 
     def region(blocks, shared, batches):
         dp = lax.axis_size("dp")
-        mine = jax.tree.map(lambda a: vary(a, ("pp", "dp")), (blocks, shared))
+        mine = jax.tree.map(lambda a: vary(a, typed), (blocks, shared))
         out = pipeline(schedule, stages, *mine, batches, **options)
         total = lax.psum(out.objective, "dp") + lax.psum(vary(out.auxiliary, ("dp",)), ("dp", "pp"))
         if out.blocks is None:
@@ -134,7 +138,8 @@ def run(schedule, mesh, blocks, shared, batches, *, stages=None, **options):
     if not trains:
         return loss, rest
     blocks_grads, shared_grads = jax.device_get(rest)
-    where = [order.index(i) for i in range(count)]
+    where, padding = [order.index(i) for i in range(count)], [layer is None for layer in order]
+    assert not any(grad[padding].any() for grad in jax.tree.leaves(blocks_grads))
     return loss, (jax.tree.map(lambda a: a[where], blocks_grads), shared_grads)
 
 
@@ -260,7 +265,7 @@ def test_stages_may_permute_and_exchange():
         return lax.all_to_all(parts, "dp", split_axis=1, concat_axis=1, tiled=True), aux
 
     mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    stages = Stages(layer=talking, embed=embed, head=head, context=lambda batch: batch["angle"])
+    stages = dataclasses.replace(STAGES, layer=talking)
     inputs = (mesh, *make_params(8), microbatches(8, 4))
     # A table with all three kinds of operations.
     assert_equal(run(build("zb_uniform", 4, 8), *inputs, stages=stages), expected(8, 8, 4))
@@ -283,7 +288,7 @@ def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
         return head(shared, y * lax.rsqrt(jnp.sum(y * y, -1, keepdims=True)), batch)
 
     mesh = make_mesh(MeshConfig(pp=1, dp=2, fsdp=1), jax.devices()[:2])
-    stages = Stages(layer=layer, embed=embed, head=normed, context=lambda batch: batch["angle"])
+    stages = dataclasses.replace(STAGES, head=normed)
     inputs = (mesh, *make_params(2), microbatches(64, 2))
     want = run(table, *inputs, stages=stages)
     assert np.isfinite(want[0])
@@ -302,24 +307,72 @@ def test_idle_ticks_of_layers_add_nothing_not_even_nan(name):
         return y, AUX * jnp.mean(y * y)
 
     mesh = make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2])
-    stages = Stages(layer=no_eps, embed=embed, head=head, context=lambda batch: batch["angle"])
+    stages = dataclasses.replace(STAGES, layer=no_eps)
     got = run(build(name, 2, 4), mesh, *make_params(4), microbatches(4, 2), stages=stages)
     assert_equal(got, expected(4, 4, 2))
 
 
 @pytest.mark.slow
-def test_equal_lengths_may_leave_padding_on_every_stage():
+def test_padding_may_stand_on_every_stage_and_does_not_run():
     mesh = make_mesh(MeshConfig(pp=2, dp=4, fsdp=1))
-    blocks, shared = make_params(6)
-    for stack in blocks.values():
-        stack[[2, 5]] = 7.0  # would show if they ran
-    batches = microbatches(4, 4)
-    loss, (grads, _) = run(build("1f1b", 2, 4), mesh, blocks, shared, batches, lengths=(2, 2))
-    kept = np.array([0, 1, 3, 4])
-    want, (wanted, _) = jax.jit(reference)(jax.tree.map(lambda a: a[kept], blocks), shared, batches)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
-    assert_equal((loss, jax.tree.map(lambda a: a[kept], grads)), (want, wanted))
-    assert not any(grad[[2, 5]].any() for grad in jax.tree.leaves(grads))
+    order = (0, 1, None, 2, 3, None)
+    got = run(build("1f1b", 2, 4), mesh, *make_params(4), microbatches(4, 4), order=order)
+    assert_equal(got, expected(4, 4, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [("dp",), pytest.param(("pp", "dp"), marks=pytest.mark.wide)])
+def test_gradients_are_this_devices_sums_whatever_the_parameters_are_typed_as(typed):
+    """The tests above type them as equal over dp and add up their gradients over it, too."""
+    mesh = make_mesh(MeshConfig(pp=2, dp=2, fsdp=1), jax.devices()[:4])
+    got = run(build("1f1b", 2, 4), mesh, *make_params(4), microbatches(4, 4), typed=typed)
+    assert_equal(got, expected(4, 4, 4))
+
+
+def whole_table(shared):
+    return {"table": lax.all_gather(shared["table"], "pp", tiled=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("look_up", "parts"),
+    [
+        # As on one device: all ranks return the whole, whose type differs between them.
+        (lambda shared, batch: whole_table(shared)["table"][batch["tokens"]], False),
+        (lambda shared, batch: lax.psum(embed(shared, batch), "pp"), None),
+    ],
+    ids=["typed as differing", "typed as equal"],
+)
+def test_an_embedding_that_all_ranks_return_whole_counts_once(look_up, parts):
+    mesh = make_mesh(MeshConfig(pp=2, dp=2, fsdp=1), jax.devices()[:4])
+    stages = dataclasses.replace(STAGES, embed=look_up, embed_parts=parts)
+    got = run(build("1f1b", 2, 4), mesh, *make_params(4), microbatches(4, 4), stages=stages)
+    assert_equal(got, expected(4, 4, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("zb_uniform", {"stash": "input"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in (
+                ("1f1b", {}),
+                ("interleaved", {}),
+                ("zb_v", {}),
+                ("dualpipe_v", {"divergent": True}),
+            )
+        ),
+    ],
+)
+def test_64_bit_types_change_nothing(name, options):
+    mesh = make_mesh(MeshConfig(pp=2, dp=2, fsdp=1), jax.devices()[:4])
+    inputs = mesh, *make_params(5), microbatches(8, 4)
+    with jax.enable_x64(True):
+        got = run(build(name, 2, 8), *inputs, **options)
+    assert all(grad.dtype == np.float32 for grad in jax.tree.leaves(got[1]))
+    assert_equal(got, expected(5, 8, 4))
 
 
 @pytest.mark.parametrize(
@@ -328,10 +381,18 @@ def test_equal_lengths_may_leave_padding_on_every_stage():
         ({"schedule": build("1f1b", 2, 8)}, "schedule of 2 ranks on 4 devices of axis 'pp'"),
         ({"schedule": build("1f1b", 4, 12)}, r"12 micro-batches on arrays of \[8\]"),
         ({"stash": "inputs"}, "stash='inputs'"),
-        ({"lengths": (2, 2, 2, 3)}, r"lengths=\(2, 2, 2, 3\): must be 4 numbers.* up to 2"),
-        ({"lengths": (2, 2)}, "must be 4 numbers"),
+        ({"order": tuple(range(8)), "schedule": build("interleaved", 4, 8)},
+         r"^order=\(0, 1, .*is not that of this schedule, layer_order\(4, 2, 'loop', num_layers\)"),
+        ({"order": tuple(range(8)), "schedule": build("zb_v", 4, 8)}, r"layer_order\(4, 2, 'v'"),
+        ({"order": (0, None, 1, 2, 3, 4, 6, 5)}, "is not that of this schedule"),
+        *(
+            ({"order": None, "schedule": build(name, 4, 8)}, rf"^order=None: .*{placed}'")
+            for name, placed in (("interleaved", r"layer_order\(4, 2, 'loop"), ("zb_v", "'v"))
+        ),
         ({"layer": lambda p, x, context: layer(p, x, context)[0]}, "must return y like its x"),
-        ({"embed": lambda shared, batch: lax.psum(embed(shared, batch), "pp")}, "would be added up"),
+        ({"embed": lambda shared, batch: lax.psum(embed(shared, batch), "pp")},
+         "^embed_parts=True: the embedding is the same on all ranks of 'pp'"),
+        ({"embed_parts": None}, "^embed_parts=None: .* differs between the ranks of 'pp'; give True"),
         ({"head": lambda shared, y, batch: (jnp.mean(y @ shared["head"]), {})}, "must be summed"),
         ({"head": lambda shared, y, batch: (jnp.bfloat16(0), {})}, "float32 scalar, not bfloat16"),
     ],
@@ -339,11 +400,19 @@ def test_equal_lengths_may_leave_padding_on_every_stage():
 def test_a_pipeline_says_what_does_not_fit(change, message):
     mesh, change = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1)), dict(change)
     schedule = change.pop("schedule", build("1f1b", 4, 8))
-    functions = {
-        name: change.pop(name, usual)
-        for name, usual in (("layer", layer), ("embed", embed), ("head", head))
-    }
-    stages = Stages(**functions, context=lambda batch: batch["angle"])
+    functions = {name: change.pop(name) for name in vars(STAGES).keys() & change.keys()}
+    stages = dataclasses.replace(STAGES, **functions)
     inputs = (mesh, *make_params(8), microbatches(8, 4))
     with pytest.raises(ValueError, match=message):
         run(schedule, *inputs, stages=stages, **change)
+
+
+def test_a_region_whose_types_do_not_say_what_varies_is_refused():
+    schedule, axes = build("1f1b", 4, 8), {"axis_types": (AxisType.Auto,)}
+    mesh = jax.make_mesh((4,), ("pp",), devices=jax.devices()[:4], **axes)
+    region = jax.shard_map(
+        lambda x: pipeline(schedule, STAGES, x, {}, x).objective,
+        mesh=mesh, in_specs=P("pp"), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"^check_vma=False: "):
+        jax.eval_shape(region, jax.ShapeDtypeStruct((8, 4, D), jnp.float32))

@@ -185,6 +185,37 @@ def test_what_fits_nothing_is_refused_with_the_mesh_that_fits():
         choose_auto(left_open(llama3_70b), h100s(8), choose_mesh=True)
 
 
+def test_values_that_alone_stand_in_the_way_are_named_with_the_words_that_leave_them_open():
+    """The defaults of `TrainConfig` are values too."""
+    wide, short = MeshConfig(fsdp=1, dp=-1), {"choose_mesh": True}
+    for remat, microbatches, mesh, asked, message in (
+        (
+            "none",
+            1,
+            MeshConfig(),
+            short,
+            r"^mesh='auto': nothing fits .* leanest, needs .*; give V",
+        ),
+        ("none", AUTO, MeshConfig(), {}, r"^train\.microbatches='auto': nothing fits .*; give V"),
+        ("none", 1, wide, short, r"^mesh='auto': nothing fits .* leanest, needs .*; give V"),
+        ("auto", 3, MeshConfig(), short, r"^mesh='auto': none is legal on 16 GPUs; give V"),
+    ):
+        cfg = with_changes(
+            llama3_8b, mesh=mesh, remat=remat, microbatches=microbatches, global_batch=512
+        )
+        values = {"remat": (remat, "auto"), "microbatches": (microbatches, AUTO)}
+        with pytest.raises(UserError, match=message.removesuffix("V")) as refusal:
+            choose_auto(cfg, h100s(16), **asked)
+        words = str(refusal.value).partition("give ")[2]
+        named = re.findall(r"train\.(\w+)=(\S+) in place of ('?\w+'?)", words)
+        assert named and "more GPUs" not in words
+        assert all(
+            (repr(values[n][1]), repr(values[n][0])) == (free, now) for n, free, now in named
+        )
+        freed = {name: values[name][1] for name, *_ in named}
+        assert choose_auto(with_changes(cfg, mesh=mesh, **freed), h100s(16), **asked)[1]
+
+
 def test_a_plan_of_what_does_not_fit_needs_the_least_memory():
     cfg, why = choose_auto(left_open(llama3_70b), h100s(8, host=NO_HOST), must_fit=False)
     peak = breakdown(Run.of(cfg, 8)).peak_bytes

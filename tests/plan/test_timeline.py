@@ -8,7 +8,7 @@ import pytest
 
 import ultrascale_jax
 from ultrascale_jax.cli import command_line, plan
-from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import Config, DataConfig, ModelConfig, TrainConfig, UserError
 from ultrascale_jax.figures.streams import chrome_trace
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.attention import attention_calls, unplanned_workspace
@@ -297,6 +297,13 @@ def test_beside_its_own_streams_a_step_tells_one_stream_none_and_the_most_conten
     told = compile.predict_step(step, found, GPU).summary()
     names = ("step_s", "one_stream_s", "side_by_side_s", "contended_s")
     assert [told[name] for name in names] == [getattr(found, name) for name in names]
+
+
+def test_a_cluster_of_other_gpus_than_the_programs_mesh_is_refused():
+    step = step_of(text_of(PRODUCT), fsdp=2, sp=8)
+    message = r"^cluster\.num_gpus=8: the program's mesh fsdp=2,sp=8 takes 16 GPUs; give find_clus"
+    with pytest.raises(UserError, match=message):
+        compile.simulate_step(step, NODE)
 
 
 @pytest.mark.parametrize(

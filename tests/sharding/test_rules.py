@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import AXES, MeshConfig
+from ultrascale_jax.config import AXES, MeshConfig, UserError
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.sharding.primitives import einsum
@@ -13,6 +13,7 @@ from ultrascale_jax.sharding.rules import (
     SHARD,
     act,
     axes_of,
+    check_shards,
     gathered_spec,
     is_matrix,
     manual,
@@ -44,6 +45,17 @@ def test_zero_splits_a_latent_where_there_is_no_model_dim_and_experts_without_ep
     assert stored_spec("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
     assert stored_spec("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
     assert stored_spec("J", (64,)) == P(None)
+
+
+def test_a_matrix_that_zero_would_leave_whole_is_refused_but_for_an_adapters_rank():
+    """64 shards; 32 of experts' matrices of 2 devices of ep, were there any."""
+    for dims, shape in (("QNH", (64, 64, 8)), ("UF", (16, 64)), ("H", (8,)), ("XD", (8, 100))):
+        check_shards(dims, shape)
+    for dims, shape in (("QNH", (96, 64, 8)), ("LDF", (4, 100, 128)), ("EFD", (8, 128, 96))):
+        with pytest.raises(
+            UserError, match=rf"{dims} is .*divisible by mesh\.fsdp.*=64, .*mesh\.dp"
+        ):
+            check_shards(dims, shape)
 
 
 def test_zero_splits_the_model_dim_of_matrices_only():

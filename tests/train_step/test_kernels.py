@@ -14,10 +14,12 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     TrainConfig,
+    UserError,
 )
 from ultrascale_jax.hlo.deviceless import target_checks
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.precision import check_kernels
 from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 from ultrascale_jax.train_step.step import make_train_step
 
@@ -66,3 +68,16 @@ def test_every_kernel_is_in_the_program_of_a_run_that_asks_for_it():
 def test_scales_for_blocks_take_their_kernels_on_an_h100_unless_told_not_to(choice, taken):
     found = kernels_of_a_step(MODEL, "fp8_block", KernelsConfig(fp8_matmul=choice))
     assert found == (KERNELS["fp8_matmul"] if taken else set())
+
+
+@pytest.mark.parametrize(("seq_len", "head_dim"), [(1000, 128), (8192, 100), (8192, 512)])
+def test_forced_packed_attention_is_refused_for_rows_and_heads_that_cannot_be(seq_len, head_dim):
+    device, kernels = target_devices(1)[0], KernelsConfig(attention="cudnn_packed")
+    packed = Config(model=MODEL, data=DataConfig(seq_len=8192), kernels=kernels)
+    check_kernels(packed, device)
+    model = dataclasses.replace(MODEL, head_dim=head_dim)
+    cfg = dataclasses.replace(packed, model=model, data=DataConfig(seq_len=seq_len))
+    with pytest.raises(
+        UserError, match=rf"^kernels\.attention='cudnn_packed'.*{seq_len}.*{head_dim}"
+    ):
+        check_kernels(cfg, device)

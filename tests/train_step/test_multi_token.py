@@ -20,9 +20,9 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.train_step.multi_token import shifted
 from ultrascale_jax.train_step.step import apply_gradients, loss_and_gradients, position_weight
 

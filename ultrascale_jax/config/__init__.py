@@ -447,28 +447,16 @@ class Config:
         if mesh.pp > 1:
             self._check_pipeline(mesh)
         self._check_objective(mesh)
-        group = f"mesh.sp*mesh.tp={mesh.tensor}"
-        for name in ("num_heads", "d_ff", "vocab_size", "d_model"):
-            size = getattr(model, name)
-            fix = f"must be divisible by {group}; use a smaller group"
-            require(size % mesh.tensor == 0, f"model.{name}", size, fix)
         if model.experts is not None:
-            self._check_experts(model.experts, mesh)
+            self._check_experts(model.experts)
         moves = model.experts is not None and model.experts.bias
         fix = "moves model.experts.bias, which this model has not; leave it out"
         require(moves or not self.moe.bias_rate, "moe.bias_rate", self.moe.bias_rate, fix)
-        kv = model.num_kv_heads
-        fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
-        shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
-        require(shared, "model.num_kv_heads", kv, fix)
-        if mesh.cp > 1:
-            self.cp.check(mesh.cp, model.num_heads // mesh.tensor, max(1, kv // mesh.tensor))
-        shards = mesh.fsdp * mesh.cp * mesh.ep if train.zero else 1
-        fix = f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={train.zero}; use mesh.dp too"
-        require(model.d_model % shards == 0, "model.d_model", model.d_model, fix)
-        parts = mesh.cp * mesh.sp
-        fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
-        require(data.seq_len % parts == 0, "data.seq_len", data.seq_len, fix)
+        check_split(
+            model, mesh, seq_len=data.seq_len, zero=train.zero, context=self.cp, moe=self.moe
+        )
+        if self.kernels.attention == "cudnn_packed":
+            self._check_packed(mesh)
         parts = mesh.batch * train.microbatches
         fits = math.gcd(train.global_batch // mesh.batch, train.microbatches)
         more = f", an axis or set train.microbatches={fits}"
@@ -484,7 +472,8 @@ class Config:
                 words = f"train.batch_ramp={train.batch_ramp!r}: with {size} sequences {error}"
                 raise UserError(words) from None
         if mesh.tensor > GPUS_PER_NODE:
-            text = f"{group} is larger than a node of {GPUS_PER_NODE} GPUs: its links will be slow"
+            text = f"mesh.sp*mesh.tp={mesh.tensor} is larger than a node of {GPUS_PER_NODE} GPUs"
+            text = f"{text}: its links will be slow"
             warnings.warn(text, stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
 
@@ -497,11 +486,7 @@ class Config:
         if self.train.dpo:
             self._check_dpo(mesh)
 
-    def _check_experts(self, experts: Experts, mesh: MeshConfig) -> None:
-        self.moe.check(experts, mesh.ep)
-        width, group = self.model.expert_d_ff, f"mesh.sp*mesh.tp={mesh.tensor}"
-        fix = f"must be divisible by {group}; use a smaller group"
-        require(width % mesh.tensor == 0, "model.experts.d_ff", width, fix)
+    def _check_experts(self, experts: Experts) -> None:
         kernel, precision = self.kernels.grouped_matmul, self.train.precision
         fix = f"multiplies bfloat16; use auto or xla with {precision}"
         fits = precision not in FP8 or kernel != "mosaic"
@@ -509,6 +494,22 @@ class Config:
         fix = "adds no model.experts.biases; use auto or xla"
         fits = not experts.biases or kernel != "mosaic"
         require(fits, "kernels.grouped_matmul", kernel, fix)
+
+    def _check_packed(self, mesh: MeshConfig) -> None:
+        """Refuse packed attention where there are no documents, or where they would be read as a mask."""
+        ring, _ = self.cp.ranks(mesh.cp)
+        window = self.model.sliding_window
+        for sound, why in (
+            (self.data.document_mask, "needs documents, and data.document_mask is False"),
+            (ring == 1, f"needs whole rows, and cp.strategy={self.cp.strategy!r} splits them"),
+            (window is None, f"takes no window, and model.sliding_window is {window}"),
+            (not self.model.attention_sinks, "takes no model.attention_sinks"),
+            (
+                self.train.precision != "fp32",
+                "computes in bf16 or fp16, and train.precision is fp32",
+            ),
+        ):
+            require(sound, "kernels.attention", "cudnn_packed", f"{why}; use auto")
 
     def _check_lora(self) -> None:
         known = self.model.experts is None and self.model.latent is None
@@ -600,6 +601,46 @@ class Config:
         require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
+
+
+def check_split(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    *,
+    seq_len: int,
+    zero: int,
+    context: ContextConfig,
+    moe: MoEConfig,
+) -> None:
+    """Refuse a mesh whose axes do not divide what they split of a model and its sequences; no axis is -1."""
+    group = f"mesh.sp*mesh.tp={mesh.tensor}"
+    sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "vocab_size", "d_model")}
+    if model.experts is not None:
+        moe.check(model.experts, mesh.ep)
+        sizes["experts.d_ff"] = model.expert_d_ff
+    for name, size in sizes.items():
+        fix = f"must be divisible by {group}; use a smaller group"
+        require(size % mesh.tensor == 0, f"model.{name}", size, fix)
+    kv = model.num_kv_heads
+    fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
+    shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
+    require(shared, "model.num_kv_heads", kv, fix)
+    if mesh.cp > 1:
+        context.check(mesh.cp, model.num_heads // mesh.tensor, max(1, kv // mesh.tensor))
+    shards, latent = mesh.fsdp * mesh.cp * mesh.ep if zero else 1, model.latent
+    sizes = {"d_model": model.d_model}
+    if latent is not None:
+        sizes |= {"latent.q_rank": latent.q_rank, "latent.kv_rank": latent.kv_rank}
+    for name, size in sizes.items():
+        most = math.gcd(size, shards)
+        fix = (
+            f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={zero}, or its matrices would "
+            f"rest whole on every GPU; use {most} of them, and mesh.dp={shards // most} too"
+        )
+        require(size % shards == 0, f"model.{name}", size, fix)
+    parts = mesh.cp * mesh.sp
+    fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
+    require(seq_len % parts == 0, "data.seq_len", seq_len, fix)
 
 
 def with_changes(

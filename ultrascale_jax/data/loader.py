@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ultrascale_jax.config import LARGEST, Batches, DataConfig, UserError, require
+from ultrascale_jax.config import LARGEST, Batches, ContextConfig, DataConfig, UserError, require
 from ultrascale_jax.config.stages import begins, parse_stages
 from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.mixture import StagedSamples, parse_named
@@ -39,6 +39,7 @@ from ultrascale_jax.data.samples import (
 from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.sequence_order import sequence_order
 
 
 class UnreadableError(OSError):
@@ -51,8 +52,9 @@ class Loader:
     `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
     segments count documents from 1, positions start at 0 in each, and the last token of a document
-    has no target; without it the row is one stream. With `order` every array is handed out as
-    `x[:, order]`; hashes and fingerprint are of the natural order.
+    has no target; without it the row is one stream. Where `cp` splits a row every array is handed
+    out in the order that the strategy of `context` wants (`sequence_order`); hashes and fingerprint
+    are of the natural order. `make_loader(cfg)` takes all of it from a `Config`.
 
     Args:
         data: source, tokenizer and packing.
@@ -61,14 +63,15 @@ class Loader:
         seed: sets the order of the training split; the held-out split always has the same.
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
-        order: int [T] order of the tokens of a row, as of `sequence_order`; none is the natural one.
+        cp: ranks of the mesh axis that splits a row.
+        context: strategy of attention over these ranks.
         microbatches: micro-batches of a step of the largest size, whose devices get rows with similar work.
         steps: steps of the run, of which a stage of `data.source` may begin at a share.
         together: every process of the job makes this loader now, so they share the checking: see `open_shards`.
 
     Raises:
         ValueError: a source is missing, damaged or outside the vocabulary, or has no whole row to
-            train on; or `order` does not hold every index of a row once.
+            train on; or `cp` ranks cannot share a row.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class Loader:
         seed: int,
         split: str = "train",
         sources: Sources | None = None,
-        order: np.ndarray | None = None,
+        cp: int = 1,
+        context: ContextConfig | None = None,
         microbatches: int = 1,
         steps: int | None = None,
         together: bool = False,
@@ -91,11 +95,16 @@ class Loader:
         self.data, self.vocab_size, self.seed, self.split = data, vocab_size, seed, split
         self.batches = Batches((global_batch,)) if isinstance(global_batch, int) else global_batch
         """Rows of each step."""
-        if order is not None:
-            fix = f"must hold every index below data.seq_len={data.seq_len} once"
-            once = np.array_equal(np.sort(order), np.arange(data.seq_len))
-            require(once, "order", order, fix)
-        self._order, self._microbatches, self._together = order, microbatches, together
+        require(
+            cp >= 1, "cp", cp, "is not chosen yet; cfg.check(num_devices) gives mesh.cp its size"
+        )
+        fix = (
+            f"the strategy orders the tokens of cp={cp} ranks; give cfg.cp, or use make_loader(cfg)"
+        )
+        require(cp == 1 or context is not None, "context", context, fix)
+        self._cp, self._context = cp, context
+        self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
+        self._microbatches, self._together = microbatches, together
         self.sources = sources or open_sources(data, vocab_size, together=together)
         self.tokenizer = self.sources.tokenizer
         stages = parse_stages("data.source", data.source) if split == "train" else ()
@@ -123,7 +132,8 @@ class Loader:
             seed=self.seed,
             split="eval",
             sources=self.sources,
-            order=self._order,
+            cp=self._cp,
+            context=self._context,
         )
 
     def evaluation(self) -> "dict[str, Loader]":
@@ -149,7 +159,8 @@ class Loader:
             vocab_size=self.vocab_size,
             global_batch=self.batches.sizes[-1],
             seed=0,
-            order=self._order,
+            cp=self._cp,
+            context=self._context,
             together=self._together,
         )
 
@@ -222,7 +233,7 @@ class Loader:
     def device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
-        """Yield step, batch on the devices and the batch's hash, from `start_step` on, without end.
+        """Return an iterator over step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
         With the document mask rows are dealt so that all devices have as much attention. Grain's
         threads read ahead. A process reads only the rows of its own devices, but process 0 all of
@@ -231,9 +242,21 @@ class Loader:
         thread that reads the batch of the n-th optimizer step.
 
         Raises:
-            UserError: a shard was altered or cut short under the run.
+            UserError: the mesh splits a row over another number of ranks than `cp`, so attention would want another
+                order of its tokens; or a shard was altered or cut short under the run.
             UnreadableError: the file system failed.
         """
+        ranks = dict(mesh.shape).get("cp", 1)
+        fix = (
+            f"attention on a mesh of cp={ranks} wants another order of tokens; "
+            f"use make_loader(cfg), or Loader(..., cp={ranks}, context=cfg.cp)"
+        )
+        require(self._cp == ranks, "cp", self._cp, fix)
+        return self._device_batches(mesh, start_step, before)
+
+    def _device_batches(
+        self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None
+    ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
         sharding = NamedSharding(mesh, act("BT"))
         hashing = jax.process_index() == 0
 

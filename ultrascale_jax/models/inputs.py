@@ -56,7 +56,7 @@ class LayerInputs:
     window: int | None = dataclasses.field(default=None, metadata=STATIC)
     """How many positions back attention reaches; `Transformer` sets it for each layer, alike in a pipeline."""
     context: ContextConfig = dataclasses.field(default=NATURAL, metadata=STATIC)
-    """How attention crosses cp; every sequence stands in its order (`parallel/context/layout.py`). Unused with a
+    """How attention crosses cp; every sequence stands in its order (`sharding/sequence_order.py`). Unused with a
     cache."""
     recompute: bool = dataclasses.field(default=False, metadata=STATIC)
     """Keep no attention scores for the backward pass."""

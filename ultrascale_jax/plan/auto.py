@@ -7,10 +7,12 @@ for the same machine, chooses the same in a moment.
 
 import contextlib
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import (
+    AUTO,
     GPU_MEMORY_SHARE,
     HOST_MEMORY_SHARE,
     Config,
@@ -38,6 +40,9 @@ workspaces of cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, an
 EQUAL = 1.02
 """Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
 error is larger."""
+
+FREE: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
+"""Fields that can be left open, and how."""
 
 MODEL = "h100"
 """The GPU that devices stand for which the planner does not know: the large recipes are meant for its memory."""
@@ -106,13 +111,12 @@ def choose_auto(
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     if not cfg.train.auto and not choose_mesh:
         return cfg, ""
-    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)
-    search.predict()
+    search = _search(cfg, cluster, shape, choose_mesh=choose_mesh)
     if not search.counts["candidates"]:
-        raise _nothing_legal(cfg, cluster, choose_mesh=choose_mesh)
+        raise _nothing_legal(cfg, cluster, shape, choose_mesh=choose_mesh)
     fits = [candidate.formula for candidate in search.ranking]
     if must_fit and not fits:
-        raise _nothing_fits(cfg, cluster, search, choose_mesh=choose_mesh)
+        raise _nothing_fits(cfg, cluster, search, shape, choose_mesh=choose_mesh)
     run, why = _best(search, fits)
     chosen = configured(cfg, run) if choose_mesh else cfg
     chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
@@ -120,6 +124,31 @@ def choose_auto(
     words += [f"--train.{name} {getattr(run, name)}" for name in cfg.train.auto]
     at_once = f"{run.sequences} sequence{'s' * (run.sequences > 1)} a GPU at once"
     return chosen, f"{' '.join(words)} ({at_once}): by formula {why}"
+
+
+def _search(
+    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
+) -> Search:
+    """Rank what `cfg` leaves open by formula."""
+    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)
+    search.predict()
+    return search
+
+
+def _in_the_way(
+    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
+) -> str:
+    """Say which values of `cfg`, as few as possible, to leave open so that something fits; empty if none help."""
+    pinned_fields = [name for name in FREE if name not in cfg.train.auto]
+    for count in range(1, len(pinned_fields) + 1):
+        for names in itertools.combinations(pinned_fields, count):
+            freed = with_changes(cfg, mesh=cfg.mesh, **{name: FREE[name] for name in names})
+            if _search(freed, cluster, shape, choose_mesh=choose_mesh).ranking:
+                return " and ".join(
+                    f"train.{name}={FREE[name]!r} in place of {getattr(cfg.train, name)!r}"
+                    for name in names
+                )
+    return ""
 
 
 def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
@@ -167,15 +196,19 @@ def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPredictio
     return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
 
 
-def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh: bool) -> UserError:
-    """Say how much is missing, and with which mesh it would fit."""
+def _nothing_fits(
+    cfg: Config, cluster: Cluster, search: Search, shape: ModelShape | None, *, choose_mesh: bool
+) -> UserError:
+    """Say how much is missing, and with which open fields or which mesh it would fit."""
     assert search.closest is not None  # all candidates are misses
     need, run = search.closest
     if need <= search.usable_bytes:
         return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
     fix = "take more GPUs, or a smaller data.seq_len"
-    if not choose_mesh:
+    if values := _in_the_way(cfg, cluster, shape, choose_mesh=choose_mesh):
+        fix = f"give {values}, which is chosen then"
+    elif not choose_mesh:
         with contextlib.suppress(UserError):
             other, _ = choose_auto(cfg, cluster, choose_mesh=True)
             fix = f"take --mesh {other.mesh.text}, or more GPUs"
@@ -201,11 +234,15 @@ def _host_is_short(run: Run, gpu: Gpu) -> UserError:
     )
 
 
-def _nothing_legal(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> UserError:
+def _nothing_legal(
+    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
+) -> UserError:
     """Say why no candidate is legal: what the trainer's own check refuses, where it is that."""
     if choose_mesh:
-        fix = f"none is legal on {cluster.num_gpus} GPUs; take another number of them, or another train.global_batch"
-        return UserError(f"mesh='auto': {fix}")
+        fix = "take another number of them, or another train.global_batch"
+        if values := _in_the_way(cfg, cluster, shape, choose_mesh=True):
+            fix = f"give {values}, which is chosen then"
+        return UserError(f"mesh='auto': none is legal on {cluster.num_gpus} GPUs; {fix}")
     train, mesh = cfg.train, cfg.mesh.resolve(cluster.num_gpus)
     count = mesh.pp if "microbatches" in train.auto else train.microbatches
     remat = "full" if "remat" in train.auto else train.remat

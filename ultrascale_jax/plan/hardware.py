@@ -155,6 +155,11 @@ class Cluster:
         """GPUs that one operating system sees."""
         return min(self.gpus_per_node, self.gpu.host)
 
+    def check_size(self, num_gpus: int, of: str) -> None:
+        """Refuse a cluster that has not the GPUs that a mesh, described by `of`, takes."""
+        fix = f"{of} takes {num_gpus} GPUs; give find_cluster(None, {self.gpu.name!r}, {num_gpus})"
+        require(self.num_gpus == num_gpus, "cluster.num_gpus", self.num_gpus, fix)
+
 
 CLUSTERS = {row["name"]: row for row in _table("clusters.csv")}
 """Machine to its GPU, the GPU's share of the network in GB/s and one direction, and source; nodes are NVLink domains.

@@ -19,10 +19,12 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
     check_choices,
+    check_split,
     gathers_ahead,
     parameters_travel_alone,
     remat_names,
     require,
+    require_type,
 )
 from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.kernels.document_classes import divides
@@ -61,8 +63,8 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
-    adapter_params: int = 0
-    """Parameters of the adapters of `train.lora`, of all layers; if there are any, the others are frozen."""
+    lora: str = ""
+    """As `train.lora`: with adapters all other parameters are frozen."""
     reference: bool = False
     """Whether the reference of `train.dpo` runs forward in each step: the base of adapters, or else a frozen copy."""
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -81,11 +83,16 @@ class Run:
     """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
+        require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
         check_choices("", self)
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
         fix = "has an open axis; give its size"
         require(-1 not in self.mesh.sizes.values(), "mesh", self.mesh.text, fix)
+        # Other trainers shard flat buffers, which ZeRO's shards need not divide; `Run.of` checks ours.
+        check_split(
+            self.shape, self.mesh, seq_len=self.seq_len, zero=0, context=self.context, moe=self.moe
+        )
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
         remat_names(self.remat)
@@ -112,7 +119,7 @@ class Run:
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
-            "adapter_params": adapter_params(cfg.model, train.lora),
+            "lora": train.lora,
             "reference": has_reference(train.dpo),
             "kernels": cfg.kernels,
         }
@@ -130,6 +137,11 @@ class Run:
     def num_gpus(self) -> int:
         """GPUs of the run."""
         return math.prod(self.mesh.sizes.values())
+
+    @property
+    def adapter_params(self) -> int:
+        """Parameters of the adapters, of all layers."""
+        return adapter_params(self.shape, self.lora)
 
     @property
     def global_batch(self) -> int:

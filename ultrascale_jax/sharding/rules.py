@@ -163,13 +163,26 @@ def stored_spec(
 ) -> P:
     """Return the sharding in which a parameter, its gradient and its moments rest between steps.
 
-    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it
-    (`Config.check` asks for it). Vectors stay whole: gathering them would cost a collective each and save nothing.
+    With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it:
+    `Config.check` and `check_shards` ask for it. Vectors stay whole, as gathering them would cost a collective each and
+    save nothing; so does the side of an adapter that has only its rank to split, if they do not divide that.
     """
     parts = _partitions(dims, shape)
     if zero and is_matrix(dims) and shape[zero_dim(dims)] % mesh_size(*shard_axes(dims)) == 0:
         parts[zero_dim(dims)] = shard_axes(dims)
     return _spec(parts, reduced)
+
+
+def check_shards(dims: str, shape: tuple[int, ...]) -> None:
+    """Refuse a matrix that ZeRO would leave whole on every device, but for an adapter's rank."""
+    if not is_matrix(dims) or dims[zero_dim(dims)] == "U":
+        return
+    axes, dim = shard_axes(dims), zero_dim(dims)
+    fix = (
+        f"{dims[dim]} of a matrix {dims} is {shape[dim]}, and must be divisible by "
+        f"mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}, or it would rest whole on every device; use mesh.dp too"
+    )
+    require(shape[dim] % mesh_size(*axes) == 0, "shape", shape, fix)
 
 
 def _partitions(dims: str, shape: tuple[int, ...]) -> list[tuple[str, ...]]:

@@ -17,8 +17,8 @@ import numpy as np
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.train_step.remat import remat
 
 

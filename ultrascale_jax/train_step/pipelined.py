@@ -80,7 +80,7 @@ def _run(
 ):
     """Return bare loss, the same on every device, and this device's partial sums of gradients and routers' statistics
     (none without a backward pass)."""
-    used, model = prepare_params(cfg, params), cfg.model
+    used = prepare_params(cfg, params)
     out = pipeline(
         schedule,
         _stages(cfg, params, position_weight, router_weight),
@@ -89,7 +89,7 @@ def _run(
         parts,
         stash=cfg.pp.stash,
         divergent=cfg.pp.per_rank_control_flow,
-        lengths=schedules.stage_layers(schedule.num_stages, model.num_layers, model.dense_layers),
+        order=params.layer_order,
         rows=_rows(cfg, params),
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
@@ -205,6 +205,7 @@ def _stages(
     return Stages(
         layer=remat(cfg)(layer),
         embed=embed,
+        embed_parts=True,
         head=head,
         context=context,
         # ZeRO-2 reduce-scatters each layer's gradients, to accumulate shards of them.

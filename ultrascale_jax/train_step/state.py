@@ -29,7 +29,7 @@ from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.sharding.primitives import cast
-from ultrascale_jax.sharding.rules import act, stored_spec
+from ultrascale_jax.sharding.rules import act, check_shards, stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.precision import COMPUTE
@@ -84,6 +84,8 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
     require(is_model, "model", model, "must be Transformer or a subclass of it, not an instance")
 
     def rest(value, dims, act_dims):
+        if cfg.train.zero:
+            check_shards(dims, value.shape)
         return jax.reshard(value, stored_spec(dims, value.shape, zero=cfg.train.zero))
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)

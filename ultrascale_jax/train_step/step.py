@@ -26,7 +26,7 @@ from ultrascale_jax.models.lora import join_adapters, split_adapters, without_ad
 from ultrascale_jax.models.loss import row_losses
 from ultrascale_jax.models.transformer import ModelOutputs, Transformer
 from ultrascale_jax.parallel.prefetch import Delay
-from ultrascale_jax.sharding.mesh import check_mesh_is_set
+from ultrascale_jax.sharding.mesh import check_mesh, check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined, preference
 from ultrascale_jax.train_step.loss_scale import LEAST
@@ -232,6 +232,7 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     batch with ids outside the vocabulary has a loss of NaN, and changes nothing.
     """
     check_mesh_is_set("the step")
+    check_mesh(cfg.mesh, jax.sharding.get_abstract_mesh())
     _check_batch(batch)
     weight = position_weight(state, batch)
     loss, grads, auxiliary = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)

@@ -15,8 +15,8 @@ from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import Tokenizer
 from ultrascale_jax.models.inputs import check_ids
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.train_step.step import make_eval_step, make_row_step
 
 

@@ -33,7 +33,6 @@ from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.parallel.context.layout import sequence_order
 from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.train_step.optim import rate_change
 from ultrascale_jax.train_step.precision import check_kernels
@@ -170,9 +169,12 @@ def _all_hooks(
 
 
 def make_loader(cfg: Config) -> Loader:
-    """Return the training batches of `cfg`, in the order of tokens that its context parallelism wants.
+    """Return the training batches of `cfg`, as `train` reads them, in the order of tokens that its mesh and `cp` want.
 
-    Raises `UserError` as `Loader` does, and for preference pairs without `train.dpo`, or anything else with it.
+    Every process of a job calls it. `held_out()` of the loader has the batches of an evaluation.
+
+    Raises:
+        UserError: as `Loader` does; or preference pairs without `train.dpo`, or anything else with it.
     """
     loader = Loader(
         cfg.data,
@@ -182,7 +184,8 @@ def make_loader(cfg: Config) -> Loader:
         seed=cfg.train.seed,
         microbatches=cfg.train.microbatches,
         together=True,
-        order=sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp) if cfg.mesh.cp > 1 else None,
+        cp=cfg.mesh.cp,
+        context=cfg.cp,
     )
     check_pairs(cfg, loader)
     return loader

@@ -1,7 +1,7 @@
 """Compute exact causal attention over a sequence that a mesh axis splits (context parallelism).
 
 Every function here is called where `axis` is manual (inside `jax.shard_map` or `smap`), on this rank's piece of the
-sequence, in the strategy's order (`parallel/context/layout.py`), and returns this rank's piece of the result:
+sequence, in the strategy's order (`sharding/sequence_order.py`), and returns this rank's piece of the result:
 
     ring       keys and values travel from rank to rank, each attending to the block that it has while the next one is
                on its way (arXiv 2310.01889); sequence in natural order, so late ranks work while early ones wait
@@ -65,8 +65,8 @@ def context_attention(
       with_lse: return the log-sum-exp too.
 
     Returns:
-      The result `[B, T, N, H]` in q's type; and with `with_lse` the log-sum-exp `[B, N, T]` float32 of the scores,
-      which has no gradient, else None.
+      The result `[B, T, N, H]` in q's type, computed in float32 also where that is float64; and with `with_lse` the
+      log-sum-exp `[B, N, T]` float32 of the scores, which has no gradient, else None.
 
     Raises:
       ValueError: the shapes do not fit each other or the axis.

@@ -21,17 +21,19 @@ numbers.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ultrascale_jax.config import require_type
+from ultrascale_jax.config import require, require_type
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, Segment, assemble
 from ultrascale_jax.parallel.pipeline.rows import at, buffer, empty, put
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
@@ -53,7 +55,7 @@ class Pipelined:
     """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
     """Gradients of `shared`, or None: of a parameter that is whole on every rank of the pipeline a partial sum, to be
-    added over them (unless it is not typed as varying over them: then that is done)."""
+    added over them."""
 
 
 def pipeline(
@@ -65,7 +67,7 @@ def pipeline(
     *,
     stash: str = "residuals",
     divergent: bool = False,
-    lengths: Sequence[int] | None = None,
+    order: LayerOrder | np.ndarray | None = None,
     rows: Sequence | None = None,
     axis: str = "pp",
 ) -> Pipelined:
@@ -74,25 +76,39 @@ def pipeline(
     Args:
       schedule: a checked schedule over as many ranks as the axis has.
       stages: the functions.
-      blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk.
+      blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk: its piece of stacks in
+        the order `order`.
       shared: parameters of embedding and head, this rank's part.
       microbatches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.
       stash: `residuals` keeps what a layer's backward pass needs from its forward pass on (choose that with
         `jax.checkpoint` in `layer`); `input` keeps a stage's input and runs its forward pass again.
       divergent: each rank runs only its own operations; experimental.
-      lengths: layers of each stage (`schedules.stage_layers`); what the leaves hold beyond is padding, and masked.
+      order: the layer at each position of the stacks of all ranks, as of `layer_order`; None there is padding, which is
+        masked. Without it each rank has one stage of consecutive layers.
       rows: for each leaf of `blocks` the row `[ranks, virtual * layers of a stage]` of a rank's leaf that holds the
         layer at a position, chunk by chunk, if that is not the position: stacks that only some layers are in.
       axis: the pipeline's mesh axis, manual here.
 
-    Parameters that are equal over an axis while activations differ (data parallelism) should be typed as varying over
-    it (`vary`), or every use sums their gradient over it. Source: `docs/pipelines.md`.
+    Gradients of parameters that are equal over an axis while the micro-batches differ (data parallelism) are sums of
+    this device's own micro-batches, to be added over it once. Source: `docs/pipelines.md`.
+
+    Raises:
+      ValueError: the axis is not manual, JAX does not track what varies over it, shapes do not fit the schedule, or the
+        functions do not return what `Stages` asks for.
     """
+    _check_axis(schedule, axis)
+    embed = _with_first_input(stages, shared, microbatches, axis)
+    # Not typed so, each use of a parameter would sum its gradient over these axes, and the caller once more.
+    axes = {axis}.union(*map(varying, jax.tree.leaves(microbatches)))
     call = PipelineCall(
-        schedule=schedule, stages=stages, blocks=blocks, shared=shared, microbatches=microbatches,
-        stash=stash, divergent=divergent, lengths=lengths, rows=rows, axis=axis,
+        schedule=schedule,
+        stages=dataclasses.replace(stages, embed=embed),
+        blocks=jax.tree.map(lambda a: vary(a, axes), blocks),
+        shared=jax.tree.map(lambda a: vary(a, axes), shared),
+        microbatches=microbatches, stash=stash, divergent=divergent,
+        lengths=_lengths(schedule, order), rows=rows, axis=axis,
     )  # fmt: skip
-    _check(call)
+    _check(call, order)
     state = _Executor(call).run()
     trains, tree = "blocks" in state, jax.tree.structure(blocks)
     return Pipelined(
@@ -105,21 +121,66 @@ def pipeline(
     )
 
 
-def _check(call: PipelineCall) -> None:
-    """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
-    schedule, stash, axis = call.schedule, call.stash, call.axis
+def _check_axis(schedule: Schedule, axis: str) -> None:
+    """Refuse an axis over which the caller is not manual, or over which JAX does not know which values differ."""
     require_type("schedule", schedule, Schedule, "build_schedule makes one")
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis of the stages"
         )
-    lengths, rows = call.lengths, call.rows
+    tracked = axis in varying(lax.axis_index(axis))
+    fix = "gradients need the types of what varies; leave it out of jax.shard_map, or give True"
+    require(tracked, "check_vma", False, fix)
+
+
+def _with_first_input(
+    stages: Stages, shared: Tree, microbatches: Tree, axis: str
+) -> Callable[[Tree, Tree], jax.Array]:
+    """Return the embedding of `stages` as a part of the first stage's input, to be added up over the ranks."""
+    parts = stages.embed_parts
+    differs = axis in varying(stages.embed(shared, at(microbatches, 0)))
+    fix = f"the embedding is the same on all ranks of {axis!r}, and would be added up; leave it out"
+    require(differs or not parts, "embed_parts", parts, fix)
+    fix = (
+        f"the embedding differs between the ranks of {axis!r}; give True if the ranks' results add up to the first "
+        "stage's input, as of a vocabulary that is split over them, or False to take the first rank's"
+    )
+    require(not differs or parts is not None, "embed_parts", parts, fix)
+
+    def first(shared, batch):
+        return jnp.where(lax.axis_index(axis) == 0, stages.embed(shared, batch), 0)
+
+    return stages.embed if parts else first
+
+
+def _lengths(schedule: Schedule, order: LayerOrder | np.ndarray | None) -> list[int] | None:
+    """Return the number of layers of each stage; refuse an order in which the stages do not follow each other."""
+    ranks, virtual, stages = schedule.ranks, schedule.virtual, range(schedule.num_stages)
+    call = f"layer_order({ranks}, {virtual}, {schedule.placement!r}, num_layers)"
+    fix = (
+        f"a rank has {virtual} stages that do not follow each other; put the layers of each stack in the order of "
+        f"{call}, and give that"
+    )
+    require(order is not None or virtual == 1, "order", order, fix)
+    if order is None:
+        return None
+    depth, remainder = divmod(len(order), len(stages))
+    starts = [depth * (schedule.rank_of(s) * virtual + schedule.chunk_of(s)) for s in stages]
+    parts = [order[start : start + depth] for start in starts]
+    lengths = [sum(layer is not None for layer in part) for part in parts]
+    layers = [layer for part, n in zip(parts, lengths, strict=True) for layer in part[:n]]
+    fits = not remainder and layers == list(range(sum(lengths)))
+    require(fits, "order", order, f"is not that of this schedule, {call}")
+    return lengths
+
+
+def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
+    """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
+    schedule, stash, axis, rows = call.schedule, call.stash, call.axis, call.rows
     held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
     layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})
-    depth, rest = divmod(layers[0], schedule.virtual)
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.microbatches)})
-    m, stages = schedule.microbatches, schedule.num_stages
-    fits = lengths is None or (len(lengths) == stages and max(lengths) <= depth)
+    m = schedule.microbatches
     for ok, why in (
         (
             lax.axis_size(axis) == schedule.ranks,
@@ -128,14 +189,17 @@ def _check(call: PipelineCall) -> None:
         (stash in ("residuals", "input"), f"stash={stash!r}: must be 'residuals' or 'input'"),
         (counts == [m], f"schedule of {m} micro-batches on arrays of {counts}"),
         (
-            len(layers) == 1 and not rest,
+            len(layers) == 1 and layers[0] % schedule.virtual == 0,
             f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
         ),
         (
             rows is None or all(table.max() < n for table, n in zip(rows, held, strict=True)),
             f"rows beyond the ends of leaves of {held} layers",
         ),
-        (fits, f"lengths={lengths}: must be {stages} numbers, one for each stage, up to {depth}"),
+        (
+            order is None or len(order) == schedule.ranks * layers[0],
+            f"order={order}: {schedule.ranks} ranks hold {layers} layers each",
+        ),
     ):
         if not ok:
             raise ValueError(why)
@@ -170,13 +234,7 @@ class _Executor:
     def _start(self) -> dict:
         """Make the initial scan carry; the stage functions are traced only for their types."""
         first, slots = at(self.microbatches, 0), self.program.slots
-        x = self.stages.embed(self.shared, first)
-        if self.axis not in varying(x):
-            raise ValueError(
-                f"the embedding is the same on all ranks of {self.axis!r}, and would be added up: return a part, "
-                "or zeros on all ranks but one"
-            )
-        x, state = self.loop.start(x, slots)
+        x, state = self.loop.start(self.stages.embed(self.shared, first), slots)
         objective, metrics = self.stages.head(self.shared, x, first)
         if jnp.shape(objective) != () or objective.dtype != jnp.float32:
             raise ValueError(

@@ -251,7 +251,7 @@ class LayerLoop:
         context = self._around(tick, "backward", back, context)
         on = self._on(tick, "backward", back)
         sums = [after["blocks"][i] for i in self.in_place]
-        cotangents = (g, vary(jnp.where(on, 1.0, 0.0), self.aux_axes), *sums)
+        cotangents = (g, vary(jnp.float32(on), self.aux_axes), *sums)
         if self.schedule.split:
             grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
             after["weights"] = put(after["weights"], waiting, tick["backward_queue"], back)

@@ -18,7 +18,7 @@ def at(tree: Tree, *index) -> Tree:
     """Return each leaf at these positions of its leading dims."""
 
     def leaf(a):
-        start = (*index, *([0] * (a.ndim - len(index))))
+        start = _start(a, index)
         part = lax.dynamic_slice(a, start, (*([1] * len(index)), *a.shape[len(index) :]))
         return lax.reshape(part, a.shape[len(index) :])
 
@@ -29,11 +29,17 @@ def put(tree: Tree, values: Tree, *index) -> Tree:
     """Write a value at these positions of each leaf's leading dims."""
 
     def leaf(a, value):
-        start = (*index, *([0] * (a.ndim - len(index))))
+        start = _start(a, index)
         part = lax.reshape(value.astype(a.dtype), (*([1] * len(index)), *value.shape))
         return lax.dynamic_update_slice(a, part, start)
 
     return jax.tree.map(leaf, tree, values)
+
+
+def _start(a: jax.Array, index: tuple) -> list[jax.Array]:
+    """Return where the part of `a` at these positions starts, all int32: beside an int32, JAX takes no Python number
+    under `jax_enable_x64`."""
+    return [jnp.int32(i) for i in (*index, *([0] * (a.ndim - len(index))))]
 
 
 def empty(a: jax.Array) -> jax.Array:

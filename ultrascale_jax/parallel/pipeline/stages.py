@@ -26,13 +26,15 @@ class Stages:
     scalar that is added to the objective, statistics any tree of arrays that is added up for each layer and not
     differentiated. With `numbered` a fourth argument is the number of the layer in the model, int32."""
     embed: Callable[[Tree, Tree], jax.Array]
-    """`(shared, micro-batch) -> x`, a partial sum over the pipeline's ranks: with the vocabulary split over them, each
-    looks up its own rows. A rank with nothing to add returns zeros; what all return whole counts once for each."""
+    """`(shared, micro-batch) -> x`, the first stage's input; every rank of the pipeline computes it (`embed_parts`)."""
     head: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
     """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, whole on every rank; each
     computes with its part of the vocabulary and sums over the ranks itself. The objective, a float32 scalar equal on
     all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head that is not split ends in
     `lax.pmean` over the ranks."""
+    embed_parts: bool | None = None
+    """Where the ranks of the pipeline embed differently: True adds up what they return, as with a vocabulary split over
+    them, of which each looks up its own rows; False takes the first rank's. None refuses such an embedding."""
     context: Callable[[Tree], Tree] = lambda micro_batch: ()
     """`(micro-batch) -> context` of every layer: what is not differentiated, such as rotary angles and documents."""
     accumulate: Tree = None

@@ -4,8 +4,9 @@
     ,1F0,1F1 1B0,1B1,,
 
 `2F5` is stage 2, forward, microbatch 5; `B` is a full backward, `I` an input gradient, `W` a weight gradient. Several
-operations of one tick are joined by a space and run in the order F, I or B, W; an empty cell is idle. Torch writes one
-operation a cell (`_PipelineSchedule._load_csv`), so its compute-only files can be read.
+operations of one tick are joined by a space and run in the order F, I or B, W; an empty cell is idle. Empty lines at
+the end are no rows; a row of empty cells is a rank without a stage, which is refused. Torch writes one operation a cell
+(`_PipelineSchedule._load_csv`), so its compute-only files can be read.
 """
 
 import csv
@@ -60,7 +61,7 @@ def read_csv(path: str | Path) -> Schedule:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"pp.schedule={str(path)!r}: cannot be read: {error}") from None
-    while rows and not any(cell.strip() for cell in rows[-1]):
+    while rows and len(rows[-1]) <= 1 and not "".join(rows[-1]).strip():
         rows.pop()
     size = len(rows), max(map(len, rows), default=0)
     fix = f"has {size[0]} rows (ranks) of up to {size[1]} columns (ticks), more than {MOST_CELLS:,} cells"
@@ -98,6 +99,9 @@ def _parse(rank: int, tick: int, cell: str) -> list[_Entry]:
 def _table(name: str, ranks: int, entries: list[_Entry]) -> Schedule:
     if not entries:
         raise ScheduleError("there is no operation in it")
+    idle = min(set(range(ranks)) - {entry.rank for entry in entries}, default=None)
+    if idle is not None:
+        raise ScheduleError("has no operation; give the rank a stage, or take the row out", idle)
     split = any(entry.kind in "IW" for entry in entries)
     stages, microbatches = _count(entries, "stage"), _count(entries, "microbatch")
     if stages % ranks:

@@ -8,6 +8,7 @@ other part of CUDA.
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -222,9 +223,13 @@ def simulate_step(
     that a study found collectives to slow what runs beside them. A conditional takes its slowest branch as often as the
     pipeline's schedule, or the layers with experts, make it. Of the loops of unknown length only further rounds of
     unbalanced experts may count nothing: others raise a warning.
+
+    Raises `UserError` where the cluster has another number of GPUs than the mesh of the program.
     """
     require_type("step", step, CompiledProgram, "compile_step and compile_program make one")
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
+    axes = ",".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1)
+    cluster.check_size(math.prod(step.axes.values()), f"the program's mesh {axes}")
     is_step = isinstance(step, CompiledStep)
     share = pipeline.shares(step.run, step.module) if is_step else None
     names = [c.name for c in step.collectives if c.asynchronous]

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import experts, pipeline
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.training.model_shape import adapter_sides
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,12 @@ def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
 def trained_params(run: Run, weights: Weights) -> float:
     """Count the matrix parameters with gradients that one GPU keeps: all, or those of adapters.
 
-    ZeRO shards either side of an adapter, and the tensor group the one that is as wide as the base's split dim.
+    ZeRO shards an adapter's side as wide as the model, and the tensor group the other, whose rank ZeRO shards if it
+    divides it.
     """
-    if not run.adapter_params:
+    if not run.lora:
         return sharded_params(run, weights)
+    model_side, other = adapter_sides(run.shape, run.lora)
     shards = run.shards if run.zero else 1
-    return run.adapter_params * (1 + 1 / run.mesh.tensor) / 2 / shards
+    of_rank = shards if Lora.parse(run.lora).rank % shards == 0 else 1
+    return model_side / shards + other / run.mesh.tensor / of_rank

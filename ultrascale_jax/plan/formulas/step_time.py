@@ -50,8 +50,13 @@ def estimate(
     *,
     peak_bytes: int | None = None,
 ) -> StepPrediction:
-    """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer."""
+    """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer.
+
+    Raises `UserError` where the cluster has another number of GPUs than the run.
+    """
+    require_type("run", run, Run, "Run.of(cfg, num_gpus) makes one")
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
+    cluster.check_size(run.num_gpus, f"the run's mesh {run.mesh.text}")
     peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
     return Step(run, cluster, profile).predict(peak)
 

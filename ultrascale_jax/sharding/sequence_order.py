@@ -29,7 +29,7 @@ def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
     Raises:
         UserError: `seq_len` or `context.ulysses` does not divide so.
     """
-    require_type("context", context, ContextConfig)
+    require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
     require(seq_len % cp == 0, "seq_len", seq_len, f"must be divisible by mesh.cp={cp}")
     places, _ = context.ranks(cp)
     order = np.arange(seq_len)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale_jax.config import ContextConfig, UserError
-from ultrascale_jax.parallel.context.layout import sequence_order
+from ultrascale_jax.sharding.sequence_order import sequence_order
 
 BALANCED = ("zigzag", "allgather")
 
@@ -88,7 +88,7 @@ def test_what_does_not_divide_is_refused(seq_len, context, named):
 
 
 def test_the_order_needs_no_jax():
-    code = "import sys, ultrascale_jax.parallel.context.layout; print('jax' in sys.modules)"
+    code = "import sys, ultrascale_jax.sharding.sequence_order; print('jax' in sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
