@@ -24,14 +24,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
+from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.families import MTP, family_of
-from ultrascale_jax.huggingface.files import GENERATION, ORIGINAL, TOKENIZER, inside, travelling
+from ultrascale_jax.huggingface.files import (
+    GENERATION,
+    ORIGINAL,
+    TOKENIZER,
+    inside,
+    require_empty,
+    travelling,
+)
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:
@@ -81,6 +88,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from ultrascale_jax.train_step.state import abstract_state, fresh_state
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
+    check_run_dir(cfg)
     fix = "has checkpoints already; choose another folder"
     require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
     with contextlib.ExitStack() as stack:
@@ -309,6 +317,7 @@ def _import(arguments: Sequence[str]) -> None:
     recipe, options = command_line.parse(arguments, prog=usage)
     fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --init-from"
     require(not recipe.train.init_from, "init_from", recipe.train.init_from, fix)
+    check_run_dir(recipe)
     if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
         check_tokenizer(recipe, Path(hf_dir))
     cfg = with_model(recipe, hf_dir)
@@ -367,6 +376,7 @@ def _export(arguments: Sequence[str]) -> None:
         prog="ultrascale convert-hf export",
         description="Write a run's checkpoint so that `transformers` loads it.",
     )
+    require_empty(Path(options.hf_dir))
     with _start_jax(options.devices):
         import jax
 

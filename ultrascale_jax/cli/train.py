@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
@@ -183,6 +184,8 @@ def run(cfg: Config, options: Options) -> dict:
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
+    with command_line.user_errors(patience_s=command_line.PATIENCE_S):
+        check_run_dir(cfg)
     launch = options.join()
     rank = 0 if launch is None else launch.process_id
     events = Events(Path(cfg.log.run_dir), rank)

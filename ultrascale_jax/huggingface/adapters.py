@@ -7,9 +7,10 @@ from typing import Any, Literal
 import jax
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require
+from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.checkpoint import gather
+from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import Tensor, tensors
 from ultrascale_jax.models.lora import WEIGHTS, adapter_of
 from ultrascale_jax.models.transformer import Transformer
@@ -32,8 +33,7 @@ def save_adapters(
     `base` is the Hugging Face folder that they belong to. Raises `ValueError` where `path` already holds something.
     """
     path = Path(path)
-    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    require(free, "path", str(path), "already holds something; choose another folder")
+    require_empty(path)
     contents = {}
     for target in lora.targets:
         part, weight = WEIGHTS[target]

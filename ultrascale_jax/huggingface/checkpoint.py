@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from ultrascale_jax.config import ModelConfig, require, require_type
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
-from ultrascale_jax.huggingface.files import open_tensors, require_none
+from ultrascale_jax.huggingface.files import open_tensors, require_empty, require_none
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import Tensor, copies, tensors
 from ultrascale_jax.models.transformer import Transformer
@@ -193,8 +193,7 @@ def save(
     path = Path(path)
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "must be bfloat16 or float32")
     require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
-    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    require(free, "path", str(path), "already holds something; choose another folder")
+    require_empty(path)
     config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
     fix = "has layers of its own, which transformers does not know"
     require(not model.layers.own, "model", type(model).__name__, fix)

@@ -37,6 +37,12 @@ def is_huggingface(folder: Path) -> bool:
     return path.is_file() and "model_type" in read_json(path)
 
 
+def require_empty(path: Path) -> None:
+    """Raise unless `path` is free for a new folder: it does not exist, or is an empty folder."""
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    require(free, "path", str(path), "already holds something; choose another folder")
+
+
 def travelling(folder: Path) -> list[str]:
     """Return the names of the files in `folder` that go from a checkpoint to a run and back."""
     return [name for name in TRAVELLING if (folder / name).is_file()]
