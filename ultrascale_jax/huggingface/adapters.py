@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.huggingface.checkpoint import gather
+from ultrascale_jax.huggingface.checkpoint import gather, require_finite
 from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import Tensor, tensors
 from ultrascale_jax.models.lora import WEIGHTS, adapter_of
@@ -42,7 +42,9 @@ def save_adapters(
         for letter, tensor in _tensors(cfg, lora, f"blocks.{part}.{weight}", adapter).items():
             array = getattr(adapter, letter).get_value()
             for layer in range(cfg.num_layers):
-                contents[tensor.name.format(layer)] = gather(array, (layer,), tensor, dtype)
+                name = tensor.name.format(layer)
+                contents[name] = gather(array, (layer,), tensor, dtype)
+                require_finite(name, contents[name])
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
         save_file(contents, path / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -118,5 +118,9 @@ def inside(folder: Path, name: str) -> Path:
 
 def require_none(what: str, names: set[str], fault: str) -> None:
     """Raise naming the first few of `names`, unless there are none."""
-    shown = sorted(names)[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else [])
-    require(not names, what, shown, fault)
+    require(not names, what, shown(names), fault)
+
+
+def shown(names: set[str]) -> list[str]:
+    """Return the first few of `names`, and how many others there are."""
+    return sorted(names)[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else [])
