@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ultrascale_jax.huggingface.files import inside, open_tensors, weight_files
+from ultrascale_jax.huggingface.files import inside, open_tensors, unread_files, weight_files
 
 INDEX = "model.safetensors.index.json"
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -134,4 +134,33 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         save_file({"a": ROWS, f"b{number}": ROWS}, tmp_path / f"x-{number}.safetensors")
     write_index(tmp_path, {"b1": "x-1.safetensors", "b2": "x-2.safetensors"})
     with pytest.raises(ValueError, match=r"\['a'\].*another file"):
+        read_all(tmp_path)
+
+
+def test_one_whole_file_is_read_alone_and_an_index_beside_it_told(tmp_path):
+    save_file({"a": ROWS, "b": ROWS}, tmp_path / "model.safetensors")
+    save_file({"a": ROWS + 1}, tmp_path / "x-1.safetensors")
+    write_index(tmp_path, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
+    np.testing.assert_array_equal(read_all(tmp_path)["a"], ROWS)
+    told = f"model.safetensors is read, not the 2 files of {INDEX} beside it"
+    assert unread_files(tmp_path) == [told]
+    write_index(tmp_path, {"a": "model.safetensors", "b": "model.safetensors"})
+    assert read_all(tmp_path).keys() == {"a", "b"} and unread_files(tmp_path) == []
+    (tmp_path / INDEX).unlink()
+    assert unread_files(tmp_path) == []
+
+
+def test_an_index_that_lists_other_tensors_than_the_whole_file_beside_it_is_refused(tmp_path):
+    save_file({"a": ROWS}, tmp_path / "model.safetensors")
+    write_index(tmp_path, {"a": "x-1.safetensors", "lost": "x-1.safetensors"})
+    with pytest.raises(ValueError, match=r"\['lost'\].*missing from model\.safetensors, .* index"):
+        read_all(tmp_path)
+
+
+def test_an_index_that_gives_a_tensor_two_files_is_refused(tmp_path):
+    for number in (1, 2):
+        save_file({"a": ROWS}, tmp_path / f"x-{number}.safetensors")
+    text = '{"weight_map": {"a": "x-1.safetensors", "a": "x-2.safetensors"}}'
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=r"gives 'a' two values, 'x-1.*' and 'x-2"):
         read_all(tmp_path)

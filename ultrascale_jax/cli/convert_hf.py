@@ -29,7 +29,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config, remarks
 from ultrascale_jax.huggingface.families import MTP, family_of
 from ultrascale_jax.huggingface.files import (
     GENERATION,
@@ -356,6 +356,7 @@ def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
     """Yield lines about what a user of the checkpoint may not expect."""
     if cfg.data.tokenizer == "bytes":
         yield f"note: {hf_dir} brings no {TOKENIZER}; give the model's own by --data.tokenizer FILE"
+    yield from (f"note: {line}" for line in remarks(hf_dir))
     raw = read_json(inside(hf_dir, "config.json"))
     known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
     if isinstance(known, int) and known < cfg.data.seq_len:

@@ -2,10 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config.base import UserError, require
+
+type Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 MOST_BYTES = 1 << 24
 """Largest file that is read where a caller names no other bound; the largest `config.json` known has 5 KB."""
@@ -29,20 +32,46 @@ def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> b
     return content
 
 
-def parse_json(content: bytes | str, what: str) -> Any:
-    """Parse JSON; an error begins with `what`.
+def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> Any:
+    """Parse JSON, with or without a byte-order mark; an error begins with `what`. `pairs` makes the objects.
 
     Raises `UserError` where the text is not UTF-8 or not JSON, is nested too deeply for Python, or holds an integer of
     more digits than Python reads.
     """
     try:
-        return json.loads(content.decode() if isinstance(content, bytes) else content)
+        text = content.decode() if isinstance(content, bytes) else content
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 ({error}); save it as UTF-8") from None
+    except UserError as error:
+        raise UserError(f"{what} {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what} is not JSON ({error})") from None
 
 
-def read_json(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file; as `read_foreign` and `parse_json`."""
-    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:")
+def read_json(
+    path: Path,
+    *,
+    name: str = "path",
+    most: int = MOST_BYTES,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Read the object in a JSON file; as `read_foreign` and `parse_json`. `tell` gets each key that stands twice.
+
+    Raises `UserError` also for a key that has two values.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                if repr(found[key]) != repr(value):
+                    both = f"{found[key]!r} and {value!r}"
+                    raise UserError(f"gives {key!r} two values, {both}; keep one")
+                tell(key)
+            found[key] = value
+        return found
+
+    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:", once)
     require(isinstance(raw, dict), name, str(path), "must hold a JSON object")
     return raw

@@ -17,6 +17,8 @@ from ultrascale_jax.config.foreign import read_json
 MOST_INDEX_BYTES = 1 << 28
 """Largest index of tensors; that of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 TRAVELLING = (
@@ -79,13 +81,32 @@ def has_tensors(folder: Path, prefix: str) -> bool:
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return the safetensors files to open, each with the tensors that the index promises there."""
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    if (folder / single).exists():
-        return {single: set()}
-    fix = f"holds neither {single} nor {index}; no other format is read, save it as safetensors"
-    require((folder / index).exists(), "path", str(folder), fix)
-    raw = read_json(inside(folder, index), most=MOST_INDEX_BYTES)
+    """Return the safetensors files to open, each with the tensors that the index promises there.
+
+    `model.safetensors` is read alone, as `transformers` does; an index beside it must list tensors that it has.
+    """
+    fix = f"holds neither {SINGLE} nor {INDEX}; no other format is read, save it as safetensors"
+    single = (folder / SINGLE).exists()
+    require(single or (folder / INDEX).exists(), "path", str(folder), fix)
+    promised = _indexed(folder) if (folder / INDEX).exists() else {SINGLE: set()}
+    if single:
+        return {SINGLE: set().union(*promised.values())}
+    for name in promised:
+        inside(folder, name)
+    return promised
+
+
+def unread_files(folder: Path) -> list[str]:
+    """Return a line about the files of an index that are not read, because `model.safetensors` is."""
+    if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
+        return []
+    unread = len(_indexed(folder).keys() - {SINGLE})
+    return [f"{SINGLE} is read, not the {unread} files of {INDEX} beside it"] if unread else []
+
+
+def _indexed(folder: Path) -> dict[str, set[str]]:
+    """Return the files that the index names, each with the tensors that it promises there."""
+    raw = read_json(inside(folder, INDEX), most=MOST_INDEX_BYTES)
     weight_map: Any = raw.get("weight_map")
     filled = isinstance(weight_map, dict) and len(weight_map) > 0
     require(filled, "weight_map", weight_map, "must be an object that maps tensors to files")
@@ -95,8 +116,6 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
         fix = "must be the plain name of a .safetensors file"
         require(plain, f"weight_map[{tensor!r}]", name, fix)
         promised.setdefault(name, set()).add(tensor)
-    for name in promised:
-        inside(folder, name)
     return promised
 
 
