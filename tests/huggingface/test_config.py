@@ -198,7 +198,7 @@ def gemma3(**changes):
         ({"sliding_window": 7, "sliding_window_pattern": 2}, gemma3(sliding_window=7, full_attention_every=2)),
         ({"layer_types": [WINDOWED, FULL] * 2}, gemma3(full_attention_every=2)),
         ({"layer_types": [WINDOWED] * 4}, GEMMA3),
-        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3}, gemma3(full_attention_every=5)),
+        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 6}, GEMMA3),
         ({"rope_theta": 5e5, "rope_local_base_freq": 7.0}, gemma3(rope_theta=5e5, rope_theta_local=7.0)),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, gemma3(rope_scaling=LINEAR)),
         ({"rope_parameters": GEMMA3_ROPES}, gemma3(rope_scaling=LINEAR)),
@@ -223,6 +223,7 @@ def test_gemma3_reads_as_transformers_does(keys, expected):
         ({"sliding_window_pattern": 0}, "sliding_window_pattern=0: must be a positive integer"),
         ({"layer_types": [FULL, WINDOWED, FULL, WINDOWED]}, "layer_types=.*: supported are 4 layers"),
         ({"layer_types": [WINDOWED] * 3}, "layer_types=.*: supported are 4 layers"),
+        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3}, "sliding_window_pattern=3: contradicts"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.*: must be an object with one"),
         ({"rope_parameters": {FULL: 3}}, "rope_parameters=.*: must be an object with one"),
         ({"rope_parameters": {WINDOWED: {"rope_type": "linear"}}}, "rope_type='linear': of sliding"),
@@ -681,6 +682,7 @@ def test_a_stretch_that_is_not_exactly_ours_is_refused_by_key_and_value(rope, sa
     [
         ("qwen2", {"layer_types": [WINDOWED, FULL, WINDOWED, FULL]}),
         ("qwen2", {"layer_types": [WINDOWED, FULL, FULL, FULL]}),
+        ("qwen2", {"layer_types": [FULL, FULL, FULL, WINDOWED], "max_window_layers": 1}),
         ("mistral", {"layer_types": [FULL, FULL, WINDOWED, WINDOWED]}),
         ("mistral", {"layer_types": [FULL] * 4}),
         ("qwen3", {"max_window_layers": "absent", "layer_types": "sliding_attention"}),
@@ -701,6 +703,11 @@ def test_a_config_that_is_no_json_object_is_refused_by_its_path(tmp_path, text):
 
 def test_a_folder_without_config_is_refused_by_its_path(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json.*no such file"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"path=.*: holds adapters alone; merge them into their base"
+    ):
         read_config(tmp_path)
 
 

@@ -108,6 +108,15 @@ def test_links_inside_the_folder_and_those_of_the_hub_cache_are_followed(tmp_pat
     np.testing.assert_array_equal(read_all(plain)["a"], ROWS)
 
 
+@pytest.mark.parametrize("name", ["x-1.safetensors", "model.fp16.safetensors"])
+def test_safetensors_without_their_index_are_named(tmp_path, name):
+    save_file({"a": ROWS}, tmp_path / name)
+    with pytest.raises(
+        ValueError, match=rf"holds neither .*; \['{name}'\] are read by an index alone"
+    ):
+        read_all(tmp_path)
+
+
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*no other format"):

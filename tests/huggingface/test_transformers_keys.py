@@ -13,7 +13,7 @@ from ultrascale_jax.huggingface.config import known_keys, parse_config, read_con
 from ultrascale_jax.huggingface.families import FAMILIES, HARMLESS
 
 FOLDERS = sorted((Path(__file__).parents[1] / "data" / "hf").iterdir())
-WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
 """Values with which the keys of a window are read."""
 BASE = (
     *("configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "masking_utils.py"),
@@ -156,6 +156,22 @@ def test_keys_without_meaning_or_that_stand_twice_are_told_and_two_values_refuse
         UserError, match=r"config\.json': gives 'vocab_size' two values, 255 and 64"
     ):
         read_config(path)
+
+
+def test_token_ids_that_no_token_has_are_told_and_a_generation_config_that_is_no_json_refused(
+    tmp_path,
+):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama") | {"pad_token_id": -1}))
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [2, 64], "bos_token_id": "<s>", "top_k": 5}))
+    assert remarks(tmp_path) == [
+        "config.json has pad_token_id=-1, which is none of the 64 tokens",
+        "generation_config.json has bos_token_id='<s>', which is none of the 64 tokens",
+        "generation_config.json has eos_token_id=64, which is none of the 64 tokens",
+    ]
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json': is not JSON"):
+        remarks(tmp_path)
 
 
 @pytest.mark.parametrize("write", [str.encode, lambda text: b"\xef\xbb\xbf" + text.encode()])

@@ -324,6 +324,7 @@ def _import(arguments: Sequence[str]) -> None:
     if any(word.replace("_", "-").startswith("--model.mtp-layers") for word in arguments):
         model = dataclasses.replace(cfg.model, mtp_layers=recipe.model.mtp_layers)
         cfg = dataclasses.replace(cfg, model=model)
+    told = list(notes(cfg, Path(hf_dir)))
     with _start_jax(options.devices):
         import jax
 
@@ -334,7 +335,7 @@ def _import(arguments: Sequence[str]) -> None:
         import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(
-                *notes(cfg, Path(hf_dir)),
+                *told,
                 f"{run_dir} is a run at step 0; go on, with your own text as data.source={cfg.data.source!r}, by",
                 f"  {train_command(recipe, cfg, arguments)}",
                 sep="\n",

@@ -166,8 +166,9 @@ def _bring_tokenizer(cfg: Config) -> None:
     if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
         source = Source.parse(cfg.train.init_from)
         convert_hf.check_tokenizer(cfg, source.folder)
+        told = list(convert_hf.notes(cfg, source.folder)) if source.huggingface else []
         bring_files(run_dir, files(source))
-        for note in convert_hf.notes(cfg, source.folder) if source.huggingface else ():
+        for note in told:
             say(note)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer copied")

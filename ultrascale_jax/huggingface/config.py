@@ -27,7 +27,7 @@ from ultrascale_jax.huggingface.families import (
     Family,
     model_type_of,
 )
-from ultrascale_jax.huggingface.files import has_tensors, inside, shown, unread_files
+from ultrascale_jax.huggingface.files import GENERATION, has_tensors, inside, shown, unread_files
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -43,6 +43,11 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+    adapters = (folder / "adapter_config.json").exists() and not (folder / name).exists()
+    fix = (
+        "holds adapters alone; merge them into their base (merge_and_unload of peft), and save that"
+    )
+    require(not adapters, "path", str(folder), fix)
     cfg = parse_config(read_json(inside(folder, name)))
     if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
         return dataclasses.replace(cfg, mtp_layers=0)
@@ -57,7 +62,25 @@ def remarks(folder: Path) -> list[str]:
     lines = [f"config.json gives {shown(set(twice))} twice, the same"] if twice else []
     if unknown:
         lines.append(f"config.json has {shown(unknown)}, which mean nothing to {raw['model_type']}")
+    lines += _no_tokens("config.json", raw, raw["vocab_size"])
+    if (folder / GENERATION).is_file():
+        lines += _no_tokens(GENERATION, read_json(inside(folder, GENERATION)), raw["vocab_size"])
     return lines + unread_files(folder)
+
+
+def _no_tokens(name: str, raw: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """Return a line for each id of a special token in the file `name` that no token has."""
+    found = [(key, raw[key]) for key in sorted(NO_TOKEN_IDS) if raw.get(key) is not None]
+    ids = [
+        (key, id_)
+        for key, value in found
+        for id_ in (value if isinstance(value, list) else [value])
+    ]
+    return [
+        f"{name} has {key}={id_!r}, which is none of the {vocab_size} tokens"
+        for key, id_ in ids
+        if type(id_) is not int or not 0 <= id_ < vocab_size
+    ]
 
 
 def known_keys(model_type: str) -> set[str]:
@@ -215,7 +238,11 @@ def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> dict[str
         window = integer({"sliding_window": window}, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is not None:
-        first = _first_window_layer(kinds, window, family, num_layers)
+        begin = _first_window_layer(kinds, window, family, num_layers)
+        free = family.window != "upper" or window is None or "max_window_layers" not in raw
+        fix = f"contradicts layer_types={kinds}"
+        require(free or begin == min(first, num_layers), "max_window_layers", first, fix)
+        first = begin
     if window is None or first >= num_layers:
         return {}
     return {"sliding_window": window, "first_window_layer": first}
@@ -231,6 +258,9 @@ def _pattern(raw: Mapping[str, Any], family: Family, num_layers: int) -> int:
         f"supported are {num_layers} layers of which every n-th is {FULL} and the others {WINDOWED}"
     )
     require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
+    pattern = raw.get("sliding_window_pattern")
+    same = pattern is None or kinds == _layer_types(every, num_layers)
+    require(same, "sliding_window_pattern", pattern, f"contradicts layer_types={kinds}")
     if FULL in kinds:
         every = kinds.index(FULL) + 1
     elif every <= num_layers:

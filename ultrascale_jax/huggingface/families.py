@@ -61,6 +61,7 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
     "quantization_config": (),
+    "compression_config": (),
     "auto_map": ({},),
     "is_encoder_decoder": (False,),
     "is_causal": (True,),

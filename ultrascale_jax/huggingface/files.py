@@ -57,8 +57,13 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         path = inside(folder, name)
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
-        except SafetensorError as error:
-            fault = f"is not a whole safetensors file ({error})"
+        except (SafetensorError, OSError) as error:
+            kind = (
+                "cannot be read"
+                if isinstance(error, OSError)
+                else "is not a whole safetensors file"
+            )
+            fault = f"{kind} ({error})"
             raise UserError(f"path={str(path)!r}: {fault}") from None
         names = set(opened.keys())
         require_none("tensors", promised - names, f"missing from {name}, where the index puts them")
@@ -85,7 +90,10 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
     `model.safetensors` is read alone, as `transformers` does; an index beside it must list tensors that it has.
     """
-    fix = f"holds neither {SINGLE} nor {INDEX}; no other format is read, save it as safetensors"
+    others = {path.name for path in folder.glob("*.safetensors")}
+    fix = f"{shown(others)} are read by an index alone; fetch it, or save the model again"
+    fix = fix if others else "no other format is read, save it as safetensors"
+    fix = f"holds neither {SINGLE} nor {INDEX}; {fix}"
     single = (folder / SINGLE).exists()
     require(single or (folder / INDEX).exists(), "path", str(folder), fix)
     promised = _indexed(folder) if (folder / INDEX).exists() else {SINGLE: set()}
