@@ -704,11 +704,6 @@ def test_a_config_that_is_no_json_object_is_refused_by_its_path(tmp_path, text):
 def test_a_folder_without_config_is_refused_by_its_path(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json.*no such file"):
         read_config(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"path=.*: holds adapters alone; merge them into their base"
-    ):
-        read_config(tmp_path)
 
 
 EXPRESSIBLE = [

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ultrascale_jax.huggingface.files import inside, open_tensors, unread_files, weight_files
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.files import (
+    inside,
+    is_huggingface,
+    open_tensors,
+    unread_files,
+    weight_files,
+)
 
 INDEX = "model.safetensors.index.json"
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -115,6 +122,30 @@ def test_safetensors_without_their_index_are_named(tmp_path, name):
         ValueError, match=rf"holds neither .*; \['{name}'\] are read by an index alone"
     ):
         read_all(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_called_by_its_name(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors': is a pointer of Git LFS.*git lfs pull"
+    ):
+        read_all(tmp_path)
+
+
+def test_folders_that_hold_no_model_themselves_are_called_by_their_kind(tmp_path):
+    snapshot = tmp_path / "hub" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    for read in (is_huggingface, read_config):
+        with pytest.raises(ValueError, match=r"path=.*adapters': holds adapters alone; merge them"):
+            read(tmp_path / "adapters")
+        with pytest.raises(
+            ValueError, match=r"path=.*hub': is a cache of the Hub; name .*snapshots/abc"
+        ):
+            read(tmp_path / "hub")
+    assert not is_huggingface(snapshot)
 
 
 def test_pickled_weights_are_not_read(tmp_path):

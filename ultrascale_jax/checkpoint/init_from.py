@@ -44,6 +44,8 @@ class Source:
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
+        if huggingface and re.fullmatch(r"[\w.-]+/[\w.-]+", place, re.ASCII):
+            fix += f"; a model of the Hub first: hf download {place} --local-dir DIR"
         require(folder.is_dir(), "train.init_from", text, fix)
         fix = (
             "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"

@@ -27,7 +27,14 @@ from ultrascale_jax.huggingface.families import (
     Family,
     model_type_of,
 )
-from ultrascale_jax.huggingface.files import GENERATION, has_tensors, inside, shown, unread_files
+from ultrascale_jax.huggingface.files import (
+    GENERATION,
+    has_tensors,
+    inside,
+    refuse_other_kinds,
+    shown,
+    unread_files,
+)
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -43,11 +50,7 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
-    adapters = (folder / "adapter_config.json").exists() and not (folder / name).exists()
-    fix = (
-        "holds adapters alone; merge them into their base (merge_and_unload of peft), and save that"
-    )
-    require(not adapters, "path", str(folder), fix)
+    refuse_other_kinds(folder)
     cfg = parse_config(read_json(inside(folder, name)))
     if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
         return dataclasses.replace(cfg, mtp_layers=0)

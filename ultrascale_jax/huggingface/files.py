@@ -30,13 +30,30 @@ TRAVELLING = (
 ORIGINAL = "hf_config.json"
 """The checkpoint's `config.json` in the run directory, for what `ModelConfig` does not hold."""
 
+LFS = b"version https://git-lfs"
+"""First bytes of the file that Git leaves in the place of a large one that was not fetched."""
+
 PLAIN_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder holds a Hugging Face model, not a run."""
+    """Return whether a folder holds a Hugging Face model, not a run; raises as `refuse_other_kinds`."""
+    refuse_other_kinds(folder)
     path = folder / "config.json"
     return path.is_file() and "model_type" in read_json(path)
+
+
+def refuse_other_kinds(folder: Path) -> None:
+    """Refuse a folder without `config.json` that has adapters of `peft` alone, or is the Hub's cache of a model."""
+    if (folder / "config.json").exists():
+        return
+    fix = (
+        "holds adapters alone; merge them into their base (merge_and_unload of peft), and save that"
+    )
+    require(not (folder / "adapter_config.json").exists(), "path", str(folder), fix)
+    snapshots = sorted(folder.glob("snapshots/*"))
+    fix = f"is a cache of the Hub; name a snapshot in it, {snapshots[-1] if snapshots else ''}"
+    require(not snapshots, "path", str(folder), fix)
 
 
 def require_empty(path: Path) -> None:
@@ -57,13 +74,13 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         path = inside(folder, name)
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
-            kind = (
-                "cannot be read"
-                if isinstance(error, OSError)
-                else "is not a whole safetensors file"
-            )
-            fault = f"{kind} ({error})"
+        except OSError as error:
+            raise UserError(f"path={str(path)!r}: cannot be read ({error})") from None
+        except SafetensorError as error:
+            fault = f"is not a whole safetensors file ({error})"
+            with open(path, "rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    fault = "is a pointer of Git LFS, not the file itself; fetch that: git lfs pull"
             raise UserError(f"path={str(path)!r}: {fault}") from None
         names = set(opened.keys())
         require_none("tensors", promised - names, f"missing from {name}, where the index puts them")
