@@ -177,12 +177,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         read_all(tmp_path)
 
 
-def test_one_whole_file_is_read_alone_and_an_index_beside_it_told(tmp_path):
+def test_one_whole_file_is_read_alone_and_the_files_of_an_index_are_told(tmp_path):
     save_file({"a": ROWS, "b": ROWS}, tmp_path / "model.safetensors")
     save_file({"a": ROWS + 1}, tmp_path / "x-1.safetensors")
     write_index(tmp_path, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
     np.testing.assert_array_equal(read_all(tmp_path)["a"], ROWS)
-    told = f"model.safetensors is read, not the 2 files of {INDEX} beside it"
+    told = f"model.safetensors is read, and not the 2 files of {INDEX}"
     assert unread_files(tmp_path) == [told]
     write_index(tmp_path, {"a": "model.safetensors", "b": "model.safetensors"})
     assert read_all(tmp_path).keys() == {"a", "b"} and unread_files(tmp_path) == []
@@ -190,7 +190,7 @@ def test_one_whole_file_is_read_alone_and_an_index_beside_it_told(tmp_path):
     assert unread_files(tmp_path) == []
 
 
-def test_an_index_that_lists_other_tensors_than_the_whole_file_beside_it_is_refused(tmp_path):
+def test_an_index_that_lists_other_tensors_than_the_whole_file_is_refused(tmp_path):
     save_file({"a": ROWS}, tmp_path / "model.safetensors")
     write_index(tmp_path, {"a": "x-1.safetensors", "lost": "x-1.safetensors"})
     with pytest.raises(ValueError, match=r"\['lost'\].*missing from model\.safetensors, .* index"):

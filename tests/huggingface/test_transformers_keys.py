@@ -22,18 +22,12 @@ BASE = (
 CONFIGS = ("config", "self.config", "text_config", "effective_config", "layer_config")
 """Names of a model's configuration there."""
 OTHERS = (
-    *(
-        "embed_dim",
-        "num_heads",
-        "validate",
-    ),  # compared or called where there is one: no ported family has one
-    "first_k_dense_replace",  # of modules of multi-token prediction, where another family has them
-    *(
-        "text_config",
-        "vision_config",
-        "image_token_id",
-        "mm_tokens_per_image",
-    ),  # of models with vision
+    # Compared or called where a configuration has them: no ported family has one.
+    *("embed_dim", "num_heads", "validate"),
+    # Of modules of multi-token prediction, where another family has them.
+    "first_k_dense_replace",
+    # Of models with vision.
+    *("text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
 )
 """Names that the files read, but that no ported family has."""
 
@@ -41,7 +35,7 @@ OTHERS = (
 @functools.cache
 def keys_read(path: Path) -> set[str]:
     """Keys of a model's configuration that a file of `transformers` reads or declares, but for Gemma's vision."""
-    found: set[str] = set()
+    keys: set[str] = set()
     about_configs = path.name.startswith("configuration") or "rope" in path.name
     holders = (*CONFIGS, "self") if about_configs else CONFIGS
     for node in ast.walk(ast.parse(path.read_text())):
@@ -49,44 +43,41 @@ def keys_read(path: Path) -> set[str]:
             declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
             declared = [one for one in declared if "ClassVar" not in ast.unparse(one.annotation)]
             if node.name.endswith("Config") and node.name != "Gemma3Config":
-                found |= {one.target.id for one in declared}
+                keys |= {one.target.id for one in declared}
                 assigned = [one for one in node.body if isinstance(one, ast.Assign)]
                 maps = [one for one in assigned if ast.unparse(one.targets[0]) == "attribute_map"]
-                found |= {key for one in maps for key in ast.literal_eval(one.value)}
+                keys |= {key for one in maps for key in ast.literal_eval(one.value)}
         elif isinstance(node, ast.FunctionDef):
             if node.name in ("__post_init__", "convert_rope_params_to_dict"):
-                found |= {key for call in ast.walk(node) for key in popped(call)}
+                keys |= {key for call in ast.walk(node) for key in popped(call)}
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in CONFIGS:
-            found.add(node.attr)
+            keys.add(node.attr)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             holder, name = map(ast.unparse, node.args[:2])
             if holder in holders and isinstance(node.args[1], ast.Constant):
-                found.add(ast.literal_eval(name))
-    return found
+                keys.add(ast.literal_eval(name))
+    return keys
 
 
 def popped(node: ast.AST) -> set[str]:
     """Keys that a call takes from the keyword arguments of a configuration."""
     takes = isinstance(node, ast.Call) and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get")
-    return (
-        {ast.literal_eval(node.args[0])}
-        if takes and isinstance(node.args[0], ast.Constant)
-        else set()
-    )
+    named = takes and isinstance(node.args[0], ast.Constant)
+    return {ast.literal_eval(node.args[0])} if named else set()
 
 
 @functools.cache
 def no_keys(path: Path) -> set[str]:
     """Methods and class attributes of the configurations that a file declares, which no file of a model sets."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "ConfigMixin")):
             for one in node.body:
                 if isinstance(one, ast.FunctionDef) and "setter" not in ast.unparse(one):
-                    found.add(one.name)
+                    keys.add(one.name)
                 if isinstance(one, ast.AnnAssign) and "ClassVar" in ast.unparse(one.annotation):
-                    found.add(one.target.id)
-    return found - {"per_layer_config", "rope_scaling"}
+                    keys.add(one.target.id)
+    return keys - {"per_layer_config", "rope_scaling"}
 
 
 def sources() -> Path:

@@ -78,13 +78,14 @@ def check_run_dir(cfg: Config) -> None:
 
     Call it before anything is written. A `config.json` that cannot be read is the run's own where checkpoints are.
     """
-    run_dir, sections = Path(cfg.log.run_dir), {field.name for field in dataclasses.fields(Config)}
-    branched = Path(re.sub(r"@\d+$", "", cfg.checkpoint.resume.removeprefix("from:")))
-    other = cfg.checkpoint.resume == str(branched) or branched.resolve() != run_dir.resolve()
-    fix = "is the run directory itself: leave it out to go on, or choose another --run-dir"
-    require(other, "checkpoint.resume", cfg.checkpoint.resume, fix)
+    run_dir, resume = Path(cfg.log.run_dir), cfg.checkpoint.resume
+    if resume.startswith("from:"):
+        branched = Path(re.sub(r"@\d+$", "", resume.removeprefix("from:")))
+        fix = "is the run directory itself: leave it out to go on, or choose another --run-dir"
+        require(branched.resolve() != run_dir.resolve(), "checkpoint.resume", resume, fix)
     if not (run_dir / "config.json").is_file():
         return
+    sections = {field.name for field in dataclasses.fields(Config)}
     try:
         known = read_json(run_dir / "config.json").keys() <= sections
     except UserError:

@@ -62,15 +62,15 @@ def read_json(
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
-                if repr(found[key]) != repr(value):
-                    both = f"{found[key]!r} and {value!r}"
+            if key in values:
+                both = f"{values[key]!r} and {value!r}"
+                if repr(values[key]) != repr(value):
                     raise UserError(f"gives {key!r} two values, {both}; keep one")
                 tell(key)
-            found[key] = value
-        return found
+            values[key] = value
+        return values
 
     raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:", once)
     require(isinstance(raw, dict), name, str(path), "must hold a JSON object")

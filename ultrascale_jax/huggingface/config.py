@@ -145,10 +145,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     """Return base and scaling from `rope_theta`, `rope_scaling` of transformers 4, or `rope_parameters` of 5."""
     keys = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
-    found = [_rope_at(raw, key, family) for key in keys or ["rope_parameters"]]
+    readings = [_rope_at(raw, key, family) for key in keys or ["rope_parameters"]]
     fix = f"contradicts rope_parameters={raw.get('rope_parameters')!r}; leave one of them out"
-    require(found[0] == found[-1], "rope_scaling", raw.get("rope_scaling"), fix)
-    return found[0]
+    require(readings[0] == readings[-1], "rope_scaling", raw.get("rope_scaling"), fix)
+    return readings[0]
 
 
 def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, RopeScaling | None]:

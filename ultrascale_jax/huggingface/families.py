@@ -281,8 +281,8 @@ def _one_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     base = local.get("rope_theta", outer)
     fix = f"contradicts rope_parameters, which say {base!r} for {WINDOWED}"
     require(outer is None or outer == base, "rope_local_base_freq", outer, fix)
-    found = {**raw, "rope_parameters": full}
-    return found if base is None else found | {"rope_local_base_freq": base}
+    keys = {**raw, "rope_parameters": full}
+    return keys if base is None else keys | {"rope_local_base_freq": base}
 
 
 def _read_gemma(raw: Mapping[str, Any]) -> dict[str, Any]:

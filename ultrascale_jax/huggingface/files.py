@@ -105,7 +105,7 @@ def has_tensors(folder: Path, prefix: str) -> bool:
 def weight_files(folder: Path) -> dict[str, set[str]]:
     """Return the safetensors files to open, each with the tensors that the index promises there.
 
-    `model.safetensors` is read alone, as `transformers` does; an index beside it must list tensors that it has.
+    `model.safetensors` is read alone, as `transformers` does; an index in its folder must list tensors that it has.
     """
     others = {path.name for path in folder.glob("*.safetensors")}
     fix = f"{shown(others)} are read by an index alone; fetch it, or save the model again"
@@ -126,7 +126,7 @@ def unread_files(folder: Path) -> list[str]:
     if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
         return []
     unread = len(_indexed(folder).keys() - {SINGLE})
-    return [f"{SINGLE} is read, not the {unread} files of {INDEX} beside it"] if unread else []
+    return [f"{SINGLE} is read, and not the {unread} files of {INDEX}"] if unread else []
 
 
 def _indexed(folder: Path) -> dict[str, set[str]]:
