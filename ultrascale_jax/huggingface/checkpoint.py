@@ -24,12 +24,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require, require_type
+from ultrascale_jax.config import ModelConfig, UserError, require, require_type
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_empty, require_none, shown
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import Tensor, copies, tensors
+from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.models.transformer import Transformer
 
 
@@ -38,12 +39,25 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 
     Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `layer_order_of` has them. Each process
     reads what its own devices hold, one parameter at a time. A model without `mtp_layers` leaves those of the folder
-    out. Raises `ValueError` naming what is missing, left over, of another shape or type, or on the processes that read
-    it not finite in the type of `abstract`.
+    out. Raises `UserError` on all processes where one of them finds a tensor missing, left over, of another shape or
+    type, or not finite in the type of `abstract`.
     """
     fix = "give abstract_state(cfg, mesh).params"
     require_type("abstract", abstract, Transformer, fix)
-    folder = Path(path)
+    params, problem = None, None
+    try:
+        params = _load(Path(path), abstract)
+    except UserError as error:
+        problem = str(error)
+    problem = agree(problem)
+    if problem is not None:
+        raise UserError(problem)
+    assert params is not None
+    return params
+
+
+def _load(folder: Path, abstract: Transformer) -> Transformer:
+    """Load the part of this process; see `load`."""
     cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
     table = tensors(cfg)
     _check_parameters(abstract, cfg)
