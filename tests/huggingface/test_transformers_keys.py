@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.huggingface.config import known_keys, parse_config, read_config, remarks
+from ultrascale_jax.huggingface.config import parse_config, read_config
 from ultrascale_jax.huggingface.families import FAMILIES, HARMLESS
+from ultrascale_jax.huggingface.remarks import known_keys, remarks
 
 FOLDERS = sorted((Path(__file__).parents[1] / "data" / "hf").iterdir())
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
@@ -149,6 +150,27 @@ def test_keys_without_meaning_or_that_stand_twice_are_told_and_two_values_refuse
         read_config(path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "rope", "unread"),
+    [
+        ("qwen3", {"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section"),
+        (
+            "qwen3",
+            {"rope_type": "linear", "factor": 2, "attention_factor": 3.0},
+            "attention_factor",
+        ),
+        ("qwen3", {"type": "yarn", "factor": 2, "beta_fats": 3.0}, "beta_fats"),
+        ("gemma3_text", {"full_attention": {"rope_theta": 7, "beta_fast": 3}}, "beta_fast"),
+    ],
+)
+def test_keys_of_rope_that_its_type_does_not_read_are_told(tmp_path, model_type, rope, unread):
+    config = config_of(model_type) | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parse_config(config)
+    told = f"config.json has ['{unread}'] in rope_parameters, which mean nothing to its rope_type"
+    assert remarks(tmp_path) == [told]
+
+
 def test_token_ids_that_no_token_has_are_told_and_a_generation_config_that_is_no_json_refused(
     tmp_path,
 ):
@@ -174,5 +196,7 @@ def test_a_config_with_or_without_a_byte_order_mark_is_read(tmp_path, write):
 
 def test_a_config_in_utf_16_is_refused_with_the_encoding_that_is_wanted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")), encoding="utf-16")
-    with pytest.raises(UserError, match=r"config\.json': is not UTF-8 .*; save it as UTF-8"):
+    with pytest.raises(
+        UserError, match=r"config\.json': is not JSON in UTF-8 .*; save it as UTF-8"
+    ):
         read_config(tmp_path)

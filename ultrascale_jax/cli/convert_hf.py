@@ -29,7 +29,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config, remarks
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.families import MTP, family_of
 from ultrascale_jax.huggingface.files import (
     GENERATION,
@@ -39,6 +39,7 @@ from ultrascale_jax.huggingface.files import (
     require_empty,
     travelling,
 )
+from ultrascale_jax.huggingface.remarks import remarks
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.config.training import Precision
-from ultrascale_jax.huggingface.config import read_config, remarks
+from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
+from ultrascale_jax.huggingface.remarks import remarks
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -42,7 +42,7 @@ def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> A
         text = content.decode() if isinstance(content, bytes) else content
         return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not UTF-8 ({error}); save it as UTF-8") from None
+        raise UserError(f"{what} is not JSON in UTF-8 ({error}); save it as UTF-8") from None
     except UserError as error:
         raise UserError(f"{what} {error}") from None
     except (ValueError, RecursionError) as error:

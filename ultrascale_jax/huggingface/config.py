@@ -21,19 +21,14 @@ from ultrascale_jax.huggingface.families import (
     ALLOWED,
     FAMILIES,
     FULL,
-    HARMLESS,
-    READ,
     WINDOWED,
     Family,
     model_type_of,
 )
 from ultrascale_jax.huggingface.files import (
-    GENERATION,
     has_tensors,
     inside,
     refuse_other_kinds,
-    shown,
-    unread_files,
 )
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
@@ -55,49 +50,6 @@ def read_config(path: str | Path) -> ModelConfig:
     if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
         return dataclasses.replace(cfg, mtp_layers=0)
     return cfg
-
-
-def remarks(folder: Path) -> list[str]:
-    """Return lines about a Hugging Face folder that loads: keys that stand twice, keys and files without effect."""
-    twice: list[str] = []
-    raw = read_json(inside(folder, "config.json"), tell=twice.append)
-    unknown = {key for key in raw.keys() - known_keys(raw["model_type"]) if key[:1] != "_"}
-    lines = [f"config.json gives {shown(set(twice))} twice, the same"] if twice else []
-    if unknown:
-        lines.append(f"config.json has {shown(unknown)}, which mean nothing to {raw['model_type']}")
-    lines += _no_tokens("config.json", raw, raw["vocab_size"])
-    if (folder / GENERATION).is_file():
-        lines += _no_tokens(GENERATION, read_json(inside(folder, GENERATION)), raw["vocab_size"])
-    return lines + unread_files(folder)
-
-
-def _no_tokens(name: str, raw: Mapping[str, Any], vocab_size: int) -> list[str]:
-    """Return a line for each id of a special token in the file `name` that no token has."""
-    found = [(key, raw[key]) for key in sorted(NO_TOKEN_IDS) if raw.get(key) is not None]
-    ids = [
-        (key, id_)
-        for key, value in found
-        for id_ in (value if isinstance(value, list) else [value])
-    ]
-    return [
-        f"{name} has {key}={id_!r}, which is none of the {vocab_size} tokens"
-        for key, id_ in ids
-        if type(id_) is not int or not 0 <= id_ < vocab_size
-    ]
-
-
-def known_keys(model_type: str) -> set[str]:
-    """Return the keys of `config.json` that are read or refused in this family, or have no effect in any."""
-    family = FAMILIES[model_type]
-    keys = {*READ, *HARMLESS, *ALLOWED, *family.allowed, *family.expert_keys.values()}
-    keys |= {family.activation_key, *count_keys(model_type), *family.own_keys}
-    optional = {
-        family.dense_list_key: family.dense_list_key != "",
-        "use_sliding_window": family.window_switch,
-        "max_window_layers": family.window == "upper",
-        "sliding_window_pattern": family.window == "pattern",
-    }
-    return keys | {key for key, known in optional.items() if known}
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
