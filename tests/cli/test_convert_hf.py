@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
@@ -26,10 +26,12 @@ from ultrascale_jax.cli.convert_hf import (
     export_checkpoint,
     import_checkpoint,
     main,
+    notes,
     tokenizer_files,
     train_command,
     with_model,
 )
+from ultrascale_jax.cli.models import load_huggingface
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -326,6 +328,19 @@ def test_what_cannot_be_done_ends_with_one_line_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_oddities_of_a_folder_are_told_by_the_import_and_where_a_model_is_read(tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(FIXTURES / "llama3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"ep_size": 1}))
+    note = "note: config.json has ['ep_size'], which mean nothing to llama"
+    assert note in notes(with_model(demo, folder), folder)
+    mesh, num_devices = mesh_of(dp=1)
+    cfg = Config(model=read_config(folder), mesh=MeshConfig.of(dp=1)).check(num_devices)
+    load_huggingface(folder, cfg, mesh)
+    assert capsys.readouterr().err == f"{note}\n"
+
+
 def broken(folder, damage):
     """A Hugging Face folder that cannot be imported into `demo`, whose text is bytes."""
     shutil.copytree(FIXTURES / "llama3", folder)
@@ -341,6 +356,12 @@ def broken(folder, damage):
         path.write_bytes(path.read_bytes()[:-9])
     elif damage == "tokenizer":
         (folder / "tokenizer.json").write_text("{")
+    elif damage == "generation":
+        (folder / "generation_config.json").write_text("{")
+    elif damage == "nan":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][-1] = np.nan
+        save_file(tensors, folder / "model.safetensors")
     elif damage == "tokenizer link":
         (folder / "tokenizer.json").symlink_to("/etc/hostname")
     (folder / "config.json").write_text(json.dumps(config))
@@ -354,6 +375,8 @@ def broken(folder, damage):
         ("width", "a positive integer, at most 2147483647"),
         ("cut", "not a whole safetensors file"),
         ("tokenizer", "data.tokenizer="),
+        ("generation", "generation_config.json': is not JSON"),
+        ("nan", "model.norm.weight=nan: a weight must be finite"),
         ("tokenizer link", "link out of the checkpoint's folder"),
     ],
 )

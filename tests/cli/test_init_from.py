@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.tokenizers import write_tokenizer
-from ultrascale_jax.checkpoint.init_from import Source, files
+from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.cli import command_line, main, train
 from ultrascale_jax.config import Config, DataConfig, UserError
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -108,3 +108,89 @@ def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path
     assert (step, cfg.train.init_from) == (0, f"{first}@2")
     for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(capsys, *words):
+    """The one line with which the command of these words is refused."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr("sys.argv", ["ultrascale", *words])
+        main.main()
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("run_dir", ["hf", "sub/../hf", "link", "link/"])
+def test_no_command_writes_over_the_hugging_face_folder_that_it_reads(
+    tmp_path, monkeypatch, capsys, run_dir
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(HF, "hf")
+    Path("sub").mkdir()
+    Path("link").symlink_to("hf")
+    before = contents(tmp_path)
+    begin = ["debug", "--init-from", "hf:hf", "--run-dir", run_dir]
+    for words in (["train", *begin], ["launch", "--", *begin]):
+        assert "init_from='hf:" in refused(capsys, *words)
+    assert "log.run_dir=" in refused(capsys, "convert-hf", "import", "hf", run_dir, "debug")
+    assert "already holds" in refused(capsys, "convert-hf", "export", "run", run_dir)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "config", ['{"model_type": "bert"}', '{"name": "mine", "lr": 1}', "lr = 1"]
+)
+def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
+    tmp_path, monkeypatch, capsys, config
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(HF, "hf")
+    Path("theirs").mkdir()
+    Path("theirs/config.json").write_text(config)
+    Path("a.txt").write_text("text")
+    before = contents(tmp_path)
+    for words in (
+        ["train", "debug", "--run-dir", "theirs"],
+        ["train", "debug", "--run-dir", "theirs", "--init-from", "hf:hf"],
+        ["launch", "--", "debug", "--run-dir", "theirs"],
+        ["convert-hf", "import", "hf", "theirs", "debug"],
+    ):
+        said = refused(capsys, *words)
+        assert "theirs" in said and "config.json" in said
+    assert "log.run_dir='theirs': holds a config.json that is no run's" in said
+    said = refused(capsys, "prepare-data", "--input", "a.txt", "--out", "theirs")
+    assert "out='theirs': holds a config.json" in said
+    cfg, _ = parsed(TINY)
+    cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir="theirs")).check(8)
+    with pytest.raises(UserError, match=r"log\.run_dir='theirs': holds a config\.json"):
+        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None):
+            pass
+    assert contents(tmp_path) == before
+
+
+def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "tokenizer.json").write_text("theirs")
+    with pytest.raises(UserError, match=r"log\.run_dir=.*holds a tokenizer\.json of another model"):
+        bring_files(run_dir, {"tokenizer.json": b"ours", "hf_config.json": b"{}"})
+    assert [path.name for path in run_dir.iterdir()] == ["tokenizer.json"]
+    (run_dir / "config.json").write_text("{}")  # of a run that begins anew
+    bring_files(run_dir, {"tokenizer.json": b"ours"})
+    assert (run_dir / "tokenizer.json").read_text() == "ours"
+
+
+@pytest.mark.parametrize("option", ["--init-from {}", "--checkpoint.resume from:{}@3"])
+def test_a_run_does_not_begin_with_a_step_of_its_own_directory(tmp_path, option):
+    folder = tmp_path / "run"
+    (folder / "checkpoints/3").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(parsed(TINY)[0])))
+    (tmp_path / "link").symlink_to("run")
+    words = f"{TINY} --run-dir {tmp_path}/link"
+    check_run_dir(parsed(words)[0])
+    with pytest.raises(SystemExit, match="2"), command_line.user_errors():
+        check_run_dir(parsed(f"{words} {option.format(folder)}")[0])

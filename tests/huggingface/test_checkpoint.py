@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig, UserError
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface import files as hf_files
 from ultrascale_jax.huggingface.config import read_config
@@ -294,6 +294,83 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path, chang
     assert_refused("llama3", tmp_path, change, said)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "said"),
+    [
+        ("_orig_mod.model.", "begin with '_orig_mod.model.'"),
+        ("module.model.", "begin with 'module.model.'"),
+        ("base_model.model.model.", "begin with 'base_model.model.model.'"),
+        ("model._orig_mod.", "begin with 'model._orig_mod.'"),
+        ("language_model.model.", "begin with 'language_model.model.'"),
+        ("", "have no prefix"),
+    ],
+)
+def test_tensors_that_a_wrapper_renamed_are_named_with_their_prefix(tmp_path, prefix, said):
+    folder, tensors = copy("llama3", tmp_path)
+    renamed = {f"{prefix}{name.removeprefix('model.')}": value for name, value in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^tensors=.*: {said} where this family has 'model\.'"):
+        load(folder)
+
+
+def test_tensors_that_are_unknown_are_told_before_those_that_are_missing(tmp_path):
+    folder, tensors = copy("llama3", tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({"gate_up": tensors.pop(name), **tensors}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^tensors=\['gate_up'\]: not part .* lacks \['{name}'\]"):
+        load(folder)
+
+
+def test_a_vocabulary_that_is_padded_in_the_tensors_alone_is_refused_with_its_size(tmp_path):
+    folder, tensors = copy("llama3", tmp_path)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.pad(tensors[name], ((0, 64), (0, 0)))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r'embed_tokens.*\(320, 64\): .*write "vocab_size": 320'):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
+    assert load(folder).embed.shape == (320, 64)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("family", ["llama3", "mixtral"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, family, value, dtype):
+    folder, tensors = copy(family, tmp_path)
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    name = sorted(tensors)[-2]  # of the last layer
+    tensors[name][..., -1] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^{name}={value}: a weight must be finite in float32"):
+        load(folder, "fsdp=8")
+
+
+def test_a_weight_that_the_wanted_type_cannot_hold_is_refused_by_name(tmp_path):
+    folder, tensors = copy("llama3", tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = 1e6
+    save_file(tensors, folder / "model.safetensors")
+    half = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, np.dtype("float16"), sharding=s.sharding),
+        abstract(read_config(folder), "dp=1"),
+    )
+    with pytest.raises(UserError, match=rf"^{name}=inf: a weight must be finite in float16"):
+        checkpoint.load(folder, half)
+    assert np.max(load(folder).blocks.mlp.w_down[...]) == 1e6
+
+
+def test_a_weight_that_is_not_finite_is_not_written(tmp_path):
+    folder, tensors = copy("llama3", tmp_path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 3.4e38  # beyond bfloat16
+    save_file(tensors, folder / "model.safetensors")
+    model, cfg = load(folder), read_config(folder)
+    with pytest.raises(UserError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight=inf: .*bfloat16"):
+        checkpoint.save(model, cfg, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
+
+
 def test_a_type_that_is_no_float_is_refused_by_name(tmp_path):
     folder, tensors = copy("llama3", tmp_path)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
@@ -431,6 +508,17 @@ def test_blocks_that_are_no_mxfp4_are_refused_by_name(tmp_path, change, said):
     tensors |= {first + name: np.zeros(shape, np.uint8) for name, shape in change.items()}
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=said):
+        load(folder)
+
+
+def test_a_scale_of_mxfp4_that_stands_for_nan_is_refused_by_name(tmp_path):
+    folder, tensors = copy("gpt_oss", tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    parts, _ = packed(np.random.default_rng(0), *tensors.pop(name).shape)
+    parts["_scales"][1, 2, 0] = 255
+    tensors |= {name + part: value for part, value in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^{name}=nan: a weight must be finite"):
         load(folder)
 
 

@@ -9,6 +9,7 @@ import pytest
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.huggingface.config import config_dict, parse_config, read_config
+from ultrascale_jax.huggingface.families import FAMILIES
 from ultrascale_jax.models.rotary import frequencies
 
 SHAPE = {
@@ -197,7 +198,7 @@ def gemma3(**changes):
         ({"sliding_window": 7, "sliding_window_pattern": 2}, gemma3(sliding_window=7, full_attention_every=2)),
         ({"layer_types": [WINDOWED, FULL] * 2}, gemma3(full_attention_every=2)),
         ({"layer_types": [WINDOWED] * 4}, GEMMA3),
-        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3}, gemma3(full_attention_every=5)),
+        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 6}, GEMMA3),
         ({"rope_theta": 5e5, "rope_local_base_freq": 7.0}, gemma3(rope_theta=5e5, rope_theta_local=7.0)),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, gemma3(rope_scaling=LINEAR)),
         ({"rope_parameters": GEMMA3_ROPES}, gemma3(rope_scaling=LINEAR)),
@@ -222,6 +223,7 @@ def test_gemma3_reads_as_transformers_does(keys, expected):
         ({"sliding_window_pattern": 0}, "sliding_window_pattern=0: must be a positive integer"),
         ({"layer_types": [FULL, WINDOWED, FULL, WINDOWED]}, "layer_types=.*: supported are 4 layers"),
         ({"layer_types": [WINDOWED] * 3}, "layer_types=.*: supported are 4 layers"),
+        ({"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3}, "sliding_window_pattern=3: contradicts"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.*: must be an object with one"),
         ({"rope_parameters": {FULL: 3}}, "rope_parameters=.*: must be an object with one"),
         ({"rope_parameters": {WINDOWED: {"rope_type": "linear"}}}, "rope_type='linear': of sliding"),
@@ -485,6 +487,123 @@ def test_rope_without_scaling_has_the_given_base(keys, theta):
     assert parse_config(raw(**keys)) == ours(rope_theta=theta)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": YARN_ROPE, "rope_parameters": {**YARN_ROPE, "rope_theta": 1e4}},
+        {"rope_scaling": {**YARN_ROPE, "type": "yarn"}, "rope_parameters": YARN_ROPE},
+        {"rope_scaling": YARN_ROPE, "rope_theta": 1e4, "original_max_position_embeddings": 128},
+    ],
+)
+def test_keys_of_rope_that_say_the_same_twice_are_read(keys):
+    assert parse_config(raw(**keys)) == ours(rope_scaling=YARN)
+
+
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        (
+            "llama",
+            {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE},
+            "rope_scaling=.*: contradicts rope_parameters=",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR_ROPE, "rope_parameters": {**LINEAR_ROPE, "factor": 8}},
+            "rope_scaling=.*: contradicts",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR_ROPE, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_scaling=.*: contradicts",
+        ),
+        (
+            "llama",
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta=10000.0: contradicts rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {**YARN_ROPE, "type": "linear"}},
+            "rope_scaling.type='linear': contradicts rope_type='yarn'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"factor": 4.0}},
+            "rope_scaling.factor=4.0: has no effect without a rope_type",
+        ),
+        (
+            "llama",
+            {"rope_scaling": YARN_ROPE, "original_max_position_embeddings": 64},
+            "original_max_.*=64: .*rope_scaling, 128",
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": LINEAR_ROPE, "rope_parameters": {FULL: {"rope_theta": 1e6}}},
+            "rope_scaling=.*: contradicts",
+        ),
+        (
+            "gemma3_text",
+            {"rope_theta": 7, "rope_parameters": {FULL: {"rope_theta": 1e6}}},
+            "rope_theta=7: contradicts",
+        ),
+        (
+            "gemma3_text",
+            {"rope_local_base_freq": 7, "rope_parameters": {WINDOWED: {"rope_theta": 1e4}}},
+            "rope_local_base_freq=7: contra",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": "false"},
+            "use_sliding_window='false': must be true or false",
+        ),
+        (
+            "deepseek_v3",
+            {"num_mtp_layers": 2, "num_nextn_predict_layers": 1},
+            "num_mtp_layers=2: contradicts num_nextn",
+        ),
+        (
+            "deepseek_v3",
+            {"qk_head_dim": 23},
+            r"qk_head_dim=23: is qk_nope_head_dim \+ qk_rope_head_dim=24",
+        ),
+        ("llama", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1: supported is 0"),
+        (
+            "llama",
+            {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
+            "per_layer_config=.*rms_norm_eps.*: supported is {}",
+        ),
+        (
+            "llama",
+            {"transformers_weights": "other.safetensors"},
+            "transformers_weights='other.safetensors': supported is null",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_or_change_single_layers_are_refused(
+    model_type, keys, said
+):
+    given = deepseek(**keys) if model_type == "deepseek_v3" else raw(model_type, **keys)
+    with pytest.raises(ValueError, match=said):
+        parse_config(given)
+
+
+def test_both_names_of_the_modules_of_multi_token_prediction_are_read():
+    modules = dataclasses.replace(DEEPSEEK, mtp_layers=2)
+    for key in ("num_mtp_layers", "num_nextn_predict_layers"):
+        assert parse_config(deepseek(**{key: 2})) == modules
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_without_a_number_of_kv_heads_every_family_has_as_many_as_heads(model_type):
+    keys = {"num_key_value_heads": None}
+    given = deepseek(**keys) if model_type == "deepseek_v3" else raw(model_type, **keys)
+    assert parse_config(given).num_kv_heads == 4
+
+
 REFUSED = [
     ("model_type", "absent", "None"),
     ("model_type", "gpt_neo", "gpt_neo"),
@@ -563,6 +682,7 @@ def test_a_stretch_that_is_not_exactly_ours_is_refused_by_key_and_value(rope, sa
     [
         ("qwen2", {"layer_types": [WINDOWED, FULL, WINDOWED, FULL]}),
         ("qwen2", {"layer_types": [WINDOWED, FULL, FULL, FULL]}),
+        ("qwen2", {"layer_types": [FULL, FULL, FULL, WINDOWED], "max_window_layers": 1}),
         ("mistral", {"layer_types": [FULL, FULL, WINDOWED, WINDOWED]}),
         ("mistral", {"layer_types": [FULL] * 4}),
         ("qwen3", {"max_window_layers": "absent", "layer_types": "sliding_attention"}),

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ultrascale_jax.huggingface.files import inside, open_tensors, weight_files
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.files import (
+    inside,
+    is_huggingface,
+    open_tensors,
+    unread_files,
+    weight_files,
+)
 
 INDEX = "model.safetensors.index.json"
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -108,6 +115,39 @@ def test_links_inside_the_folder_and_those_of_the_hub_cache_are_followed(tmp_pat
     np.testing.assert_array_equal(read_all(plain)["a"], ROWS)
 
 
+@pytest.mark.parametrize("name", ["x-1.safetensors", "model.fp16.safetensors"])
+def test_safetensors_without_their_index_are_named(tmp_path, name):
+    save_file({"a": ROWS}, tmp_path / name)
+    with pytest.raises(
+        ValueError, match=rf"holds neither .*; \['{name}'\] are read by an index alone"
+    ):
+        read_all(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_called_by_its_name(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors': is a pointer of Git LFS.*git lfs pull"
+    ):
+        read_all(tmp_path)
+
+
+def test_folders_that_hold_no_model_themselves_are_called_by_their_kind(tmp_path):
+    snapshot = tmp_path / "hub" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    for read in (is_huggingface, read_config):
+        with pytest.raises(ValueError, match=r"path=.*adapters': holds adapters alone; merge them"):
+            read(tmp_path / "adapters")
+        with pytest.raises(
+            ValueError, match=r"path=.*hub': is a cache of the Hub; name .*snapshots/abc"
+        ):
+            read(tmp_path / "hub")
+    assert not is_huggingface(snapshot)
+
+
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*no other format"):
@@ -134,4 +174,33 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         save_file({"a": ROWS, f"b{number}": ROWS}, tmp_path / f"x-{number}.safetensors")
     write_index(tmp_path, {"b1": "x-1.safetensors", "b2": "x-2.safetensors"})
     with pytest.raises(ValueError, match=r"\['a'\].*another file"):
+        read_all(tmp_path)
+
+
+def test_one_whole_file_is_read_alone_and_the_files_of_an_index_are_told(tmp_path):
+    save_file({"a": ROWS, "b": ROWS}, tmp_path / "model.safetensors")
+    save_file({"a": ROWS + 1}, tmp_path / "x-1.safetensors")
+    write_index(tmp_path, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
+    np.testing.assert_array_equal(read_all(tmp_path)["a"], ROWS)
+    told = f"model.safetensors is read, and not the 2 files of {INDEX}"
+    assert unread_files(tmp_path) == [told]
+    write_index(tmp_path, {"a": "model.safetensors", "b": "model.safetensors"})
+    assert read_all(tmp_path).keys() == {"a", "b"} and unread_files(tmp_path) == []
+    (tmp_path / INDEX).unlink()
+    assert unread_files(tmp_path) == []
+
+
+def test_an_index_that_lists_other_tensors_than_the_whole_file_is_refused(tmp_path):
+    save_file({"a": ROWS}, tmp_path / "model.safetensors")
+    write_index(tmp_path, {"a": "x-1.safetensors", "lost": "x-1.safetensors"})
+    with pytest.raises(ValueError, match=r"\['lost'\].*missing from model\.safetensors, .* index"):
+        read_all(tmp_path)
+
+
+def test_an_index_that_gives_a_tensor_two_files_is_refused(tmp_path):
+    for number in (1, 2):
+        save_file({"a": ROWS}, tmp_path / f"x-{number}.safetensors")
+    text = '{"weight_map": {"a": "x-1.safetensors", "a": "x-2.safetensors"}}'
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=r"gives 'a' two values, 'x-1.*' and 'x-2"):
         read_all(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "data" / "hf" / "llama3"
@@ -45,15 +46,14 @@ print(json.dumps({"taken": sum(taken), "largest": max(taken)}))
 """
 
 
-@pytest.mark.slow
-def test_a_process_reads_only_its_devices_part_and_the_first_one_writes_the_whole(tmp_path):
+def run_processes(source, target):
+    """Load `source` and write it to `target` with two processes; return for each its exit code, stdout and stderr."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-c", PROCESS, port]
     processes = [
         subprocess.Popen(
-            [*command, str(number), str(FOLDER), str(tmp_path / "out")],
+            [sys.executable, "-c", PROCESS, port, str(number), str(source), str(target)],
             cwd=ROOT,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
             stdout=subprocess.PIPE,
@@ -63,12 +63,32 @@ def test_a_process_reads_only_its_devices_part_and_the_first_one_writes_the_whol
         for number in range(2)
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
+    return [
+        (process.returncode, *output) for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_not_finite_for_one_process_is_refused_by_all(tmp_path):
+    tensors = load_file(FOLDER / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, -1] = np.nan  # in the last part of D
+    shutil.copytree(FOLDER, tmp_path / "hf")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    for code, _, errors in run_processes(tmp_path / "hf", tmp_path / "out"):
+        assert code == 1
+        assert "UserError: model.layers.1.mlp.up_proj.weight=nan: a weight must be" in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_process_reads_only_its_devices_part_and_the_first_one_writes_the_whole(tmp_path):
+    outputs = run_processes(FOLDER, tmp_path / "out")
+    for code, _, errors in outputs:
+        assert code == 0, errors
     tensors = load_file(FOLDER / "model.safetensors")
     whole = sum(value.nbytes for value in tensors.values())
     vectors = sum(value.nbytes for value in tensors.values() if value.ndim == 1)
-    for printed, _ in outputs:
+    for _, printed, _ in outputs:
         reads = json.loads(printed.splitlines()[-1])
         # Norm scales are whole on every device, matrices have their D split between the processes.
         assert reads["taken"] == (whole - vectors) // 2 + vectors

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import split_step, steps
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import (
     GENERATION,
@@ -51,6 +52,8 @@ class Source:
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
+        if huggingface and re.fullmatch(r"[\w.-]+/[\w.-]+", place, re.ASCII):
+            fix += f"; a model of the Hub first: hf download {place} --local-dir DIR"
         require(os.path.isdir(folder), "train.init_from", text, fix)
         fix = (
             "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"
@@ -81,6 +84,27 @@ class Source:
         return dataclasses.replace(self, step=step)
 
 
+def check_run_dir(cfg: Config) -> None:
+    """Refuse a run directory that is the run to branch off, or holds somebody else's `config.json`.
+
+    Call it before anything is written. A `config.json` that cannot be read is the run's own where checkpoints are.
+    """
+    run_dir, resume = Path(cfg.log.run_dir), cfg.checkpoint.resume
+    if resume.startswith("from:"):
+        branched, _ = split_step("checkpoint.resume", resume, resume.removeprefix("from:"))
+        fix = "is the run directory itself: leave it out to go on, or choose another --run-dir"
+        require(Path(branched).resolve() != run_dir.resolve(), "checkpoint.resume", resume, fix)
+    if not (run_dir / "config.json").is_file():
+        return
+    sections = {field.name for field in dataclasses.fields(Config)}
+    try:
+        known = read_json(run_dir / "config.json").keys() <= sections
+    except UserError:
+        known = bool(steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)))
+    fix = "holds a config.json that is no run's, over which the run would write; choose another --run-dir"
+    require(known, "log.run_dir", cfg.log.run_dir, fix)
+
+
 def with_source(cfg: Config) -> Config:
     """Return `cfg` with the model and the tokenizer of `train.init_from`, whose place is made absolute and exact.
 
@@ -91,7 +115,11 @@ def with_source(cfg: Config) -> Config:
         data = dataclasses.replace(cfg.data, tokenizer=begun.data.tokenizer)
         train = dataclasses.replace(cfg.train, init_from=begun.train.init_from)
         return dataclasses.replace(cfg, model=begun.model, data=data, train=train)
-    source = Source.parse(cfg.train.init_from).pinned()
+    source = Source.parse(cfg.train.init_from)
+    fix = "is the run directory itself, over which the run would write; choose another --run-dir"
+    apart = source.folder.resolve() != Path(cfg.log.run_dir).resolve()
+    require(apart, "train.init_from", cfg.train.init_from, fix)
+    source = source.pinned()
     if source.huggingface:
         model, tokenizer = read_config(source.folder), cfg.data.tokenizer
     else:
@@ -155,10 +183,18 @@ def files(source: Source) -> dict[str, bytes]:
 
 
 def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
-    """Write these files into the run directory."""
+    """Write these files into the run directory.
+
+    Raises `UserError` where one would replace another file in a folder that no run has begun in.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
+    changed = [name for name in contents if (run_dir / name).is_file()]
+    changed = [name for name in changed if read_regular(run_dir / name) != contents[name]]
+    fix = f"holds a {', '.join(changed)} of another model; choose another --run-dir"
+    begun = any((run_dir / name).is_file() for name in ("config.json", ORIGINAL))
+    require(begun or not changed, "log.run_dir", str(run_dir), fix)
     for name, content in contents.items():
-        if not (run_dir / name).is_file() or read_regular(run_dir / name) != content:
+        if name in changed or not (run_dir / name).is_file():
             write_atomic(run_dir / name, content)
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
+from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, at_home, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
@@ -33,7 +33,15 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config, read_config
 from ultrascale_jax.huggingface.families import MTP, family_of
-from ultrascale_jax.huggingface.files import GENERATION, ORIGINAL, TOKENIZER, inside, travelling
+from ultrascale_jax.huggingface.files import (
+    GENERATION,
+    ORIGINAL,
+    TOKENIZER,
+    inside,
+    require_empty,
+    travelling,
+)
+from ultrascale_jax.huggingface.remarks import remarks
 from ultrascale_jax.launch.run_files import read_regular, write_atomic
 
 if TYPE_CHECKING:
@@ -83,6 +91,7 @@ def import_checkpoint(hf_dir: str | Path, cfg: Config, mesh: "Mesh") -> None:
     from ultrascale_jax.train_step.state import abstract_state, fresh_state
 
     folder, run_dir = Path(hf_dir), Path(cfg.log.run_dir)
+    check_run_dir(cfg)
     fix = "has checkpoints already; choose another folder"
     require(not steps(checkpoint_folder(cfg)), "run_dir", str(run_dir), fix)
     with contextlib.ExitStack() as stack:
@@ -318,12 +327,14 @@ def _import(arguments: Sequence[str]) -> None:
     recipe, options = command_line.parse(arguments, prog=usage)
     fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --init-from"
     require(not recipe.train.init_from, "init_from", recipe.train.init_from, fix)
+    check_run_dir(recipe)
     if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
         check_tokenizer(recipe, Path(hf_dir))
     cfg = with_model(recipe, hf_dir)
     if any(word.replace("_", "-").startswith("--model.mtp-layers") for word in arguments):
         model = dataclasses.replace(cfg.model, mtp_layers=recipe.model.mtp_layers)
         cfg = dataclasses.replace(cfg, model=model)
+    told = list(notes(cfg, Path(hf_dir)))
     with _start_jax(options.devices):
         import jax
 
@@ -335,7 +346,7 @@ def _import(arguments: Sequence[str]) -> None:
             import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
             print(
-                *notes(cfg, Path(hf_dir)),
+                *told,
                 f"{run_dir} is a run at step 0; go on, with your own text as data.source={cfg.data.source!r}, by",
                 f"  {train_command(recipe, cfg, arguments)}",
                 sep="\n",
@@ -358,6 +369,7 @@ def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
     if cfg.data.tokenizer == "bytes":
         fix = conversion(hf_dir) or "give the model's own by --data.tokenizer FILE"
         yield f"note: {hf_dir} brings no {TOKENIZER}; {fix}"
+    yield from (f"note: {line}" for line in remarks(hf_dir))
     raw = read_json(inside(hf_dir, "config.json"))
     known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
     if isinstance(known, int) and known < cfg.data.seq_len:
@@ -378,6 +390,7 @@ def _export(arguments: Sequence[str]) -> None:
         prog="ultrascale convert-hf export",
         description="Write a run's checkpoint so that `transformers` loads it.",
     )
+    require_empty(Path(options.hf_dir))
     with _start_jax(options.devices):
         import jax
 

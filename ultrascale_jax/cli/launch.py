@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.cluster import detect
@@ -80,6 +81,7 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
         given, prog=f"{prog} --", options=train.Options, description=train.DESCRIPTION
     )
     with command_line.user_errors():
+        check_run_dir(cfg)
         fix = "devices are given by --devices-per-process under the supervisor"
         several = (options.processes or 1) > 1
         require(not several or chosen.devices is None, "devices", chosen.devices, fix)

@@ -1,6 +1,7 @@
 """Open a model for a command that reads one: a run directory, the URL of its copies, or a Hugging Face folder."""
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -25,6 +26,7 @@ from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
+from ultrascale_jax.huggingface.remarks import remarks
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -198,5 +200,7 @@ def load_huggingface(folder: Path, cfg: Config, mesh: "Mesh") -> "Transformer":
     from ultrascale_jax.huggingface import checkpoint
     from ultrascale_jax.train_step.state import abstract_state
 
+    for line in remarks(folder) if jax.process_index() == 0 else ():
+        print(f"note: {line}", file=sys.stderr)
     with jax.set_mesh(mesh):
         return checkpoint.load(folder, abstract_state(cfg, mesh).params)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
@@ -165,8 +166,9 @@ def _bring_tokenizer(cfg: Config) -> None:
     if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
         source = Source.parse(cfg.train.init_from)
         convert_hf.check_tokenizer(cfg, source.folder)
+        told = list(convert_hf.notes(cfg, source.folder)) if source.huggingface else []
         bring_files(run_dir, files(source))
-        for note in convert_hf.notes(cfg, source.folder) if source.huggingface else ():
+        for note in told:
             say(note)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer copied")
@@ -183,6 +185,8 @@ def run(cfg: Config, options: Options) -> dict:
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
+    with command_line.user_errors(patience_s=command_line.PATIENCE_S):
+        check_run_dir(cfg)
     launch = options.join()
     rank = 0 if launch is None else launch.process_id
     events = Events(Path(cfg.log.run_dir), rank)

@@ -3,10 +3,13 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.config.base import UserError, require
+
+type Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 MOST_BYTES = 1 << 24
 """Largest file that is read where a caller names no other bound; the largest `config.json` known has 5 KB."""
@@ -58,22 +61,49 @@ def utf8(content: bytes) -> str:
     raise UserError(f"is not UTF-8 text; convert it, as by {command}")
 
 
-def parse_json(content: bytes | str, what: str) -> Any:
-    """Parse JSON; an error begins with `what`.
+def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> Any:
+    """Parse JSON, with or without a byte-order mark; an error begins with `what`. `pairs` makes the objects.
 
     Raises `UserError` where the text is not UTF-8 or not JSON, is nested too deeply for Python, or holds an integer of
     more digits than Python reads.
     """
     try:
-        return json.loads(utf8(content) if isinstance(content, bytes) else content)
+        text = utf8(content) if isinstance(content, bytes) else content.removeprefix("\ufeff")
+    except UserError as error:
+        raise UserError(f"{what} is not JSON ({error})") from None
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except UserError as error:
+        raise UserError(f"{what} {error}") from None
     except (ValueError, RecursionError) as error:
         # Of too many digits Python also says how a programmer would allow them.
         words = str(error).partition("; use sys.")[0]
         raise UserError(f"{what} is not JSON ({words})") from None
 
 
-def read_json(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file; as `read_foreign` and `parse_json`."""
-    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:")
+def read_json(
+    path: Path,
+    *,
+    name: str = "path",
+    most: int = MOST_BYTES,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Read the object in a JSON file; as `read_foreign` and `parse_json`. `tell` gets each key that stands twice.
+
+    Raises `UserError` also for a key that has two values.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                both = f"{values[key]!r} and {value!r}"
+                if repr(values[key]) != repr(value):
+                    raise UserError(f"gives {key!r} two values, {both}; keep one")
+                tell(key)
+            values[key] = value
+        return values
+
+    raw = parse_json(read_foreign(path, name=name, most=most), f"{name}={str(path)!r}:", once)
     require(isinstance(raw, dict), name, str(path), "must hold a JSON object")
     return raw

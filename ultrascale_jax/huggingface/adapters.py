@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require, require_choice
+from ultrascale_jax.config import ModelConfig, require_choice
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.huggingface.checkpoint import gather
+from ultrascale_jax.huggingface.checkpoint import gather, require_finite
+from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, tensors
 from ultrascale_jax.models.lora import WEIGHTS, adapter_of
 from ultrascale_jax.models.transformer import Transformer
@@ -33,8 +34,7 @@ def save_adapters(
     """
     require_choice("dtype", dtype, FileType)
     path = Path(path)
-    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    require(free, "path", str(path), "already holds something; choose another folder")
+    require_empty(path)
     contents = {}
     for target in lora.targets:
         part, weight = WEIGHTS[target]
@@ -43,7 +43,9 @@ def save_adapters(
         for letter, tensor in _tensors(cfg, lora, f"blocks.{part}.{weight}", adapter).items():
             array = getattr(adapter, letter).get_value()
             for layer in range(cfg.num_layers):
-                contents[tensor.name.format(layer)] = gather(array, (layer,), tensor, dtype)
+                name = tensor.name.format(layer)
+                contents[name] = gather(array, (layer,), tensor, dtype)
+                require_finite(name, contents[name])
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
         save_file(contents, path / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -25,7 +25,11 @@ from ultrascale_jax.huggingface.families import (
     Family,
     model_type_of,
 )
-from ultrascale_jax.huggingface.files import has_tensors, inside
+from ultrascale_jax.huggingface.files import (
+    has_tensors,
+    inside,
+    refuse_other_kinds,
+)
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -41,6 +45,7 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+    refuse_other_kinds(folder)
     cfg = parse_config(read_json(inside(folder, name)))
     if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
         return dataclasses.replace(cfg, mtp_layers=0)
@@ -59,12 +64,14 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     activation = family.model.get("activation", "silu")
     allowed = {**ALLOWED, family.activation_key: ACTIVATIONS[activation], **family.allowed}
     for key, values in allowed.items():
-        value = None if key in count_keys(model_type) else raw.get(key)
+        value = None if key in (*count_keys(model_type), *family.own_keys) else raw.get(key)
         fix = f"supported is {' or '.join(map(repr, values)) or 'null'}, or no such key"
         require(value is None or value in values, key, value, fix)
 
     num_heads, num_layers = integer(raw, "num_attention_heads"), integer(raw, "num_hidden_layers")
     d_model = integer(raw, "hidden_size")
+    for key in ("max_position_embeddings", "original_max_position_embeddings"):
+        integer(raw, key, 1, null=1)
     rope_theta, rope_scaling = _rope(raw, family)
     fields: dict[str, Any] = {
         "vocab_size": integer(raw, "vocab_size"),
@@ -89,19 +96,37 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     """Return base and scaling from `rope_theta`, `rope_scaling` of transformers 4, or `rope_parameters` of 5."""
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    keys = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    readings = [_rope_at(raw, key, family) for key in keys or ["rope_parameters"]]
+    fix = f"contradicts rope_parameters={raw.get('rope_parameters')!r}; leave one of them out"
+    require(readings[0] == readings[-1], "rope_scaling", raw.get("rope_scaling"), fix)
+    return readings[0]
+
+
+def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, RopeScaling | None]:
+    """Return base and scaling from `rope_theta` and the object at `key`."""
     rope = raw.get(key) or {}
     require(isinstance(rope, dict), key, rope, "must be an object")
     # transformers 5 writes one object per kind of layer where they differ; ours share one.
     nested = any(isinstance(value, dict) for value in rope.values())
     require(not nested, key, rope, "supported is one for all layers")
     theta = number(rope if "rope_theta" in rope else raw, "rope_theta", family.rope_theta)
+    outer = raw.get("rope_theta")
+    fix = f"contradicts {key}, which says {theta}; leave one of them out"
+    require(outer is None or outer == theta, "rope_theta", outer, fix)
     share = rope.get("partial_rotary_factor")
     require(share in (None, 1), "partial_rotary_factor", share, "supported is 1, or no such key")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    same = rope.get("type", kind) == kind
+    require(same, f"{key}.type", rope.get("type"), f"contradicts rope_type={kind!r}")
     known = kind in ("default", "linear", "yarn", "llama3")
     require(known, f"{key}.rope_type", kind, "supported are default, linear, yarn, llama3")
     if kind == "default":
+        stretch, fix = (
+            rope.get("factor"),
+            "has no effect without a rope_type; supported are linear, yarn, llama3",
+        )
+        require(stretch in (None, 1), f"{key}.factor", stretch, fix)
         return theta, None
     factor = number(rope, "factor")
     require(factor >= 1, f"{key}.factor", factor, "must be at least 1")
@@ -112,9 +137,11 @@ def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | 
         context = integer(raw, "max_position_embeddings")
         original = max(1, round(context / factor))
         return theta, RopeScaling(kind="linear", factor=factor, original_seq_len=original)
-    key = "original_max_position_embeddings"
-    # As transformers 5: the outer key wins, and the whole context is the fallback.
-    original = integer(raw if raw.get(key) else rope, key, raw.get("max_position_embeddings"))
+    # As transformers 5: the whole context is the fallback, and the outer key is not read.
+    name, context = "original_max_position_embeddings", raw.get("max_position_embeddings")
+    original = integer(rope, name, context)
+    fix = f"transformers reads that of {key}, {original}; write it there"
+    require(raw.get(name) in (None, original), name, raw.get(name), fix)
     if kind == "yarn":
         return theta, _yarn(rope, factor, original, family)
     return theta, RopeScaling(
@@ -155,12 +182,10 @@ def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> dict[str
         }
     window, first = None, 0
     if family.window != "none":
-        on = not family.window_switch or bool(raw.get("use_sliding_window"))
+        on = not family.window_switch or flag(raw, "use_sliding_window", False)
         window, first = raw.get("sliding_window", family.sliding_window) if on else None, 0
     if family.window == "upper":
-        first = raw.get("max_window_layers", 28)
-        good = isinstance(first, int) and not isinstance(first, bool) and first >= 0
-        require(window is None or good, "max_window_layers", first, "must be an integer from 0 on")
+        first = integer(raw, "max_window_layers", 28, minimum=0)
     if family.window == "none":
         value, fix = raw.get("sliding_window"), f"{raw['model_type']} has none; supported is null"
         require(value is None, "sliding_window", value, fix)
@@ -168,7 +193,11 @@ def _window(raw: Mapping[str, Any], family: Family, num_layers: int) -> dict[str
         window = integer({"sliding_window": window}, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is not None:
-        first = _first_window_layer(kinds, window, family, num_layers)
+        begin = _first_window_layer(kinds, window, family, num_layers)
+        free = family.window != "upper" or window is None or "max_window_layers" not in raw
+        fix = f"contradicts layer_types={kinds}"
+        require(free or begin == min(first, num_layers), "max_window_layers", first, fix)
+        first = begin
     if window is None or first >= num_layers:
         return {}
     return {"sliding_window": window, "first_window_layer": first}
@@ -184,6 +213,9 @@ def _pattern(raw: Mapping[str, Any], family: Family, num_layers: int) -> int:
         f"supported are {num_layers} layers of which every n-th is {FULL} and the others {WINDOWED}"
     )
     require(isinstance(kinds, list) and len(kinds) == num_layers, "layer_types", kinds, fix)
+    pattern = raw.get("sliding_window_pattern")
+    same = pattern is None or kinds == _layer_types(every, num_layers)
+    require(same, "sliding_window_pattern", pattern, f"contradicts layer_types={kinds}")
     if FULL in kinds:
         every = kinds.index(FULL) + 1
     elif every <= num_layers:

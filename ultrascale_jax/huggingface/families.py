@@ -28,6 +28,9 @@ OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "mtp_laye
 MTP = "num_nextn_predict_layers"
 """DeepSeek's key of `mtp_layers`."""
 
+MTP_ALIAS = "num_mtp_layers"
+"""Another name of it in `transformers` 5."""
+
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
@@ -41,13 +44,24 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "partial_rotary_factor": (1,),
     "rope_interleaved": (False,),
+    "attention_chunk_size": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "clip_qkv": (),
+    "per_layer_config": ({},),
+    "mlp_layer_types": (),
+    "mtp_layer_types": (),
+    "mtp_mlp_layer_types": (),
+    "mtp_per_layer_config": ({},),
+    MTP: (0,),
+    MTP_ALIAS: (0,),
+    "fusion_config": ({},),
+    "transformers_weights": (),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
     "quantization_config": (),
+    "compression_config": (),
     "auto_map": ({},),
     "is_encoder_decoder": (False,),
     "is_causal": (True,),
@@ -59,6 +73,30 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
 }
 """Values of keys that change the computation of some family; `null` or no such key is always allowed."""
+
+READ = frozenset(
+    (
+        *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("rms_norm_eps", "tie_word_embeddings", "layer_types", "sliding_window"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+        "original_max_position_embeddings",
+    )
+)
+"""Keys that are read in every family."""
+
+HARMLESS = frozenset(
+    (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+        *("transformers_version", "dtype", "torch_dtype", "name_or_path", "use_cache"),
+        *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("attn_implementation", "experts_implementation", "distributed_config"),
+        *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
+        *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
+    )
+)
+"""Keys that no output of a loaded model depends on."""
 
 NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -142,6 +180,8 @@ class Family:
     """Field of `Experts` to its key."""
     dense_list_key: str = ""
     """Key with the list of the layers that have no experts."""
+    own_keys: tuple[str, ...] = ()
+    """Keys that `common` and `read` read."""
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of keys, in place of those of `ALLOWED`."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -181,11 +221,16 @@ PLAIN = ModelConfig()
 
 def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSeek's latent attention, the width of a head with and without positions, and `mtp_layers`."""
-    rope_dim = integer(raw, "qk_rope_head_dim", 64)
+    rope_dim, nope = integer(raw, "qk_rope_head_dim", 64), integer(raw, "qk_nope_head_dim", 128)
     width, fix = raw.get("head_dim"), f"is qk_rope_head_dim={rope_dim} in this family"
     require(width is None or width == rope_dim, "head_dim", width, fix)
     fix = "supported is true, rotary pairs that are neighbours"
     require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
+    full, modules = raw.get("qk_head_dim"), raw.get(MTP, raw.get(MTP_ALIAS, 0))
+    fix = f"is qk_nope_head_dim + qk_rope_head_dim={nope + rope_dim} in this family"
+    require(full is None or full == nope + rope_dim, "qk_head_dim", full, fix)
+    fix = f"contradicts {MTP}={modules!r}, which is the same"
+    require(raw.get(MTP_ALIAS, modules) == modules, MTP_ALIAS, raw.get(MTP_ALIAS), fix)
     direct = raw.get("q_lora_rank", 1536) is None
     latent = LatentAttention(
         q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
@@ -195,8 +240,8 @@ def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         "latent": latent,
-        "head_dim": integer(raw, "qk_nope_head_dim", 128) + rope_dim,
-        "mtp_layers": integer(raw, MTP, 0, null=0, minimum=0),
+        "head_dim": nope + rope_dim,
+        "mtp_layers": integer({MTP: modules}, MTP, 0, null=0, minimum=0),
     }
 
 
@@ -221,21 +266,23 @@ def _write_latent(cfg: ModelConfig) -> dict[str, Any]:
 
 def _one_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return Gemma's keys with the rotary positions of full layers alone, and `rope_local_base_freq` for the others."""
-    ropes, scaling = raw.get("rope_parameters"), raw.get("rope_scaling") or {}
+    ropes = raw.get("rope_parameters")
     if ropes is None:
         return raw
     kinds = isinstance(ropes, dict) and set(ropes) <= {FULL, WINDOWED}
     fix = f"must be an object with one for {FULL} and one for {WINDOWED}"
     parts = [ropes.get(kind) or {} for kind in (FULL, WINDOWED)] if kinds else []
-    sound = kinds and all(isinstance(part, dict) for part in (*parts, scaling))
+    sound = kinds and all(isinstance(part, dict) for part in parts)
     require(sound, "rope_parameters", ropes, fix)
     full, local = parts
     kind, fix = local.get("rope_type", "default"), f"of {WINDOWED}: supported is default"
     require(kind == "default", "rope_parameters.rope_type", kind, fix)
-    found = {**raw, "rope_parameters": full | scaling, "rope_scaling": None}
-    if "rope_theta" in local:
-        found["rope_local_base_freq"] = local["rope_theta"]
-    return found
+    outer = raw.get("rope_local_base_freq")
+    base = local.get("rope_theta", outer)
+    fix = f"contradicts rope_parameters, which say {base!r} for {WINDOWED}"
+    require(outer is None or outer == base, "rope_local_base_freq", outer, fix)
+    keys = {**raw, "rope_parameters": full}
+    return keys if base is None else keys | {"rope_local_base_freq": base}
 
 
 def _read_gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +308,7 @@ def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     raw, quantization = dict(raw), raw.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         del raw["quantization_config"]
-    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": 32.0,
@@ -327,6 +374,7 @@ FAMILIES = {
         activation_key="hidden_activation",
         constants=NO_BIAS | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         common=_one_rope,
+        own_keys=("query_pre_attn_scalar", "rope_local_base_freq"),
         read=_read_gemma,
         write=_write_gemma,
         names={
@@ -433,6 +481,10 @@ FAMILIES = {
         },
         allowed={"auto_map": ({}, DEEPSEEKS_OWN)},
         constants=NO_BIAS,
+        own_keys=(
+            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+            *("qk_head_dim", "v_head_dim", "rope_interleave", MTP, MTP_ALIAS),
+        ),
         read=_read_latent,
         write=_write_latent,
         optional=("mtp_layers",),

@@ -17,6 +17,8 @@ from ultrascale_jax.config.foreign import read_json
 MOST_INDEX_BYTES = 1 << 28
 """Largest index of tensors; that of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 TRAVELLING = (
@@ -28,13 +30,36 @@ TRAVELLING = (
 ORIGINAL = "hf_config.json"
 """The checkpoint's `config.json` in the run directory, for what `ModelConfig` does not hold."""
 
+LFS = b"version https://git-lfs"
+"""First bytes of the file that Git leaves in the place of a large one that was not fetched."""
+
 PLAIN_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder holds a Hugging Face model, not a run."""
+    """Return whether a folder holds a Hugging Face model, not a run; raises as `refuse_other_kinds`."""
+    refuse_other_kinds(folder)
     path = folder / "config.json"
     return path.is_file() and "model_type" in read_json(path)
+
+
+def refuse_other_kinds(folder: Path) -> None:
+    """Refuse a folder without `config.json` that has adapters of `peft` alone, or is the Hub's cache of a model."""
+    if (folder / "config.json").exists():
+        return
+    fix = (
+        "holds adapters alone; merge them into their base (merge_and_unload of peft), and save that"
+    )
+    require(not (folder / "adapter_config.json").exists(), "path", str(folder), fix)
+    snapshots = sorted(folder.glob("snapshots/*"))
+    fix = f"is a cache of the Hub; name a snapshot in it, {snapshots[-1] if snapshots else ''}"
+    require(not snapshots, "path", str(folder), fix)
+
+
+def require_empty(path: Path) -> None:
+    """Raise unless `path` is free for a new folder: it does not exist, or is an empty folder."""
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    require(free, "path", str(path), "already holds something; choose another folder")
 
 
 def travelling(folder: Path) -> list[str]:
@@ -49,8 +74,13 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         path = inside(folder, name)
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
+        except OSError as error:
+            raise UserError(f"path={str(path)!r}: cannot be read ({error})") from None
         except SafetensorError as error:
             fault = f"is not a whole safetensors file ({error})"
+            with open(path, "rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    fault = "is a pointer of Git LFS, not the file itself; fetch that: git lfs pull"
             raise UserError(f"path={str(path)!r}: {fault}") from None
         names = set(opened.keys())
         require_none("tensors", promised - names, f"missing from {name}, where the index puts them")
@@ -73,13 +103,35 @@ def has_tensors(folder: Path, prefix: str) -> bool:
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return the safetensors files to open, each with the tensors that the index promises there."""
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    if (folder / single).exists():
-        return {single: set()}
-    fix = f"holds neither {single} nor {index}; no other format is read, save it as safetensors"
-    require((folder / index).exists(), "path", str(folder), fix)
-    raw = read_json(inside(folder, index), most=MOST_INDEX_BYTES)
+    """Return the safetensors files to open, each with the tensors that the index promises there.
+
+    `model.safetensors` is read alone, as `transformers` does; an index in its folder must list tensors that it has.
+    """
+    others = {path.name for path in folder.glob("*.safetensors")}
+    fix = f"{shown(others)} are read by an index alone; fetch it, or save the model again"
+    fix = fix if others else "no other format is read, save it as safetensors"
+    fix = f"holds neither {SINGLE} nor {INDEX}; {fix}"
+    single = (folder / SINGLE).exists()
+    require(single or (folder / INDEX).exists(), "path", str(folder), fix)
+    promised = _indexed(folder) if (folder / INDEX).exists() else {SINGLE: set()}
+    if single:
+        return {SINGLE: set().union(*promised.values())}
+    for name in promised:
+        inside(folder, name)
+    return promised
+
+
+def unread_files(folder: Path) -> list[str]:
+    """Return a line about the files of an index that are not read, because `model.safetensors` is."""
+    if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
+        return []
+    unread = len(_indexed(folder).keys() - {SINGLE})
+    return [f"{SINGLE} is read, and not the {unread} files of {INDEX}"] if unread else []
+
+
+def _indexed(folder: Path) -> dict[str, set[str]]:
+    """Return the files that the index names, each with the tensors that it promises there."""
+    raw = read_json(inside(folder, INDEX), most=MOST_INDEX_BYTES)
     weight_map: Any = raw.get("weight_map")
     filled = isinstance(weight_map, dict) and len(weight_map) > 0
     require(filled, "weight_map", weight_map, "must be an object that maps tensors to files")
@@ -89,8 +141,6 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
         fix = "must be the plain name of a .safetensors file"
         require(plain, f"weight_map[{tensor!r}]", name, fix)
         promised.setdefault(name, set()).add(tensor)
-    for name in promised:
-        inside(folder, name)
     return promised
 
 
@@ -112,5 +162,9 @@ def inside(folder: Path, name: str) -> Path:
 
 def require_none(what: str, names: set[str], fault: str) -> None:
     """Raise naming the first few of `names`, unless there are none."""
-    shown = sorted(names)[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else [])
-    require(not names, what, shown, fault)
+    require(not names, what, shown(names), fault)
+
+
+def shown(names: set[str]) -> list[str]:
+    """Return the first few of `names`, and how many others there are."""
+    return sorted(names)[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else [])

@@ -13,6 +13,8 @@ import numpy as np
 from ultrascale_jax.config import require
 
 BLOCK = 32
+NO_SCALE = 255
+"""The scale that stands for NaN (section 5.4.1)."""
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([VALUES, -VALUES])
@@ -67,6 +69,7 @@ class Packed:
         pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
         values = pairs.reshape(*scales.shape, BLOCK)
         values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+        values[scales == NO_SCALE] = np.nan
         values = values.reshape(*scales.shape[:2], -1)
         start = first * BLOCK
         return values[..., columns.start - start : columns.stop - start].swapaxes(1, 2)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ultrascale_jax.checkpoint.init_from import initial_params
+from ultrascale_jax.checkpoint.init_from import check_run_dir, initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
@@ -69,6 +69,7 @@ def open_run(
     """
     check_mesh(cfg.mesh, mesh)
     cfg = cfg.check(mesh.size)
+    check_run_dir(cfg)
     with contextlib.ExitStack() as stack:
         yield _enter(stack, cfg, mesh, model, hooks, profile, faults or FaultPlan.none())
 
