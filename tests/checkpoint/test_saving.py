@@ -16,7 +16,10 @@ import pytest
 from tests.states import some_state
 from ultrascale_jax.checkpoint import manifest, saving
 from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
+from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.restoring import opened
 from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.checkpoint.step_dirs import STORES
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -180,6 +183,22 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path):
     words = [sys.executable, "-c", VANISH, str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_save_whose_arrays_no_reader_finds_is_no_checkpoint(state, tmp_path):
+    with Checkpoints(in_folder(tmp_path)) as checkpoints:
+        checkpoints.save(state, meta(1), wait=True)
+    for name in STORES:
+        place = tmp_path / name / "1"
+        shutil.copytree(tmp_path / "checkpoints/1", place)
+        (place / manifest.NAME).unlink()
+        (place / name).unlink()
+        sealed = []
+        writing = saving.Writing(place, lambda: None, None, sealed.append)
+        assert writing.result(60.0) == f"{name} is missing"
+        assert not sealed and not (place / manifest.NAME).exists()
+        with pytest.raises(Damaged, match=f"{name} is missing"):
+            opened(place)
 
 
 WAY_OUT = r"3 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"

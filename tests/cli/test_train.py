@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import step_rows
 from ultrascale_jax.cli import profile
-from ultrascale_jax.cli.train import look_back
+from ultrascale_jax.cli.train import look_back, main
 from ultrascale_jax.launch.events import read_events
 
 TINY = (
@@ -44,6 +44,18 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / "run"
     options = "--devices 8 --mesh fsdp=2,sp=2,tp=2 --train.steps 4 --train.eval-every 2"
     return folder, *train(folder, f"{options} --sample 20 --profile 2:3")
+
+
+@pytest.mark.parametrize("name", ["a[1]", "proj [v2]/run", "a\\b", "a\udcff"])
+def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_at_once(
+    tmp_path, monkeypatch, capsys, name
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["tests.faults.tiny", "--run-dir", name])
+    error = capsys.readouterr().err
+    assert error.startswith("error: log.run_dir=") and error.count("\n") == 1, error
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

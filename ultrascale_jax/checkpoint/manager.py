@@ -31,6 +31,7 @@ from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
+    check_path,
     metadata,
     quarantine,
     quarantined,
@@ -528,7 +529,11 @@ def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Return the checkpoint folder of `cfg`. Raises `NotRegular` for a link: a run renames and deletes there."""
+    """Return the checkpoint folder of `cfg`, to which a run may write.
+
+    Raises `NotRegular` for a link, because a run renames and deletes there, and `UserError` as `check_path`.
+    """
+    check_path("log.run_dir", cfg.log.run_dir)
     return folder_of(Path(cfg.log.run_dir).resolve(), CHECKPOINTS, make=False)
 
 

@@ -22,7 +22,7 @@ from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
 from ultrascale_jax.checkpoint.layout import Groups, name, named, with_retired
 from ultrascale_jax.checkpoint.manifest import Damaged, Doubtful, Unreadable
-from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
+from ultrascale_jax.checkpoint.step_dirs import METADATA, check_path, check_stores, metadata
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.multihost import agree, hosts
@@ -91,17 +91,21 @@ def record(groups: Groups) -> dict[str, list]:
 def opened(place: Path) -> tuple[dict, str | None]:
     """Check the files of the checkpoint at `place`; return its metadata, and a message for the user or None.
 
-    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them.
+    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them, and
+    `UserError` as `check_path`.
     """
 
     def look() -> tuple[bool, dict]:
-        return manifest.check(place, contents=False), metadata(place)
+        sealed, meta = manifest.check(place, contents=False), metadata(place)
+        check_stores(place)
+        return sealed, meta
 
     def look_twice() -> tuple[bool, dict]:
         with contextlib.suppress(Damaged):
             return look()
         return look()
 
+    check_path("checkpoint", place, writes=False)
     sealed, meta = found_by_process0(look_twice)
 
     def read() -> None:

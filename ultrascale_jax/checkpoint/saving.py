@@ -19,6 +19,7 @@ import jax
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
+from ultrascale_jax.checkpoint.step_dirs import check_stores
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
@@ -85,6 +86,7 @@ class Writing:
             self._progress()
             write_s = self.moved - self.begun
             if jax.process_index() == 0:
+                check_stores(self.place)
                 size, hash_s = manifest.write(self.place, self._progress)
                 if self._events is not None:
                     step = int(self.place.name)

@@ -1,5 +1,6 @@
 """List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,33 @@ METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
 
 CORRUPT = ".corrupt"
+
+STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
+"""The files by which a reader finds the arrays of each group; Orbax writes them last, of those of all processes."""
+
+
+def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
+    """Raise `UserError` for a folder in which Orbax cannot find again what it wrote or, without `writes`, cannot read.
+
+    TensorStore takes a backslash for a slash, and wants UTF-8. Orbax 0.12 collects the files of a save by a glob whose
+    pattern begins with the whole path (`merge_ocdbt_per_process_files`), and passes over a save where that finds none.
+    """
+    try:
+        path = os.path.realpath(value)
+        usable = os.fsencode(path) == path.encode() and "\\" not in path
+    except UnicodeEncodeError:
+        path, usable = str(value), False
+    usable = usable and not (writes and glob.escape(path) != path)
+    letters = "*, ?, [ or \\" if writes else "\\"
+    fix = f"Orbax cannot read checkpoints in {path!r}: it needs a whole path in UTF-8, without {letters}"
+    require(usable, option, str(value), f"{fix}; rename the folder, or choose another")
+
+
+def check_stores(place: Path) -> None:
+    """Raise `Damaged` unless a reader finds the arrays of the checkpoint at `place`."""
+    for name in STORES:
+        if not (place / name).is_file():
+            raise Damaged(f"{name} is missing")
 
 
 def steps(folder: Path) -> list[int]:

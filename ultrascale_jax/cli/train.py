@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale_jax.checkpoint.step_dirs import check_path
 from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
@@ -187,6 +188,7 @@ def run(cfg: Config, options: Options) -> dict:
     rank = 0 if launch is None else launch.process_id
     events = Events(Path(cfg.log.run_dir), rank)
     with command_line.user_errors(), distributed.guarded(events.record):
+        check_path("log.run_dir", cfg.log.run_dir)
         verdicts = kernel_trial.settle(cfg, options, launch, say)
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)

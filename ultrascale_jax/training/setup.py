@@ -15,6 +15,7 @@ from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run
+from ultrascale_jax.checkpoint.step_dirs import check_path
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import Corpus
@@ -89,6 +90,7 @@ def _enter(
         require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
     check_kernels(cfg, mesh.devices.flat[0])
     chosen(cfg.log.to)
+    check_path("log.run_dir", cfg.log.run_dir)
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from ultrascale_jax.checkpoint.step_dirs import check_path
 from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.launch.multihost import gather
@@ -102,6 +103,7 @@ def _try(folder: Path) -> float | str:
     path = folder / f".doctor-{uuid.uuid4().hex}"
     renamed = path.with_suffix(".renamed")
     try:
+        check_path("log.run_dir", folder)
         folder.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         with open(path, "xb") as file:
@@ -111,6 +113,8 @@ def _try(folder: Path) -> float | str:
         os.replace(path, renamed)
         took = time.monotonic() - begun
         size = renamed.stat().st_size
+    except UserError as error:
+        return str(error)
     except OSError as error:
         return error.strerror or type(error).__name__
     finally:
