@@ -31,7 +31,7 @@ def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
         path, usable = str(value), False
     usable = usable and not (writes and glob.escape(path) != path)
     letters = "*, ?, [ or \\" if writes else "\\"
-    fix = f"Orbax cannot read checkpoints in {path!r}: it needs a whole path in UTF-8, without {letters}"
+    fix = f"Orbax cannot read checkpoints in {path!r}: it needs a locale and a whole path in UTF-8, without {letters}"
     require(usable, option, str(value), f"{fix}; rename the folder, or choose another")
 
 

@@ -46,6 +46,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
+from ultrascale_jax.launch.events import say
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.auto import Host
@@ -196,10 +197,11 @@ def on_devices(
     import jax
 
     from ultrascale_jax.launch import host_memory
+    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.launch.multihost import gather
     from ultrascale_jax.plan.auto import check_host, cluster_of
 
-    count = jax.device_count()
+    count = len(find_devices())
     if options.devices is None:
         require_devices(cfg.mesh, count)
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
@@ -336,10 +338,7 @@ def user_errors(patience_s: float = 0.0) -> Iterator[None]:
     except UserError as error:
         if patience_s and _is_follower():
             time.sleep(patience_s)
-        text = (
-            str(error).encode(errors="backslashreplace").decode()
-        )  # half a character, of a bent file
-        print(f"error: {text}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         raise SystemExit(error.exit_code) from None
 
 

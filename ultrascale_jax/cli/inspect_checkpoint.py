@@ -58,7 +58,9 @@ def state(place: Path, *, verify: bool) -> str:
     if not verify or "arrays" not in meta:
         return "no manifest" if "arrays" in meta else "older than manifests"
     from ultrascale_jax.checkpoint.load_params import check_arrays
+    from ultrascale_jax.launch.distributed import find_devices
 
+    find_devices()
     check_arrays(place, meta)
     return "arrays verified, no manifest"
 
