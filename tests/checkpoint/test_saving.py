@@ -19,7 +19,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.restoring import opened
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.checkpoint.step_dirs import STORES
+from ultrascale_jax.checkpoint.step_dirs import STORES, steps
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -199,6 +199,26 @@ def test_a_save_whose_arrays_no_reader_finds_is_no_checkpoint(state, tmp_path):
         assert not sealed and not (place / manifest.NAME).exists()
         with pytest.raises(Damaged, match=f"{name} is missing"):
             opened(place)
+
+
+@needs_mount
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(state, tmp_path, capfd):
+    cfg = dataclasses.replace(in_folder(tmp_path), checkpoint=CheckpointConfig(keep=1))
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, meta(1), wait=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder / "1/params")], check=True)
+        try:
+            for step in (2, 3):
+                checkpoints.save(state, meta(step), wait=True)
+            assert manifest.check(folder / "3") and steps(folder) == [3]
+            assert capfd.readouterr().out.count(f"{folder / '1'} cannot be deleted: ") == 1
+            saving.sweep(folder)
+        finally:
+            [mounted] = folder.glob("1*/params")
+            subprocess.run(["umount", str(mounted)], check=True)
+    saving.sweep(folder)
+    assert [path.name for path in folder.iterdir()] == ["3"]
 
 
 WAY_OUT = r"3 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"

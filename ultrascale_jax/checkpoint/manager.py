@@ -35,6 +35,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
     quarantine,
     quarantined,
+    remove,
     steps,
     with_digest,
 )
@@ -173,6 +174,8 @@ class Checkpoints:
         # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would
         # choose a point to stop at that lies behind it.
         opened._manager.reached_preemption = lambda step: False
+        # Orbax deletes before the new checkpoint is proven, and an old one that cannot be deleted fails the save.
+        opened._manager._checkpoint_deleter = self._rotation
         return opened
 
     @property
@@ -258,8 +261,13 @@ class Checkpoints:
         self._begun = step
         place, rotate = self.folder / str(step), self._rotation.on
         self._saving = saving.Writing(
-            place, wait, self._events, sealed=lambda place: self._copy(place, rotate=rotate)
+            place, wait, self._events, sealed=lambda place: self._sealed(place, rotate=rotate)
         )
+
+    def _sealed(self, place: Path, *, rotate: bool) -> None:
+        if rotate:
+            self._rotation.delete_old(self.folder)
+        self._copy(place, rotate=rotate)
 
     def _copy(self, place: Path, *, rotate: bool) -> None:
         if self._uploads is not None:
@@ -498,12 +506,32 @@ class Checkpoints:
 
 
 class _Rotation:
-    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`."""
+    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`.
+
+    It also stands in the place of Orbax's deleter, and deletes when the new checkpoint has its manifest.
+    """
 
     def __init__(self, keep: int):
         self._keep, self.on = keep, True
         self.held: Sequence[int] = ()
         """Steps that are being copied, which stay too."""
+        self._old: list[int] = []
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Note what Orbax wants to delete."""
+        self._old += steps
+
+    def close(self) -> None:
+        """Do nothing, as Orbax's deleter."""
+
+    def delete_old(self, folder: Path) -> None:
+        """Delete what was noted; what cannot be deleted is told, and the next start tries again."""
+        old, self._old = self._old, []
+        for step in old:
+            try:
+                remove(folder / str(step))
+            except OSError as error:
+                say(f"warning: the old checkpoint {folder / str(step)} cannot be deleted: {error}")
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context

@@ -19,7 +19,7 @@ import jax
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
-from ultrascale_jax.checkpoint.step_dirs import check_stores
+from ultrascale_jax.checkpoint.step_dirs import DELETED, check_stores
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
@@ -166,7 +166,7 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process killed during a save or a `Probe` left in `folder`; no other process may be writing there.
+    """Remove what a process killed during a save, a deletion or a `Probe` left in `folder`, where no other may write.
 
     Orbax's own `cleanup_tmp_directories` works in a thread that outlives its `Checkpointer`; if another process takes
     a file from under it, every later save fails with that error.
@@ -175,6 +175,8 @@ def sweep(folder: Path) -> None:
         left.unlink(missing_ok=True)
     for partial in _partial_saves(folder):
         shutil.rmtree(partial)
+    for deleted in folder.glob(f"*{DELETED}"):
+        shutil.rmtree(deleted, ignore_errors=True)
     fetching = folder / FETCHING
     if not fetching.is_symlink() and fetching.is_dir():
         shutil.rmtree(fetching)

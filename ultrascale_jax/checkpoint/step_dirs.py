@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import shutil
 from pathlib import Path
 
 from ultrascale_jax.checkpoint.manifest import Damaged, digest_of
@@ -13,6 +14,8 @@ METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
 
 CORRUPT = ".corrupt"
+
+DELETED = ".deleted"
 
 STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
 """The files by which a reader finds the arrays of each group; Orbax writes them last, of those of all processes."""
@@ -71,6 +74,13 @@ def quarantine(place: Path) -> Path:
         aside = place.with_name(f"{place.name}{CORRUPT}.{number}")
     os.rename(place, aside)
     return aside
+
+
+def remove(place: Path) -> None:
+    """Delete the checkpoint at `place`, which is none from the first moment on. Raises `OSError`."""
+    deleted = place.with_name(place.name + DELETED)
+    os.rename(place, deleted)
+    shutil.rmtree(deleted)
 
 
 def with_digest(meta: dict) -> dict:

@@ -70,6 +70,7 @@ def open_run(
     """
     check_mesh(cfg.mesh, mesh)
     cfg = cfg.check(mesh.size)
+    check_path("log.run_dir", cfg.log.run_dir)
     with contextlib.ExitStack() as stack:
         yield _enter(stack, cfg, mesh, model, hooks, profile, faults or FaultPlan.none())
 
@@ -90,7 +91,6 @@ def _enter(
         require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
     check_kernels(cfg, mesh.devices.flat[0])
     check_trackers(chosen(cfg.log.to))
-    check_path("log.run_dir", cfg.log.run_dir)
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
