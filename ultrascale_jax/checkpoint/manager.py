@@ -107,7 +107,7 @@ class Checkpoints:
             fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
-        saving.quieten_orbax()
+        restoring.quieten_orbax()
         self._rotation: Any = _Rotation(cfg.checkpoint.keep)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         found, aside = self._listed()
@@ -375,8 +375,8 @@ class Checkpoints:
                 self._copy(self.folder / str(step), rotate=True)
             for other in self._listed()[0]:
                 place = self.folder / str(other)
-                fault = agree(restoring.unparsable(place))
-                if fault is not None and agree(restoring.unparsable(place)) is not None:
+                fault = agree(restoring.fault_of_older(place))
+                if fault is not None and agree(restoring.fault_of_older(place)) is not None:
                     self._put_aside(other, fault)
             return state, step, notes
         aside = self._listed()[1] + [

@@ -4,12 +4,10 @@ Orbax writes and commits in its own threads; a thread here waits for them and th
 goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
 """
 
-import logging
 import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,18 +196,3 @@ def leave_in_time() -> None:
     timer = threading.Timer(LEAVE_S, leave)
     timer.daemon = True
     timer.start()
-
-
-def quieten_orbax() -> None:
-    """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
-    # When a load fails, the reads that were not begun are dropped.
-    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if _not_of_orbax not in logger.filters:
-            logger.addFilter(_not_of_orbax)
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    source = record.getMessage() if record.name == "asyncio" else record.pathname
-    return "orbax" not in source

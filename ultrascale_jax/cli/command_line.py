@@ -47,6 +47,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
 from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.failures import denied
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.auto import Host
@@ -328,18 +329,21 @@ def use_fake_devices(num_devices: int) -> None:
 
 @contextlib.contextmanager
 def user_errors(patience_s: float = 0.0) -> Iterator[None]:
-    """Turn a `UserError` of the block into one line on stderr and its exit code, without a traceback.
+    """Turn a `UserError` of the block, or a file that it may not use, into one line on stderr and its exit code.
 
     Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
     be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        refusal = error if isinstance(error, UserError) else denied(error)
+        if refusal is None:
+            raise
         if patience_s and _is_follower():
             time.sleep(patience_s)
-        say(f"error: {error}", sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        say(f"error: {refusal}", sys.stderr)
+        raise SystemExit(refusal.exit_code) from None
 
 
 def _is_follower() -> bool:

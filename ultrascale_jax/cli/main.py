@@ -62,8 +62,7 @@ def main() -> None:
 def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
     """Run the command as a whole process: what ends it becomes an exit code; `options` go to its main function."""
     with _exit_code(logs=command in LOGGING):
-        with user_errors():
-            _check_working_directory()
+        _check_working_directory()
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         module.main(sys.argv[1:] if arguments is None else arguments, **options)
 
@@ -73,7 +72,8 @@ def _exit_code(*, logs: bool = False) -> Iterator[None]:
     """Turn what ends the block, which is the whole process, into its exit code; one that `logs` may lose its output."""
     _mend_streams()
     try:
-        yield
+        with user_errors():
+            yield
         _flush() if logs else sys.stdout.flush()
     except SystemExit:
         _flush()

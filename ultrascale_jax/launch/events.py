@@ -47,10 +47,10 @@ class Events:
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
 
     def check(self) -> None:
-        """Raise `NotRegular` if something else is in place of the file; other faults stop no run."""
+        """Raise `NotRegular` or `PermissionError` if the file is not this user's to write; other faults stop no run."""
         try:
             os.close(open_regular(self.path, os.O_WRONLY | os.O_APPEND))
-        except NotRegular:
+        except (NotRegular, PermissionError):
             raise
         except OSError:
             return
