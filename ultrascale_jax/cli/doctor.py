@@ -66,13 +66,13 @@ def main(argv: Sequence[str]) -> None:
             tell([Finding("NOTE", "run directory, links, preflight", NOT_TRIED)])
         else:
             mesh = make_mesh(checked.mesh)
-            with disk.as_before(Path(cfg.log.run_dir)):
+            with disk.as_before(Path(cfg.log.run_dir)) as restore:
                 with bounded("run directory", slack * LINKS_S):
                     tell(of_all(disk.checks(checked, disk.checkpoint_bytes(checked, mesh))))
                 with bounded("links", slack * LINKS_S):
                     tell(links.checks(mesh))
                 if "FAIL" not in worst:
-                    with bounded("preflight", slack * PREFLIGHT_S):
+                    with bounded("preflight", slack * PREFLIGHT_S, restore):
                         tell(of_all(preflight.checks(checked)))
                 else:
                     tell([Finding("NOTE", "preflight", NOT_TRIED)])
