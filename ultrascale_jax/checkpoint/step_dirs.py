@@ -105,7 +105,8 @@ def metadata(place: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+        why = str(error).partition("; use sys.")[0]
+        raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {why})") from None
     if digest is not None and digest != digest_of(meta):
         raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
     if not whole or not isinstance(meta["data"].get("fingerprint"), str):

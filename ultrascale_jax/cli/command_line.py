@@ -62,6 +62,17 @@ PATIENCE_S = 10.0
 """Seconds for which a process keeps an error to itself that process 0 must have had too."""
 
 
+PLAIN_WORDS = (
+    (
+        r"Could not parse arguments \[(.*)\] into tuple type typing\.Tuple\[(.*)\]",
+        r"must be \2, not \1",
+    ),
+    (r"could not convert string to float: ", "must be a number, not "),
+    (r"invalid literal for int\(\) with base 10: ", "must be a whole number, not "),
+    (r"Exceeds the limit .*?(\d+) digits; use sys\..* limit", r"a number of \1 digits is too long"),
+)
+"""Python's own words in complaints of tyro, and what a user reads instead."""
+
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """An option without a value."""
 
@@ -496,6 +507,8 @@ def read[T](
         if stop.code == 0:
             raise
         complaint, near = _unboxed(report.getvalue())
+        for pattern, words in PLAIN_WORDS:
+            complaint = re.sub(pattern, words, complaint)
         raise UserError(
             complaint + (suggestion(complaint, default or form, recipes(), prog) or near)
         ) from None

@@ -38,7 +38,9 @@ def parse_json(content: bytes | str, what: str) -> Any:
     try:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} is not JSON ({error})") from None
+        # Without Python's advice to programmers, where an integer has too many digits.
+        why = str(error).partition("; use sys.")[0]
+        raise UserError(f"{what} is not JSON ({why})") from None
 
 
 def read_json(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> dict[str, Any]:
