@@ -18,7 +18,7 @@ CORRUPT = ".corrupt"
 DELETED = ".deleted"
 
 STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
-"""The files by which a reader finds the arrays of each group; Orbax writes them last, of those of all processes."""
+"""The files by which a reader finds the arrays of each group; Orbax writes them last, from those of all processes."""
 
 
 def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:

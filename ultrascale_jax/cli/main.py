@@ -99,9 +99,8 @@ def _mend_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # the lowest free number: this one
+            # It gets the lowest free number: this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
         stream = getattr(sys, name)
