@@ -504,6 +504,24 @@ def test_a_field_of_another_version_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    ("section", "name", "value", "words"),
+    [
+        ("train", "steps", "x", "must be a whole number"),
+        ("optim", "lr", "x", "must be a number"),
+        ("log", "to", 3, "must be a text"),
+        ("optim", "betas", [0.9], "must be a list of a number, a number"),
+        ("checkpoint", "allow_change", 3, "must be a list, each a text"),
+        ("model", "sliding_window", "x", "must be a whole number or null"),
+        ("optim", "name", "sgd", "must be one of 'adamw', 'muon'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_plain_words(section, name, value, words):
+    with pytest.raises(UserError) as refused:
+        config_from_dict({section: {name: value}})
+    assert str(refused.value).endswith(f": {words}")
+
+
+@pytest.mark.parametrize(
     "values",
     [[], {"model": 3}, {"model": {"d_model": "x"}}, {"train": {"steps": None}}, {"mesh": []}],
 )

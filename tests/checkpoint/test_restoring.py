@@ -390,6 +390,21 @@ def test_a_flipped_name_in_metadata_without_a_manifest_is_damage_and_no_other_ru
     assert (folder / "checkpoints/6.corrupt").is_dir()
 
 
+@pytest.mark.parametrize("name", ["params/manifest.ocdbt", "params/_METADATA", "train/d"])
+def test_an_older_one_that_is_damaged_is_named_in_one_line(run, name, capfd):
+    folder, expected = run
+    place = step_folder(folder, 2)
+    [*_, path] = sorted((place / name).iterdir()) if name.endswith("/d") else [place / name]
+    path.write_bytes(path.read_bytes()[:5])
+    capfd.readouterr()
+    state, step, _ = resume(folder)
+    assert step == 6 and bits(state) == expected[6]
+    told = capfd.readouterr()
+    [line] = [line for line in told.out.splitlines() if "DAMAGED" in line]
+    assert f"{path.relative_to(place)} is 5 bytes long" in line and f"{place};" in line
+    assert told.err == ""
+
+
 @pytest.mark.parametrize("kind", ["flipped", "fifo"])
 def test_metadata_of_an_older_one_that_orbax_cannot_parse_stops_no_run(run, kind):
     """Orbax reads the metadata of all, and of one that it cannot parse would raise in every use, or wait."""

@@ -17,7 +17,10 @@ import pytest
 from tests.states import some_state
 from ultrascale_jax.checkpoint import manifest, saving
 from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
+from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.restoring import opened
 from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.checkpoint.step_dirs import STORES, steps
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -194,6 +197,42 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path):
     words = [sys.executable, "-c", VANISH, str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_save_whose_arrays_no_reader_finds_is_no_checkpoint(state, tmp_path):
+    with Checkpoints(in_folder(tmp_path)) as checkpoints:
+        checkpoints.save(state, meta(1), wait=True)
+    for name in STORES:
+        place = tmp_path / name / "1"
+        shutil.copytree(tmp_path / "checkpoints/1", place)
+        (place / manifest.NAME).unlink()
+        (place / name).unlink()
+        sealed = []
+        writing = saving.Writing(place, lambda: None, None, sealed.append)
+        assert writing.result(60.0) == f"{name} is missing"
+        assert not sealed and not (place / manifest.NAME).exists()
+        with pytest.raises(Damaged, match=f"{name} is missing"):
+            opened(place)
+
+
+@needs_mount
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(state, tmp_path, capfd):
+    cfg = dataclasses.replace(in_folder(tmp_path), checkpoint=CheckpointConfig(keep=1))
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, meta(1), wait=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder / "1/params")], check=True)
+        try:
+            for step in (2, 3):
+                checkpoints.save(state, meta(step), wait=True)
+            assert manifest.check(folder / "3") and steps(folder) == [3]
+            assert capfd.readouterr().out.count(f"{folder / '1'} cannot be deleted: ") == 1
+            saving.sweep(folder)
+        finally:
+            [mounted] = folder.glob("1*/params")
+            subprocess.run(["umount", str(mounted)], check=True)
+    saving.sweep(folder)
+    assert [path.name for path in folder.iterdir()] == ["3"]
 
 
 WAY_OUT = r"3 in a row.*cannot write.*Mend .*begins anew, as there is no checkpoint"

@@ -7,6 +7,7 @@ import pytest
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
+    check_path,
     metadata,
     quarantine,
     quarantined,
@@ -15,6 +16,9 @@ from ultrascale_jax.checkpoint.step_dirs import (
     with_digest,
 )
 from ultrascale_jax.config import UserError
+
+UNREADABLE_PATHS = ("a[1]", "proj [v2]/run", "a*", "a?/run", "a\\b", "a\udcff")
+"""Run directories that Orbax writes to and cannot read."""
 
 META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}}
 
@@ -121,3 +125,26 @@ def test_metadata_through_a_link_is_not_read(tmp_path):
     (tmp_path / "5" / METADATA).symlink_to(tmp_path / "real")
     with pytest.raises(Damaged, match="symbolic link"):
         metadata(tmp_path / "5")
+
+
+@pytest.mark.parametrize("name", UNREADABLE_PATHS)
+def test_a_path_that_orbax_takes_for_another_is_refused_wherever_it_begins(
+    tmp_path, monkeypatch, name
+):
+    with pytest.raises(UserError, match=r"^log\.run_dir='.*cannot read checkpoints in '.*rename"):
+        check_path("log.run_dir", tmp_path / name)
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    for path in ("out/run", tmp_path / "link"):
+        with pytest.raises(UserError, match=r"^log\.run_dir="):
+            check_path("log.run_dir", path)
+
+
+def test_a_path_with_other_signs_is_taken_and_one_with_a_pattern_is_read(tmp_path):
+    for name in ("a b", "\u00fc", "a]", "{x}", "%5B", "a:b", "#", "~"):
+        check_path("log.run_dir", tmp_path / name)
+    check_path("checkpoint", tmp_path / "a[1]", writes=False)
+    for name in ("a\\b", "a\udcff"):
+        with pytest.raises(UserError, match=r"^checkpoint="):
+            check_path("checkpoint", tmp_path / name, writes=False)

@@ -392,6 +392,15 @@ def test_an_import_that_is_refused_says_so_in_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_an_import_into_a_path_that_orbax_cannot_read_is_refused_and_leaves_nothing(
+    tmp_path, capsys
+):
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", str(FIXTURES / "llama3"), str(tmp_path / "a[1]"), "demo", "--devices", "8"])
+    assert capsys.readouterr().err.startswith("error: log.run_dir=")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_command_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])

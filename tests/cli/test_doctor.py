@@ -160,6 +160,19 @@ def test_the_doctor_examines_two_processes_and_trains_on_them(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_preflight_without_an_end_is_a_failure_in_words_and_leaves_nothing(tmp_path):
+    program = (
+        "import sys; from ultrascale_jax.cli import doctor, main\n"
+        "doctor.PREFLIGHT_S = 0.1; main.run('doctor', sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", program, "tests.faults.tiny", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(words, env=environment(2), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("FAIL  preflight: no end within 0 s on process")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_the_doctor_ends_with_1_where_something_is_wrong(tmp_path):
     run = doctor("--run-dir", str(tmp_path), "--dist.expect-devices", "64")
     try:

@@ -11,7 +11,7 @@ import tokenizers
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli.generate import main, printable
+from ultrascale_jax.cli.generate import Options, chat, main, printable
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     TrainConfig,
+    UserError,
 )
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -77,6 +78,7 @@ def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
         (["--top-k", "-1"], "top_k=-1: "),
         (["--mesh", "fsdp=3"], "mesh="),
         (["--prompt", ""], "prompt=''"),
+        (["--prompt", "a\udcff"], r"prompt='a\udcff': has bytes that are not UTF-8"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, options, message):
@@ -137,3 +139,14 @@ def test_what_no_chat_can_be_is_told_in_one_line(run_dir, capsys, options, messa
         main([str(run_dir), *options])
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+
+
+def test_a_line_of_a_chat_that_is_not_utf8_is_told(tmp_path):
+    words = {name: number for number, name in enumerate(["<unk>", "</s>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    options = Options(model=str(tmp_path), chat=True)
+    answers = chat(CFG, None, tmp_path / "tokenizer.json", options, ["\n", "a\udcff\n"])
+    with pytest.raises(UserError, match=r"^stdin='a\\udcff': has bytes that are not UTF-8"):
+        next(answers)

@@ -116,6 +116,21 @@ def test_a_checkpoint_that_says_nothing_is_damaged(run_dir, capsys):
     assert "DAMAGED: _CHECKPOINT_METADATA" in lines[1]
 
 
+def test_arrays_that_no_reader_finds_are_damage_whatever_the_manifest_says(run_dir, capsys):
+    place = run_dir / "checkpoints/2"
+    (place / "params/manifest.ocdbt").unlink()
+    manifest.write(place)
+    lines = shown(capsys, run_dir, code=1)
+    assert lines[0].endswith("complete")
+    assert lines[1].endswith("DAMAGED: params/manifest.ocdbt is missing")
+
+
+def test_a_run_at_a_path_that_orbax_cannot_read_is_refused(tmp_path, capsys):
+    (tmp_path / "a\\b").mkdir()
+    [line] = shown(capsys, tmp_path / "a\\b", code=2)
+    assert line.startswith("error: run_dir=") and "without \\; rename the folder" in line
+
+
 def test_what_is_no_run_or_step_is_refused(run_dir, tmp_path, capsys):
     assert "holds no config.json" in shown(capsys, tmp_path / "no", code=2)[0]
     assert "holds the steps [1, 2]" in shown(capsys, run_dir, "--step", 9, code=2)[0]

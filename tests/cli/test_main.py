@@ -119,6 +119,69 @@ def test_a_closed_stdout_does_not_replace_the_exit_code():
         assert error.endswith(said)
 
 
+def command_of(body: str, call: str = "main.run('plan', [])") -> list[str]:
+    """The command line of a process that calls `ultrascale plan`, or another, whose main function has this body."""
+    code = "import os, sys; from ultrascale_jax.cli import main, plan, train\ndef end(arguments):\n"
+    code += f"    {body}\nplan.main = train.main = end\n{call}"
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed_lead_nowhere_and_no_file_takes_their_place(closed):
+    body = "print('words', sys.stdin.read()); print('words', file=sys.stderr); "
+    body += "sys.exit(os.open(os.devnull, os.O_RDONLY))"
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command_of(body)]
+    assert subprocess.run(shell, stdin=subprocess.DEVNULL).returncode > 2
+
+
+def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-m", "ultrascale_jax", "train", "--run-dir", "out"]
+    shell = ["sh", "-c", 'rmdir "$0" && exec "$@"', str(tmp_path), *words]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, env=os.environ | path)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"error: the working directory was deleted; cd to a folder that exists\n"
+
+
+def test_a_sign_that_stdout_lacks_is_an_escape():
+    done = subprocess.run(
+        command_of("print(chr(252))"),
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout == b"\\xfc\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_one_line(unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command_of("print('words' * 10_000)"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 70
+    assert done.stderr.startswith(b"error: No space left on device: stdout")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(("call", "code"), [("main.main()", 141), ("main.run('train', [])", 0)])
+def test_help_ends_with_its_reader_and_a_run_does_not(call, code):
+    process = subprocess.Popen(
+        command_of("print('words')", call),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait(timeout=60) == code
+
+
 def test_a_command_of_a_checkout_is_named_by_its_error(monkeypatch, capsys):
     assert ended(monkeypatch, "plan", "validate", "RUNS.csv") == 2
     assert "python -m scripts.plan validate RUNS.csv" in capsys.readouterr().err

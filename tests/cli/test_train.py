@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import step_rows
 from ultrascale_jax.cli import profile
-from ultrascale_jax.cli.train import look_back
+from ultrascale_jax.cli.train import look_back, main
 from ultrascale_jax.launch.events import read_events
 
 TINY = (
@@ -46,18 +46,45 @@ def trained(tmp_path_factory):
     return folder, *train(folder, f"{options} --sample 20 --profile 2:3")
 
 
+@pytest.mark.parametrize("name", ["a[1]", "proj [v2]/run", "a\\b", "a\udcff"])
+def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_at_once(
+    tmp_path, monkeypatch, capsys, name
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["tests.faults.tiny", "--run-dir", name])
+    error = capsys.readouterr().err
+    assert error.startswith("error: log.run_dir=") and error.count("\n") == 1, error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.train", "debug", "--run-dir", str(tmp_path)],
+        [sys.executable, "-m", "scripts.train", "debug", "--run-dir", str(tmp_path), "--faults"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "no-such-platform"},
+        env=os.environ | {"US_FAULT": "exception@1@0"},
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err
-    assert "Traceback" in err and "no-such-platform" in err
+    assert "Traceback" in err and "exception@1@0" in err
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_a_kind_of_device_that_is_not_here_is_one_line(tmp_path, command):
+    done = subprocess.run(
+        [sys.executable, "-m", f"scripts.{command}", "debug", "--run-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "no-such-platform"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(
+        "error: JAX_PLATFORMS='no-such-platform': JAX finds no such device"
+    )
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 def test_a_run_of_many_steps_ends_with_its_losses_and_what_to_try_next(tmp_path):

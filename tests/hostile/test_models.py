@@ -174,7 +174,10 @@ def test_json_too_large_or_with_an_integer_too_long_is_refused_by_its_path(tmp_p
     path = tmp_path / name
     read = {"config.json": read_config, INDEX: weight_files}[name]
     path.write_text('{"hidden_size": 1%s}' % ("0" * 5000))
-    with harmless(tmp_path), pytest.raises(UserError, match=rf"^path='.*{name}': is not JSON"):
+    with (
+        harmless(tmp_path),
+        pytest.raises(UserError, match=rf"^path='.*{name}': is not JSON .*digits\)$"),
+    ):
         read(tmp_path)
     os.truncate(path, 20_000_000_000)
     with harmless(tmp_path), pytest.raises(UserError, match=rf"{name}': has more than [\d,]+ byt"):

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -88,6 +89,15 @@ def test_what_cannot_be_said_stops_nothing():
         with pytest.raises(OSError, match="No space left"):
             print("anything", file=full, flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_sign_that_the_console_lacks_is_an_escape_and_a_closed_one_stops_nothing():
+    for encoding, shown in (("ascii", b"\\xfc \\udcff\n"), ("utf-8", b"\xc3\xbc \\udcff\n")):
+        console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        say("\u00fc \udcff", console)
+        assert console.buffer.getvalue() == shown
+        console.close()
+        say("anything", console)
 
 
 def test_numbers_that_are_not_finite_are_null_at_any_depth():

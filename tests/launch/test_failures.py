@@ -1,5 +1,6 @@
 """A failing process names the cause. tests/faults and test_distributed.py prove that all end together."""
 
+import errno
 import subprocess
 import sys
 
@@ -18,6 +19,10 @@ from ultrascale_jax.launch.sockets import NotJoined
         (NotJoined("x"), 70),
         (Diverged("x"), 3),
         (RuntimeError("x"), 70),
+        (OSError(errno.EACCES, "Permission denied", "run/metrics.jsonl"), 2),
+        (OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl"), 2),
+        (OSError(errno.EACCES, "Permission denied"), 70),
+        (OSError(errno.EIO, "Input/output error", "run/metrics.jsonl"), 70),
         (KeyboardInterrupt(), 130),
         (SystemExit(), 0),
         (SystemExit(5), 5),

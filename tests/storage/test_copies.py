@@ -249,6 +249,19 @@ def test_a_failed_upload_is_tried_again_and_ends_the_run_after_three_in_a_row(
     assert resume(cfg)[0] == 4 and copied(cfg) == ([1, 4], [])
 
 
+def test_an_old_copy_that_cannot_be_removed_fails_no_new_one(
+    tmp_path, url, states, monkeypatch, capsys
+):
+    def fail(self, step):
+        raise RemoteError("not allowed")
+
+    cfg = config(tmp_path / "a", url, keep=1)
+    monkeypatch.setattr(Copies, "remove", fail)
+    save(cfg, states, 1, 2)
+    assert copied(cfg) == ([1, 2], []) and not events(cfg, "copy_failed")
+    assert f"old copies in {url} cannot be removed: not allowed" in capsys.readouterr().out
+
+
 def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
     tmp_path, url, states, monkeypatch, capsys
 ):

@@ -319,6 +319,14 @@ def test_forced_cudnn_without_a_gpu_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_before_anything_is_written(
+    tmp_path,
+):
+    with pytest.raises(UserError, match=r"^log\.run_dir='.*cannot read checkpoints"):
+        run(BASE, tmp_path / "b[1]")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_documents_than_packed_attention_has_room_for_get_a_mask_and_a_line():
     cfg = change(BASE, data={"seq_len": 8192}, train={"precision": "bf16"})
     room = max_documents(8192)

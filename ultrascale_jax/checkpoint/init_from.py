@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
-from ultrascale_jax.checkpoint.step_dirs import split_step, steps
+from ultrascale_jax.checkpoint.step_dirs import check_path, split_step, steps
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import read_config
@@ -85,10 +85,11 @@ class Source:
 
 
 def check_run_dir(cfg: Config) -> None:
-    """Refuse a run directory that is the run to branch off, or holds somebody else's `config.json`.
+    """Refuse a run directory of a bad name, that is the run to branch off, or that holds somebody else's `config.json`.
 
     Call it before anything is written. A `config.json` that cannot be read is the run's own where checkpoints are.
     """
+    check_path("log.run_dir", cfg.log.run_dir)
     run_dir, resume = Path(cfg.log.run_dir), cfg.checkpoint.resume
     if resume.startswith("from:"):
         branched, _ = split_step("checkpoint.resume", resume, resume.removeprefix("from:"))

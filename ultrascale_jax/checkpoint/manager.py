@@ -31,9 +31,11 @@ from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
+    check_path,
     metadata,
     quarantine,
     quarantined,
+    remove,
     steps,
     with_digest,
 )
@@ -105,7 +107,7 @@ class Checkpoints:
             fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
-        saving.quieten_orbax()
+        restoring.quieten_orbax()
         # A private part of Orbax; where another version has none, saves cost memory and work all the same.
         with contextlib.suppress(ImportError, AttributeError):
             saving.spare_memory()
@@ -175,6 +177,8 @@ class Checkpoints:
         # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would
         # choose a point to stop at that lies behind it.
         opened._manager.reached_preemption = lambda step: False
+        # Orbax deletes before the new checkpoint is proven, and an old one that cannot be deleted fails the save.
+        opened._manager._checkpoint_deleter = self._rotation
         return opened
 
     @property
@@ -260,8 +264,13 @@ class Checkpoints:
         self._begun = step
         place, rotate = self.folder / str(step), self._rotation.on
         self._saving = saving.Writing(
-            place, wait, self._events, sealed=lambda place: self._copy(place, rotate=rotate)
+            place, wait, self._events, sealed=lambda place: self._sealed(place, rotate=rotate)
         )
+
+    def _sealed(self, place: Path, *, rotate: bool) -> None:
+        if rotate:
+            self._rotation.delete_old(self.folder)
+        self._copy(place, rotate=rotate)
 
     def _copy(self, place: Path, *, rotate: bool) -> None:
         if self._uploads is not None:
@@ -369,8 +378,8 @@ class Checkpoints:
                 self._copy(self.folder / str(step), rotate=True)
             for other in self._listed()[0]:
                 place = self.folder / str(other)
-                fault = agree(restoring.unparsable(place))
-                if fault is not None and agree(restoring.unparsable(place)) is not None:
+                fault = agree(restoring.fault_of_older(place))
+                if fault is not None and agree(restoring.fault_of_older(place)) is not None:
                     self._put_aside(other, fault)
             return state, step, notes
         aside = self._listed()[1] + [
@@ -500,12 +509,32 @@ class Checkpoints:
 
 
 class _Rotation:
-    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`."""
+    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`.
+
+    It also stands in the place of Orbax's deleter, and deletes when the new checkpoint has its manifest.
+    """
 
     def __init__(self, keep: int):
         self._keep, self.on = keep, True
         self.held: Sequence[int] = ()
         """Steps that are being copied, which stay too."""
+        self._old: list[int] = []
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Note what Orbax wants to delete."""
+        self._old += steps
+
+    def close(self) -> None:
+        """Do nothing, as Orbax's deleter."""
+
+    def delete_old(self, folder: Path) -> None:
+        """Delete what was noted; what cannot be deleted is told, and the next start tries again."""
+        old, self._old = self._old, []
+        for step in old:
+            try:
+                remove(folder / str(step))
+            except OSError as error:
+                say(f"warning: the old checkpoint {folder / str(step)} cannot be deleted: {error}")
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
@@ -531,7 +560,11 @@ def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Return the checkpoint folder of `cfg`. Raises `NotRegular` for a link: a run renames and deletes there."""
+    """Return the checkpoint folder of `cfg`, to which a run may write.
+
+    Raises `NotRegular` for a link, because a run renames and deletes there, and `UserError` as `check_path`.
+    """
+    check_path("log.run_dir", cfg.log.run_dir)
     return folder_of(Path(cfg.log.run_dir).resolve(), CHECKPOINTS, make=False)
 
 

@@ -7,25 +7,34 @@ where the manifest is missing. All processes come to one verdict, because each w
 
 import contextlib
 import errno
+import functools
 import gc
+import json
+import logging
 import os
 import socket
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.metadata.step_metadata_serialization import deserialize
 
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
 from ultrascale_jax.checkpoint.layout import Groups, name, named, with_retired
 from ultrascale_jax.checkpoint.manifest import Damaged, Doubtful, Unreadable
-from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
+from ultrascale_jax.checkpoint.step_dirs import METADATA, check_path, check_stores, metadata
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch import multihost
+from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.launch.multihost import agree, hosts
+from ultrascale_jax.launch.run_files import read_regular
 from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0
@@ -41,7 +50,8 @@ UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are w
 def found_by_process0[Value](find: Callable[[], Value]) -> Value:
     """Return `find()` of process 0, as JSON carries it, on all processes; the others may see less, so they do not look.
 
-    Raises on all processes what `find` raises: `Damaged` or another `UserError`, and `Unreadable` for an `OSError`.
+    Raises on all processes what `find` raises: `Damaged` or another `UserError`, and for an `OSError` `Unreadable`, or
+    `UserError` where a file may not be used.
     """
     found, error = None, None
     if jax.process_index() == 0:
@@ -76,6 +86,8 @@ def _tried[Value](do: Callable[[], Value]) -> tuple[Value | None, UserError | No
     except UserError as error:
         return None, UserError(str(error))
     except OSError as error:
+        if (refusal := denied(error)) is not None:
+            return None, refusal
         where = f"{error.filename}: " if error.filename else ""
         what = f"{where}cannot be read on {socket.gethostname()} ({error.strerror or error})"
         return None, Unreadable(f"{what}; nothing was renamed, and a restart tries again")
@@ -91,17 +103,22 @@ def record(groups: Groups) -> dict[str, list]:
 def opened(place: Path) -> tuple[dict, str | None]:
     """Check the files of the checkpoint at `place`; return its metadata, and a message for the user or None.
 
-    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them.
+    Process 0 looks at names and sizes, and all share the reading. Raises `Damaged` or `Unreadable`, on all of them, and
+    `UserError` as `check_path`.
     """
 
     def look() -> tuple[bool, dict]:
-        return manifest.check(place, contents=False), metadata(place)
+        sealed, meta = manifest.check(place, contents=False), metadata(place)
+        check_stores(place)
+        return sealed, meta
 
     def look_twice() -> tuple[bool, dict]:
         with contextlib.suppress(Damaged):
             return look()
         return look()
 
+    quieten_orbax()
+    check_path("checkpoint", place, writes=False)
     sealed, meta = found_by_process0(look_twice)
 
     def read() -> None:
@@ -181,15 +198,47 @@ def _why_not(place: Path, root: BaseException, sealed: bool) -> UserError:
     return _tried(lambda: manifest.read_all(place))[1] or Doubtful(words)
 
 
-def unparsable(place: Path) -> str | None:
-    """Return why Orbax cannot parse the metadata at `place`, though it parsed another's; None if a disk fails."""
-    _, fault = _tried(lambda: manifest.files(place))
-    if fault is None:
+def quieten_orbax() -> None:
+    """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
+    # When a load fails, reads that were not begun are dropped, and the others end after their event loop.
+    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
+    for library in ("absl", "asyncio"):
+        logger = logging.getLogger(library)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
+    if getattr(sys.unraisablehook, "func", None) is not _unless_loop_is_closed:
+        sys.unraisablehook = functools.partial(_unless_loop_is_closed, sys.unraisablehook)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    source = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in source and "tensorstore" not in source
+
+
+def _unless_loop_is_closed(hook: Callable[[Any], object], raised: Any) -> None:
+    """Pass what was raised where nobody can catch it on to `hook`, but for a read that ends after its event loop."""
+    if str(raised.exc_value) != "Event loop is closed":
+        hook(raised)
+
+
+def fault_of_older(place: Path) -> str | None:
+    """Return why a checkpoint that nobody loads now is damaged, as far as names, sizes and metadata tell.
+
+    Orbax parses the metadata of every step when it opens the folder, and raises for one that it cannot parse. None: it
+    is whole, or a file cannot be read, which proves nothing.
+    """
+
+    def look() -> None:
+        manifest.check(place, contents=False)
+        metadata(place)
+        check_stores(place)
         try:
-            ocp.checkpointables_metadata(str(place))
-        except Exception as error:
-            fault = _why_not(place, _root(error), sealed=False)
-    return None if fault is None or type(fault) is Unreadable else str(fault)
+            deserialize(json.loads(read_regular(place / METADATA)))
+        except (ValueError, TypeError) as error:
+            raise Damaged(f"{METADATA} cannot be parsed ({error})") from None
+
+    _, fault = _tried(look)
+    return str(fault) if isinstance(fault, Damaged) else None
 
 
 def newest[Found](

@@ -164,7 +164,9 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         if inner is not None and (isinstance(value, dict) or hints[field] is inner):
             value = _dataclass_from_dict(inner, value, f"{name}.{field}")
         value = tuple(value) if isinstance(value, list) else value
-        require(_fits(value, hints[field]), f"{name}.{field}", value, f"must be {hints[field]}")
+        require(
+            _fits(value, hints[field]), f"{name}.{field}", value, f"must be {_words(hints[field])}"
+        )
         arguments[field] = value
     try:
         return kind(**arguments)
@@ -172,6 +174,20 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{name}={values!r}: cannot be understood ({error})") from None
+
+
+def _words(hint: typing.Any) -> str:
+    """Return the words for a type, as JSON writes its values."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if origin is tuple:
+        inner = ", ".join(_words(part) for part in parts if part is not ...)
+        return f"a list, each {inner}" if parts[-1] is ... else f"a list of {inner}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_words, parts))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    return names.get(hint, "null" if hint is types.NoneType else "a group of fields")
 
 
 def _fits(value: object, hint: typing.Any) -> bool:

@@ -6,12 +6,10 @@ goes wrong is a text that the next save, or the end of the run, asks for: nothin
 
 import copy
 import functools
-import logging
 import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import jax
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
+from ultrascale_jax.checkpoint.step_dirs import DELETED, check_stores
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
@@ -90,6 +89,7 @@ class Writing:
             self._progress()
             write_s = self.moved - self.begun
             if jax.process_index() == 0:
+                check_stores(self.place)
                 size, hash_s = manifest.write(self.place, self._progress)
                 if self._events is not None:
                     step = int(self.place.name)
@@ -169,7 +169,7 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process killed during a save or a `Probe` left in `folder`; no other process may be writing there.
+    """Remove what a process killed during a save, a deletion or a `Probe` left in `folder`, where no other may write.
 
     Orbax's own `cleanup_tmp_directories` works in a thread that outlives its `Checkpointer`; if another process takes
     a file from under it, every later save fails with that error.
@@ -178,6 +178,8 @@ def sweep(folder: Path) -> None:
         left.unlink(missing_ok=True)
     for partial in _partial_saves(folder):
         shutil.rmtree(partial)
+    for deleted in folder.glob(f"*{DELETED}"):
+        shutil.rmtree(deleted, ignore_errors=True)
     fetching = folder / FETCHING
     if not fetching.is_symlink() and fetching.is_dir():
         shutil.rmtree(fetching)
@@ -199,16 +201,6 @@ def leave_in_time() -> None:
     timer = threading.Timer(LEAVE_S, leave)
     timer.daemon = True
     timer.start()
-
-
-def quieten_orbax() -> None:
-    """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
-    # When a load fails, the reads that were not begun are dropped.
-    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if _not_of_orbax not in logger.filters:
-            logger.addFilter(_not_of_orbax)
 
 
 @functools.cache
@@ -236,8 +228,3 @@ def spare_memory() -> None:
 
     spec_type.to_json = remembered
     tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    source = record.getMessage() if record.name == "asyncio" else record.pathname
-    return "orbax" not in source

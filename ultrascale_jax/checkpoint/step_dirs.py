@@ -1,8 +1,10 @@
 """List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
 
+import glob
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from ultrascale_jax.checkpoint.manifest import Damaged, digest_of
@@ -13,6 +15,35 @@ METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
 
 CORRUPT = ".corrupt"
+
+DELETED = ".deleted"
+
+STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
+"""The files by which a reader finds the arrays of each group; Orbax writes them last, from those of all processes."""
+
+
+def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
+    """Raise `UserError` for a folder in which Orbax cannot find again what it wrote or, without `writes`, cannot read.
+
+    TensorStore takes a backslash for a slash, and wants UTF-8. Orbax 0.12 collects the files of a save by a glob whose
+    pattern begins with the whole path (`merge_ocdbt_per_process_files`), and passes over a save where that finds none.
+    """
+    try:
+        path = os.path.realpath(value)
+        usable = os.fsencode(path) == path.encode() and "\\" not in path
+    except UnicodeEncodeError:
+        path, usable = str(value), False
+    usable = usable and not (writes and glob.escape(path) != path)
+    letters = "*, ?, [ or \\" if writes else "\\"
+    fix = f"Orbax cannot read checkpoints in {path!r}: it needs a locale and a whole path in UTF-8, without {letters}"
+    require(usable, option, str(value), f"{fix}; rename the folder, or choose another")
+
+
+def check_stores(place: Path) -> None:
+    """Raise `Damaged` unless a reader finds the arrays of the checkpoint at `place`."""
+    for name in STORES:
+        if not (place / name).is_file():
+            raise Damaged(f"{name} is missing")
 
 
 def steps(folder: Path) -> list[int]:
@@ -61,6 +92,13 @@ def quarantine(place: Path) -> Path:
     return aside
 
 
+def remove(place: Path) -> None:
+    """Delete the checkpoint at `place`, which is none from the first moment on. Raises `OSError`."""
+    deleted = place.with_name(place.name + DELETED)
+    os.rename(place, deleted)
+    shutil.rmtree(deleted)
+
+
 def with_digest(meta: dict) -> dict:
     """Add the digest that lets `metadata` detect a changed name or value without a manifest."""
     return meta | {"sha256": digest_of(meta)}
@@ -83,7 +121,8 @@ def metadata(place: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+        why = str(error).partition("; use sys.")[0]
+        raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {why})") from None
     if digest is not None and digest != digest_of(meta):
         raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
     if not whole or not isinstance(meta["data"].get("fingerprint"), str):

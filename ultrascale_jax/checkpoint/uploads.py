@@ -97,7 +97,6 @@ class Uploads:
             problem: str | None = None
             try:
                 size = self._upload(place)
-                self._rotate(step, rotate)
             except Stopped:
                 return
             except Exception as error:  # Whatever goes wrong must not end the run.
@@ -109,6 +108,7 @@ class Uploads:
                 took = time.monotonic() - begun
                 self._record("copied", step=step, bytes=size, copy_s=took)
                 self.failed_in_a_row, self.problem = 0, None
+                self._rotate(step, rotate)
                 return
         self.failed_in_a_row += 1
         self.problem = problem
@@ -159,7 +159,16 @@ class Uploads:
         return sum(sizes.values())
 
     def _rotate(self, step: int, rotate: bool) -> None:
-        """Remove copies older than the newest `checkpoint.keep`, and what ended uploads have left."""
+        """Remove copies older than the newest `checkpoint.keep`, and what ended uploads have left.
+
+        What cannot be removed is told, and the next copy tries again.
+        """
+        try:
+            self._remove_old(step, rotate)
+        except Exception as error:  # As in `_work`.
+            say(f"warning: old copies in {self._copies.url} cannot be removed: {printable(error)}")
+
+    def _remove_old(self, step: int, rotate: bool) -> None:
         files = self._copies.remote.files()
         folders = {name.split("/")[0] for name in files if "/" in name}
         whole = steps_in(files)

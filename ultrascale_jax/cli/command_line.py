@@ -49,6 +49,8 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
+from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.failures import denied
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.auto import Host
@@ -206,10 +208,11 @@ def on_devices(
 
     from ultrascale_jax.cli import output
     from ultrascale_jax.launch import host_memory
+    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.launch.multihost import gather
     from ultrascale_jax.plan.auto import check_host, cluster_of
 
-    count = jax.device_count()
+    count = len(find_devices())
     if options.devices is None:
         require_devices(cfg.mesh, count)
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
@@ -345,21 +348,21 @@ def use_fake_devices(num_devices: int) -> None:
 
 @contextlib.contextmanager
 def user_errors(patience_s: float = 0.0) -> Iterator[None]:
-    """Turn a `UserError` of the block into one line on stderr and its exit code, without a traceback.
+    """Turn a `UserError` of the block, or a file that it may not use, into one line on stderr and its exit code.
 
     Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
     be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        refusal = error if isinstance(error, UserError) else denied(error)
+        if refusal is None:
+            raise
         if patience_s and _is_follower():
             time.sleep(patience_s)
-        text = (
-            str(error).encode(errors="backslashreplace").decode()
-        )  # half a character, of a bent file
-        print(f"error: {text}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        say(f"error: {refusal}", sys.stderr)
+        raise SystemExit(refusal.exit_code) from None
 
 
 def _is_follower() -> bool:

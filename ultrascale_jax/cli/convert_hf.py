@@ -396,14 +396,16 @@ def _export(arguments: Sequence[str]) -> None:
 
         from ultrascale_jax.checkpoint.copies import run_on_disk
         from ultrascale_jax.checkpoint.run_metadata import saved_config
+        from ultrascale_jax.launch.distributed import find_devices
         from ultrascale_jax.sharding.mesh import make_mesh
 
+        count = len(find_devices())
         options = dataclasses.replace(options, run_dir=run_on_disk(options.run_dir, options.step))
         if options.mesh is not None:
             mesh = MeshConfig.parse(options.mesh)
         else:
             model = saved_config(Path(options.run_dir)).model
-            fsdp = math.gcd(jax.device_count(), model.d_model)
+            fsdp = math.gcd(count, model.d_model)
             mesh = MeshConfig(fsdp=fsdp, dp=-1)
         with output.working(f"exporting {options.run_dir}"):
             export_checkpoint(options, make_mesh(mesh))

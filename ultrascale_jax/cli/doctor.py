@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> None:
             if jax.process_index() == 0:
                 print(finding.line(), flush=True)
 
-    with distributed.guarded():
+    with command_line.user_errors(), distributed.guarded():
         count = 1 if launch is None or launch.num_processes is None else launch.num_processes
         early = [*host.versions(), *host.environment(own, count)]
-        slack = 1.0 if jax.devices()[0].platform == "gpu" else 4.0
+        slack = 1.0 if distributed.find_devices()[0].platform == "gpu" else 4.0
         with bounded("processes", slack * LINKS_S):
             tell(of_all(early))
             tell(of_all(host.limits(slack == 1.0, count)))
@@ -66,13 +66,13 @@ def main(argv: Sequence[str]) -> None:
             tell([Finding("NOTE", "run directory, links, preflight", NOT_TRIED)])
         else:
             mesh = make_mesh(checked.mesh)
-            with disk.as_before(Path(cfg.log.run_dir)):
+            with disk.as_before(Path(cfg.log.run_dir)) as restore:
                 with bounded("run directory", slack * LINKS_S):
                     tell(of_all(disk.checks(checked, disk.checkpoint_bytes(checked, mesh))))
                 with bounded("links", slack * LINKS_S):
                     tell(links.checks(mesh))
                 if "FAIL" not in worst:
-                    with bounded("preflight", slack * PREFLIGHT_S):
+                    with bounded("preflight", slack * PREFLIGHT_S, restore):
                         tell(of_all(preflight.checks(checked)))
                 else:
                     tell([Finding("NOTE", "preflight", NOT_TRIED)])

@@ -66,6 +66,14 @@ class Options:
         require(one, "prompt", self.prompt, "give --prompt TEXT, or --chat and no prompt")
         fix = "is for a conversation; add --chat"
         require(self.chat or self.system is None, "system", self.system, fix)
+        _require_utf8("prompt", self.prompt or "")
+        _require_utf8("system", self.system or "")
+
+
+def _require_utf8(name: str, text: str) -> None:
+    """Refuse a text in which Python keeps bytes of the command line or of stdin that it could not decode."""
+    fix = "has bytes that are not UTF-8, or the locale is not; convert it, as by iconv, or set LC_ALL=C.UTF-8"
+    require(text == text.encode(errors="replace").decode(), name, text, fix)
 
 
 def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
@@ -157,6 +165,7 @@ def chat(
     ending = ends(Path(options.model), tokenizer, template)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for turn, line in enumerate(filter(None, map(str.strip, lines))):
+        _require_utf8("stdin", line)
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode(template.prompt(messages), rendered=True)
         with output.working("answering"):
@@ -186,16 +195,18 @@ def texts(options: Options) -> Iterator[str]:
     import jax
 
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer
+    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 
     if options.devices is not None:
         command_line.use_fake_devices(options.devices)
+    devices = find_devices()
     if options.mesh is None:
-        mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+        mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
     else:
         wanted = MeshConfig.parse(options.mesh)
         if options.devices is None:
-            command_line.require_devices(wanted, jax.device_count())
+            command_line.require_devices(wanted, len(devices))
         mesh = make_mesh(wanted)
     with output.working(f"loading {options.model}"):
         cfg, params = loaded(options, mesh)

@@ -17,7 +17,14 @@ from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import Copies, fetch_run
 from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
 from ultrascale_jax.checkpoint.run_metadata import saved_config
-from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, quarantined, steps
+from ultrascale_jax.checkpoint.step_dirs import (
+    METADATA,
+    check_path,
+    check_stores,
+    metadata,
+    quarantined,
+    steps,
+)
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.config import AXES, UserError, require
@@ -45,12 +52,15 @@ class Options:
 def state(place: Path, *, verify: bool) -> str:
     """Describe the checkpoint at `place` in a few words. Raises `Damaged`."""
     meta = metadata(place)
+    check_stores(place)
     if manifest.check(place, contents=verify):
         return "verified" if verify else "complete"
     if not verify or "arrays" not in meta:
         return "no manifest" if "arrays" in meta else "older than manifests"
     from ultrascale_jax.checkpoint.load_params import check_arrays
+    from ultrascale_jax.launch.distributed import find_devices
 
+    find_devices()
     check_arrays(place, meta)
     return "arrays verified, no manifest"
 
@@ -77,6 +87,7 @@ def list_folder(options: Options) -> bool:
     """Print the checkpoints of a run directory; return whether there are any, and all are sound."""
     damaged = False
     run_dir = Path(options.run_dir)
+    check_path("run_dir", run_dir, writes=False)
     saved_config(run_dir)  # refuses what is no run directory
     folder = folder_of(run_dir, CHECKPOINTS, make=False)
     there = steps(folder)
@@ -159,6 +170,7 @@ def main(argv: Sequence[str]) -> None:
             folder = Path(options.fetch)
             fix = "exists; name a new folder"
             require(not folder.exists(), "fetch", options.fetch, fix)
+            check_path("fetch", folder)
             fetch_run(options.run_dir, folder, options.step)
             options = replace(options, run_dir=options.fetch)
         sound = list_copies(options) if is_url(options.run_dir) else list_folder(options)

@@ -1,17 +1,20 @@
 """The command `ultrascale`: run the command that its first word names."""
 
+import contextlib
+import errno
 import importlib
+import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ultrascale_jax
 from ultrascale_jax.cli.command_line import user_errors
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 
@@ -35,6 +38,12 @@ COMMANDS = {
 GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files of which a host with NVIDIA GPUs has one, as JAX looks for them; the last is WSL's."""
 
+LOGGING = ("train", "launch")
+"""Commands that are done when their run is, whoever reads what they print."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write that a full disk, a quota or a limit explains, whatever was written."""
+
 HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
 
 """ + "\n".join(f"{name:<19} {words}" for name, words in COMMANDS.items())
@@ -43,11 +52,10 @@ HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COM
 def main() -> None:
     """Run the command that the first word of the command line names."""
     arguments = sys.argv[1:]
-    if arguments[:1] in ([], ["-h"], ["--help"]):
-        print(HELP)
-        return
-    if arguments == ["--version"]:
-        print(ultrascale_jax.__version__)
+    words = HELP if arguments[:1] in ([], ["-h"], ["--help"]) else ultrascale_jax.__version__
+    if words is HELP or arguments == ["--version"]:
+        with _exit_code():
+            print(words)
         return
     with user_errors():
         fix = f"choose one of {', '.join(COMMANDS)}"
@@ -57,11 +65,21 @@ def main() -> None:
 
 def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
     """Run the command as a whole process: what ends it becomes an exit code; `options` go to its main function."""
-    choose_platform(os.environ)
-    try:
+    with _exit_code(logs=command in LOGGING):
+        _check_working_directory()
+        choose_platform(os.environ)
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
         module.main(sys.argv[1:] if arguments is None else arguments, **options)
-        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _exit_code(*, logs: bool = False) -> Iterator[None]:
+    """Turn what ends the block, which is the whole process, into its exit code; one that `logs` may lose its output."""
+    _mend_streams()
+    try:
+        with user_errors():
+            yield
+        _flush() if logs else sys.stdout.flush()
     except SystemExit:
         _flush()
         raise
@@ -69,9 +87,8 @@ def run(command: str, arguments: Sequence[str] | None = None, **options: Any) ->
         say("interrupted", sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            _silence_stdout()
-            raise SystemExit(128 + signal.SIGPIPE) from None
+        if isinstance(error, OSError) and (code := _lost_output(error)) is not None:
+            raise SystemExit(code) from None
         # Python itself would end with 1. In a job of many processes the hook does not return.
         sys.excepthook(type(error), error, error.__traceback__)
         _flush()
@@ -91,16 +108,58 @@ def choose_platform(
         environ["JAX_PLATFORMS"] = "cpu"
 
 
-def _flush() -> None:
-    """Flush stdout; a closed pipe must not replace the exit code that is under way."""
+def _mend_streams() -> None:
+    """Open the standard streams that the caller closed, and let no sign raise that their encoding lacks.
+
+    Without that the next file that is opened would be stdout.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It gets the lowest free number: this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
+
+
+def _check_working_directory() -> None:
+    """Raise `UserError` if the working directory was deleted: a path, and a module of a recipe, may be relative."""
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was deleted; cd to a folder that exists") from None
+
+
+def _flush() -> None:
+    """Flush stdout; one that cannot be written must not replace the exit code that is under way."""
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    except BrokenPipeError:
+        return
+    _silence_stdout()
+
+
+def _lost_output(error: OSError) -> int | None:
+    """Return the exit code of a command that ends because stdout has no reader, as after `| head`, or no room is left.
+
+    None: something else was in the way.
+    """
+    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
         _silence_stdout()
+        return 128 + signal.SIGPIPE
+    if error.errno not in NO_ROOM:
+        return None
+    _flush()
+    where = error.filename or "stdout, or a file that was being written"
+    say(f"error: {error.strerror}: {where}", sys.stderr)
+    return CRASHED
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the pipe behind stdout has lost its reader, as after `| head`."""
+    """Return whether the pipe behind stdout has lost its reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))

@@ -112,17 +112,17 @@ def described(options: ModelOptions) -> tuple[Config, int]:
 
 def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
     """Return `cfg` as the options want it evaluated, checked for the mesh, and that mesh."""
-    import jax
-
+    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 
+    count = len(find_devices())
     if options.mesh is None:
-        wanted = MeshConfig(fsdp=math.gcd(jax.device_count(), cfg.model.d_model), dp=-1)
+        wanted = MeshConfig(fsdp=math.gcd(count, cfg.model.d_model), dp=-1)
     else:
         wanted = MeshConfig.parse(options.mesh)
         if options.devices is None:
-            command_line.require_devices(wanted, jax.device_count())
-    sizes = wanted.resolve(jax.device_count())
+            command_line.require_devices(wanted, count)
+    sizes = wanted.resolve(count)
     length = options.seq_len or cfg.data.seq_len
     fix = f"is longer than the {positions} positions that the model knows; use fewer"
     require(length <= positions, "seq_len", length, fix)
@@ -150,7 +150,7 @@ def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config,
         moe=replace(cfg.moe, dispatch="dropless", a2a_groups=1, overlap=False),
         train=replace(train, precision=options.precision or train.precision),
     )
-    return cfg.check(jax.device_count()), make_mesh(sizes)
+    return cfg.check(count), make_mesh(sizes)
 
 
 def loaded(options: ModelOptions, cfg: Config, mesh: "Mesh") -> tuple[Config, "Transformer"]:

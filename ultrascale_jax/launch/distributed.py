@@ -28,8 +28,9 @@ from jax.experimental import multihost_utils
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
 from ultrascale_jax.launch import collective_order, rendezvous
 from ultrascale_jax.launch.cluster import Launch, detect
-from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.events import printable, say
 from ultrascale_jax.launch.failures import Failures
+from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.launch.sigterm import SigtermListener, listener
 
 GPU_FLAGS = {
@@ -139,9 +140,29 @@ def guarded(
     return _failures.guarded(record, refusals=refusals)
 
 
+def find_devices() -> list[jax.Device]:
+    """Return the devices of the job. Raises `UserError` where JAX_PLATFORMS names a kind that JAX cannot use here."""
+    try:
+        return jax.devices()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # JAX asserts where the plugin itself could not start.
+        wanted = jax.config.jax_platforms
+        if not wanted:
+            raise
+        why = printable(str(error).partition(" (set ")[0]) or "its plugin did not start"
+        text = (
+            f"JAX_PLATFORMS={wanted!r}: JAX finds no such device on {socket.gethostname()} ({why})"
+        )
+        fix = "leave it out to take the devices that are there, or say JAX_PLATFORMS=cpu"
+        has_gpu = os.path.exists("/dev/nvidiactl")
+        raise refusal(f"{text}; {fix}", lasting=not has_gpu) from None
+
+
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
     """Raise `UserError` unless the job has `dist.expect_devices` devices, or else those that the cluster gave it."""
-    devices = jax.devices()
+    devices = find_devices()
     if dist.expect_devices is not None:
         counts = Counter(device.process_index for device in devices)
         few = ", ".join(f"process {rank}: {count}" for rank, count in sorted(counts.items())[:16])

@@ -47,10 +47,10 @@ class Events:
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
 
     def check(self) -> None:
-        """Raise `NotRegular` if something else is in place of the file; other faults stop no run."""
+        """Raise `NotRegular` or `PermissionError` if the file is not this user's to write; other faults stop no run."""
         try:
             os.close(open_regular(self.path, os.O_WRONLY | os.O_APPEND))
-        except NotRegular:
+        except (NotRegular, PermissionError):
             raise
         except OSError:
             return
@@ -90,9 +90,11 @@ def boot() -> str:
 
 
 def say(text: str, file: IO[str] | None = None) -> None:
-    """Print one line to `file`, or stdout, at once; drop it if nothing can be written."""
-    with contextlib.suppress(OSError):
-        print(text, file=file, flush=True)
+    """Print one line to `file`, or stdout, at once, with escapes for signs that it has not; drop it if that fails."""
+    stream = sys.stdout if file is None else file
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe; a closed file
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def read_events(path: Path) -> list[dict]:

@@ -7,6 +7,7 @@ key, because the main thread may be inside a collective. A process that fails wr
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -46,6 +47,10 @@ HINT = (
     "\nThe other end of a connection went away without a word: it was killed (for want of memory? see dmesg), or its "
     "host is gone"
 )
+
+
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a file that last until somebody changes its mode, its owner or its disk."""
 
 
 class Store(Protocol):
@@ -161,6 +166,7 @@ class Failures:
         os._exit(first["code"])
 
     def _describe(self, error: BaseException) -> dict:
+        error = denied(error) or error
         summary = "".join(traceback.format_exception_only(error)).strip()
         if isinstance(error, UserError):
             summary = str(error)
@@ -224,8 +230,19 @@ def _flush() -> None:
             stream.flush()
 
 
+def denied(error: BaseException) -> UserError | None:
+    """Return the refusal of a file whose mode, owner or disk forbids what was tried; None for another error."""
+    if isinstance(error, UserError) or not isinstance(error, OSError):
+        return None
+    if error.errno not in DENIED or error.filename is None:
+        return None
+    fix = "give this user the right to it (chmod, chown), or choose another place"
+    return UserError(f"{error.filename}: {error.strerror}; {fix}")
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that `error` ends."""
+    error = denied(error) or error
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0

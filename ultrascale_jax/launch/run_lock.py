@@ -46,13 +46,13 @@ LASTING = {
 
 
 class NotNow(UserError):
-    """A run directory cannot be used at the moment: its disk is full, or the last job is still ending."""
+    """A run directory, or a device, cannot be used at the moment: its disk is full, say, or the last job still ends."""
 
     exit_code = CRASHED
 
 
 def refusal(text: str, *, lasting: bool = False) -> UserError:
-    """Return the error for an unusable run directory: `NotNow` if time may fix it and a supervisor can try again."""
+    """Return the error for what a run cannot use: `NotNow` if time may fix it and a supervisor can try again."""
     return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
 
 

@@ -50,7 +50,7 @@ from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
-from ultrascale_jax.training.trackers import Trackers, chosen
+from ultrascale_jax.training.trackers import Trackers, check_trackers, chosen
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def _enter(
     for hook in hooks:
         require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
     check_kernels(cfg, mesh.devices.flat[0])
-    chosen(cfg.log.to)
+    check_trackers(chosen(cfg.log.to))
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +29,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from ultrascale_jax.checkpoint.run_metadata import fields
-from ultrascale_jax.config import Config, require
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.launch.events import parse_object, say
+from ultrascale_jax.launch.events import parse_object, printable, say
+from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular, write_atomic
 
 PROJECT = "ultrascale_jax"
@@ -206,7 +207,7 @@ TRACKERS = {
 def chosen(to: str) -> tuple[str, ...]:
     """Return the names of the trackers of `log.to`, in its order.
 
-    Raises `UserError` if a package is missing, or MLflow has no address.
+    Raises `UserError` if a package is missing, or MLflow has no address; see `check_trackers` too.
     """
     if to == "auto":
         return ("tensorboard",) if _is_installed("tensorboard") else ()
@@ -215,8 +216,36 @@ def chosen(to: str) -> tuple[str, ...]:
         fix = f"needs a package: pip install 'ultrascale_jax[{TRACKERS[name].extra}]'"
         require(_is_installed(name), "log.to", name, fix)
     fix = "set MLFLOW_TRACKING_URI to the address of your server, such as http://localhost:5000"
-    require("mlflow" not in names or "MLFLOW_TRACKING_URI" in os.environ, "log.to", "mlflow", fix)
+    address = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    require("mlflow" not in names or address != "", "log.to", "mlflow", fix)
     return names
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `UserError`, on all processes, if MLflow's client, of `names`, cannot open its store.
+
+    A server that does not answer passes: a tracker that fails ends no run.
+    """
+    if "mlflow" not in names:
+        return
+    problem = None
+    if jax.process_index() == 0:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        try:
+            MlflowClient()
+        except MlflowException as error:
+            problem = printable(error, 500)
+        except Exception as error:
+            say(f"log.to=mlflow: {printable(error)}", sys.stderr)
+    problem = agree(problem)
+    if problem is not None:
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        what = f"the installed client cannot open MLFLOW_TRACKING_URI={address!r} ({problem})"
+        raise UserError(
+            f"log.to='mlflow': {what}; give the address of a server, as http://HOST:5000"
+        )
 
 
 def _is_installed(name: str) -> bool:

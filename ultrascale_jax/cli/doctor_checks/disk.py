@@ -2,19 +2,24 @@
 
 import contextlib
 import os
+import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from ultrascale_jax.checkpoint.step_dirs import check_path
 from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.storage.remote import Remote
 from ultrascale_jax.train_step.state import abstract_state
+
+PREFLIGHT = ".doctor-preflight-"
+"""Start of the name of the run directory of a preflight, in that of the run."""
 
 PROBE_BYTES = 16 * 2**20
 SEEN_S = 30.0
@@ -28,15 +33,24 @@ def checkpoint_bytes(cfg: Config, mesh: Mesh) -> int:
 
 
 @contextlib.contextmanager
-def as_before(folder: Path) -> Iterator[None]:
-    """Remove the folders that the block made, if nothing is left in them."""
+def as_before(folder: Path) -> Iterator[Callable[[], None]]:
+    """Remove what the doctor left in `folder`, and the folders that the block made, if nothing else is in them.
+
+    The block gets a function that does so at once.
+    """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     gather(None)
-    yield
+
+    def restore() -> None:
+        for left in folder.glob(f"{PREFLIGHT}*") if jax.process_index() == 0 else ():
+            shutil.rmtree(left, ignore_errors=True)
+        for path in made if jax.process_index() == 0 else ():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    yield restore
     gather(None)
-    for path in made if jax.process_index() == 0 else ():
-        with contextlib.suppress(OSError):
-            path.rmdir()
+    restore()
 
 
 def checks(cfg: Config, size: int) -> list[Finding]:
@@ -102,6 +116,7 @@ def _try(folder: Path) -> float | str:
     path = folder / f".doctor-{uuid.uuid4().hex}"
     renamed = path.with_suffix(".renamed")
     try:
+        check_path("log.run_dir", folder)
         folder.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         with open(path, "xb") as file:
@@ -111,6 +126,8 @@ def _try(folder: Path) -> float | str:
         os.replace(path, renamed)
         took = time.monotonic() - begun
         size = renamed.stat().st_size
+    except UserError as error:
+        return str(error)
     except OSError as error:
         return error.strerror or type(error).__name__
     finally:

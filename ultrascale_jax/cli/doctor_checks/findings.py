@@ -4,12 +4,16 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import jax
 
+from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.multihost import gather
+
+CLEAN_S = 5.0
+"""Seconds that the removal of what a check has made may take when its time is over: the disk may not answer."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,22 @@ def of_all(own: Sequence[Finding]) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def bounded(name: str, seconds: float) -> Iterator[None]:
-    """End the process with a FAIL where the block, which waits for other processes, does not end in time."""
+def bounded(
+    name: str, seconds: float, clean: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """End the process with a FAIL where the block, which waits for other processes, does not end in time.
+
+    `clean` is called before that end, and may take `CLEAN_S`; the block may have redirected stdout.
+    """
+    stdout = sys.stdout
 
     def expire() -> None:
         fix = "Look at the other processes, at NCCL_DEBUG=INFO and at the network between the hosts"
         text = f"no end within {seconds:.0f} s on process {jax.process_index()}"
-        print(Finding("FAIL", name, text, fix).line(), flush=True)
-        sys.stderr.flush()
+        say(Finding("FAIL", name, text, fix).line(), stdout)
+        cleaner = threading.Thread(target=clean, daemon=True)
+        cleaner.start()
+        cleaner.join(CLEAN_S)
         os._exit(1)
 
     timer = threading.Timer(seconds, expire)

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import io
 import math
-import shutil
 import time
 from pathlib import Path
 
 import jax
 
+from ultrascale_jax.cli.doctor_checks.disk import PREFLIGHT
 from ultrascale_jax.cli.doctor_checks.findings import Finding
 from ultrascale_jax.config import (
     CheckpointConfig,
@@ -60,7 +60,7 @@ def tiny(cfg: Config, run_dir: Path) -> Config:
 
 def checks(cfg: Config) -> list[Finding]:
     """Train, and say how long it took and what it could not do."""
-    folder = Path(cfg.log.run_dir) / f".doctor-preflight-{gather(time.time_ns())[0]}"
+    folder = Path(cfg.log.run_dir) / f"{PREFLIGHT}{gather(time.time_ns())[0]}"
     begun = time.monotonic()
     try:
         small = tiny(cfg, folder).check(jax.device_count())
@@ -76,8 +76,6 @@ def checks(cfg: Config) -> list[Finding]:
         return [Finding("FAIL", "preflight", text)]
     finally:
         gather(None)
-        if jax.process_index() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     took, loss = time.monotonic() - begun, summary["loss"]
     text = f"{STEPS} steps of a tiny model on {mesh.text} and a checkpoint in {took:.0f} s, loss {loss:.2f}"
     return [Finding("OK", "preflight", text)]
