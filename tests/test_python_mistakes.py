@@ -351,7 +351,7 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     ),
     "a run with an unknown stage of ZeRO": (
         lambda: planned(us.MeshConfig(fsdp=8), zero=4),
-        r"^run\.zero=4: must be one of 0, 1, 2, 3",
+        "^zero=4: must be one of 0, 1, 2, 3",
     ),
     "a cluster of more GPUs than the run's": (
         lambda: us.estimate_step(us.Run.of(CFG, 8), us.find_cluster(None, "h100", 64)),

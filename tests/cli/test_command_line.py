@@ -317,13 +317,13 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
     err = refused(capsys, "--optim.name", "adam")
     assert "'--optim.name'" in err and "'adamw', 'muon'" in err and err.count("\n") == 1
     err = refused(capsys, "--train.steps", "many")
-    assert err == "error: Error parsing --train.steps: must be a whole number, not 'many'\n"
+    assert err == "error: Error parsing --train.steps: must be an integer, not 'many'\n"
     err = refused(capsys, "--optim.lr", "fast")
     assert err == "error: Error parsing --optim.lr: must be a number, not 'fast'\n"
     err = refused(capsys, "--train.steps", "9" * 5000)
-    assert err == "error: Error parsing --train.steps: a number of 5000 digits is too long\n"
+    assert err == "error: Error parsing --train.steps: must be an integer of fewer digits\n"
     err = refused(capsys, "--watch.spike-guard", "6", "x")
-    assert err == "error: Error parsing --watch.spike-guard: must be float, int, not '6', 'x'\n"
+    assert err == "error: Error parsing --watch.spike-guard: must be (float, int), not ['6', 'x']\n"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.data.tokenizer import JsonTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = Config(
@@ -144,9 +145,11 @@ def test_what_no_chat_can_be_is_told_in_one_line(run_dir, capsys, options, messa
 def test_a_line_of_a_chat_that_is_not_utf8_is_told(tmp_path):
     words = {name: number for number, name in enumerate(["<unk>", "</s>"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.add_special_tokens(["</s>"])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     options = Options(model=str(tmp_path), chat=True)
-    answers = chat(CFG, None, tmp_path / "tokenizer.json", options, ["\n", "a\udcff\n"])
+    path = tmp_path / "tokenizer.json"
+    answers = chat(CFG, None, JsonTokenizer(path), path, options, ["\n", "a\udcff\n"])
     with pytest.raises(UserError, match=r"^stdin='a\\udcff': has bytes that are not UTF-8"):
         next(answers)

@@ -196,7 +196,5 @@ def test_a_config_with_or_without_a_byte_order_mark_is_read(tmp_path, write):
 
 def test_a_config_in_utf_16_is_refused_with_the_encoding_that_is_wanted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")), encoding="utf-16")
-    with pytest.raises(
-        UserError, match=r"config\.json': is not JSON in UTF-8 .*; save it as UTF-8"
-    ):
+    with pytest.raises(UserError, match=r"config\.json': is not JSON .*iconv -f UTF-16 -t UTF-8"):
         read_config(tmp_path)

@@ -102,7 +102,7 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
     tight = searched(llama3_8b, 8, "fsdp=8 zero=3")
     by_work = {}
     for c in tight.ranking:
-        by_work.setdefault(dataclasses.replace(c.run, remat=""), []).append(c)
+        by_work.setdefault(dataclasses.replace(c.run, remat="none"), []).append(c)
     for same in by_work.values():
         most = max(POLICIES.index(c.run.remat) for c in same)
         less = [c for c in same if POLICIES.index(c.run.remat) < most and not c.best.host_bytes]

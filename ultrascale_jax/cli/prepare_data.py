@@ -139,9 +139,9 @@ def prepare(args: Args) -> shards.Index:
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
+    require_writable(args)
     fix = "holds a config.json, so it is the folder of a model or a run; choose another --out"
     require(not (args.folder / "config.json").exists(), "out", str(args.out), fix)
-    require_writable(args)
     paths = inputs(args)
     require(bool(paths), "input", args.input, "no file matches; give another pattern")
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))

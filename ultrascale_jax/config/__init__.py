@@ -191,6 +191,7 @@ class DataConfig:
 
     def __post_init__(self):
         put_home(self, "source", "tokenizer", "eval_source")
+        check_choices("data", self)
         require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
         name, value = "data.eval_fraction", self.eval_fraction
         require(0 <= value < 0.5, name, value, "must be at least 0 and less than 0.5")

@@ -83,8 +83,8 @@ class Run:
     """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
-        require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
         check_choices("", self)
+        require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
         fix = "has an open axis; give its size"
