@@ -72,18 +72,19 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
     assert "Traceback" in err and "fault on purpose before step 1" in err
 
 
-@pytest.mark.parametrize("command", ["train", "doctor"])
-def test_a_kind_of_device_that_is_not_here_is_one_line(tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "platform"),
+    [("train", "no-such-platform"), ("train", "cuda"), ("doctor", "no-such-platform")],
+)
+def test_a_kind_of_device_that_is_not_here_is_one_line(tmp_path, command, platform):
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{command}", "debug", "--run-dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "no-such-platform"},
+        env=os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(
-        "error: JAX_PLATFORMS='no-such-platform': JAX finds no such device"
-    )
+    assert done.stderr.startswith(f"error: JAX_PLATFORMS='{platform}': JAX finds no such device")
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 

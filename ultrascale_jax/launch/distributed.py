@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -142,22 +143,31 @@ def guarded(
 
 def find_devices() -> list[jax.Device]:
     """Return the devices of the job. Raises `UserError` where JAX_PLATFORMS names a kind that JAX cannot use here."""
+    wanted = jax.config.jax_platforms
+    log, errors = logging.getLogger("jax._src.xla_bridge"), []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if wanted and record.exc_info:
+            errors.append(record.exc_info[1])
+        return not errors
+
+    # JAX logs why a plugin did not start, with a traceback, and then only asserts.
+    log.addFilter(hold)
     try:
         return jax.devices()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # JAX asserts where the plugin itself could not start.
-        wanted = jax.config.jax_platforms
+    except (RuntimeError, AssertionError) as error:
         if not wanted:
             raise
-        why = printable(str(error).partition(" (set ")[0]) or "its plugin did not start"
+        cause = errors[0] if errors else error
+        why = printable(str(cause).partition(" (set ")[0]) or "its plugin did not start"
         text = (
             f"JAX_PLATFORMS={wanted!r}: JAX finds no such device on {socket.gethostname()} ({why})"
         )
         fix = "leave it out to take the devices that are there, or say JAX_PLATFORMS=cpu"
         has_gpu = os.path.exists("/dev/nvidiactl")
         raise refusal(f"{text}; {fix}", lasting=not has_gpu) from None
+    finally:
+        log.removeFilter(hold)
 
 
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
