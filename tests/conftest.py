@@ -51,6 +51,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_told_of_slow_work():
+    """Tests read stderr whole, on machines of any speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ultrascale_jax.cli.output.FIRST_S", 3600)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """Drops compiled programs before a worker runs out of memory maps, 65,530 of them, and XLA crashes."""
