@@ -31,7 +31,7 @@ def texts(path, field="text"):
 
 
 def written(write):
-    """What `write` writes to a file, as bytes."""
+    """Return the bytes that `write` writes to a file."""
     write(file := io.BytesIO())
     return file.getvalue()
 
