@@ -22,11 +22,15 @@ def test_flags_are_added_but_never_override_the_users():
     assert len(words) == len(GPU_FLAGS) == len({word.partition("=")[0] for word in words})
 
 
-def test_a_cpu_gets_its_own_flags_and_no_share_of_memory():
+def test_a_cpu_gets_its_own_flags_and_threads_and_no_share_of_memory():
     environ = {"JAX_PLATFORMS": "cpu"}
     set_environment(environ)
     flags = " ".join(f"--{name}={value}" for name, value in CPU_FLAGS.items())
+    assert int(environ.pop("NPROC")) >= 64
     assert environ == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    chosen = {"JAX_PLATFORMS": "cpu", "NPROC": "3"}
+    set_environment(chosen)
+    assert chosen["NPROC"] == "3"
 
 
 def test_a_job_with_other_devices_than_expected_is_refused_by_process():

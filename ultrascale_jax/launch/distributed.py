@@ -57,6 +57,10 @@ CPU_FLAGS = {
 }
 """XLA flags for one process on the CPU; `collective_order.enforce` replaces them in a job of many."""
 
+CPU_THREADS = 64
+"""Threads of XLA:CPU's pool. By default there are as many as cores or fake devices, and collectives that do not wait
+for each other can block them all: with 8 devices an all-gather and a ring's permutation hung in every second run."""
+
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
 """Environment variables that send gRPC through a proxy."""
 
@@ -237,14 +241,16 @@ def _watch_each_other(dist: DistConfig) -> None:
 
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
-    """Add the flags of the CPU (by `JAX_PLATFORMS`) or GPU, and a GPU's memory's share; keep what the user set."""
+    """Set flags and threads of the CPU, by `JAX_PLATFORMS`, or flags and memory share of the GPU; keep the user's."""
     cpu = wants_cpu(environ)
     text = environ.get("XLA_FLAGS", "")
     present = set(re.findall(r"--(\w+)", text))
     flags = CPU_FLAGS if cpu else GPU_FLAGS
     added = [f"--{name}={value}" for name, value in flags.items() if name not in present]
     environ["XLA_FLAGS"] = " ".join([text, *added]).strip()
-    if not cpu:
+    if cpu:
+        environ.setdefault("NPROC", str(max(CPU_THREADS, os.cpu_count() or 1)))
+    else:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
