@@ -128,6 +128,7 @@ def test_op_names_lead_back_to_the_program(module):
         ("replica_groups=[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [(0, 2), (1, 3)]),
         ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [(0, 1, 2, 3)]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b','a'}", [(0, 2, 1, 3)]),
         ("replica_groups=mesh['a'=4] {'a':(2)2}", [(0, 1), (2, 3)]),
         ("replica_groups=mesh['a'=4] {'a':(1)2}", [(0, 2), (1, 3)]),
         ("source_target_pairs={{0,1},{1,0}}", [(0, 1), (1, 0)]),

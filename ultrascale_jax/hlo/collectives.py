@@ -63,7 +63,7 @@ class Collective:
     results: tuple[Array, ...]
     """Arrays that a device gets."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that talk to each other; of a collective-permute, senders and receivers."""
+    """Devices that talk to each other, by their ranks; of a collective-permute, senders and receivers."""
     axes: tuple[str, ...]
     """Mesh axes along which they talk, in mesh order."""
     asynchronous: bool
@@ -97,7 +97,7 @@ def find_collectives(module: Module, axes: Mapping[str, int]) -> list[Collective
         _collective(module, name, loops, start, source, axes)
         for name, loops in module.walk()
         for start, instruction in enumerate(module.computations[name])
-        if (source := _collective_inside(instruction, module)) is not None
+        if (source := collective_inside(instruction, module)) is not None
     ]
 
 
@@ -141,7 +141,7 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
 
     replica_groups={{0,1},{2,3}}                   as they are; {} is everyone
     replica_groups=[2,4]<=[4,2]T(1,0)              2 groups of 4: iota over [4,2], transposed
-    replica_groups=mesh['a'=4,'b'=2] {'b'}         along b of a row-major mesh
+    replica_groups=mesh['a'=4,'b'=2] {'b','a'}     along b and a of a row-major mesh, ranks with b outermost
     replica_groups=mesh['a'=8] {'a':(2)4}          along the 4 inner places of each half of a; outermost first
     source_target_pairs={{0,1},{1,2}}              collective-permute
     """
@@ -159,23 +159,31 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def _mesh_groups(mesh: str, along: str) -> list[tuple[int, ...]]:
-    """Parse groups of a row-major mesh `'a'=4,'b'=2` along axes or parts of them, `'b'` or `'a':(2)2`."""
+    """Parse groups of a row-major mesh `'a'=4,'b'=2` along axes or parts of them, `'b'` or `'a':(2)2`.
+
+    The first axis of `along` is the outermost of a group's ranks, whatever its place in the mesh.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    parts: dict[str, list[tuple[int, int]]] = {}
-    for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along):
-        parts.setdefault(name, []).append((int(outer or 1), int(size or sizes[name])))
-    shape: list[int] = []
-    talking: list[int] = []
-    for name, size in sizes.items():
-        done = 1
-        for outer, part in sorted(parts.get(name, ())):
-            shape += [outer // done, part]
-            talking.append(len(shape) - 1)
-            done = outer * part
-        shape.append(size // done)
-    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), talking, range(-len(talking), 0))
-    ranks = math.prod(shape[i] for i in talking)
-    return [tuple(group) for group in ids.reshape(-1, ranks).tolist()]
+    parts = [
+        (name, int(outer or 1), int(size or sizes[name]))
+        for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along)
+    ]
+    pieces: list[tuple[str, int, int]] = []  # every axis cut at the borders of its parts
+    for axis, length in sizes.items():
+        borders = {1, length}
+        for name, outer, size in parts:
+            borders |= {outer, outer * size} if name == axis else set()
+        pieces += [(axis, *pair) for pair in itertools.pairwise(sorted(borders))]
+    talking = [
+        number
+        for name, outer, size in parts
+        for number, (axis, low, high) in enumerate(pieces)
+        if axis == name and outer <= low and high <= outer * size
+    ]
+    quiet = [number for number in range(len(pieces)) if number not in talking]
+    ids = np.arange(math.prod(sizes.values())).reshape([high // low for _, low, high in pieces])
+    ranks = math.prod(ids.shape[number] for number in talking)
+    return [tuple(group) for group in ids.transpose(quiet + talking).reshape(-1, ranks).tolist()]
 
 
 def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
@@ -187,13 +195,13 @@ def _spanned(device_groups: list[tuple[int, ...]], axes: Mapping[str, int]) -> t
     return tuple(axis for axis in axes if axis in spanned)
 
 
-def _collective_inside(instruction: Instruction, module: Module) -> Instruction | None:
+def collective_inside(instruction: Instruction, module: Module) -> Instruction | None:
     """Return the collective that an instruction is, or that its fusion or async wrapper holds."""
     if instruction.opcode.removesuffix("-start") in KINDS:
         return instruction
     if instruction.opcode in ("fusion", "fusion-start", "async-start"):
         inside = (i for name in instruction.called for i in module.computations.get(name, ()))
-        return next((found for i in inside if (found := _collective_inside(i, module))), None)
+        return next((found for i in inside if (found := collective_inside(i, module))), None)
     return None
 
 
@@ -201,4 +209,4 @@ def _takes_time(instruction: Instruction, module: Module) -> bool:
     """Return whether the device computes: no bookkeeping, no end of an asynchronous operation, no collective."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
         return False
-    return _collective_inside(instruction, module) is None
+    return collective_inside(instruction, module) is None
