@@ -65,6 +65,22 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
 
 
+@pytest.mark.slow
+def test_compile_executes_a_tiny_program_and_refuses_a_large_one(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # puts back what the command sets
+    tiny = ["--model.num-layers", "2", "--data.seq-len", "64", "--train.global-batch", "4"]
+    command = ["compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", *tiny, "--execute"]
+    plan.main([*command, "--json"])
+    executed = json.loads(capsys.readouterr().out)["executed"]
+    assert executed["relative_differences"].keys() >= {"metrics['loss']", "state.step"}
+    assert 0 < executed["largest"] == max(executed["relative_differences"].values()) < 1e-5
+
+    monkeypatch.setattr(verb, "MOST_BYTES", 1000)
+    with pytest.raises(SystemExit):
+        plan.main(command)
+    assert "execute=True: 2 GPUs take" in capsys.readouterr().err
+
+
 @pytest.mark.wide
 def test_a_pipeline_is_compiled_and_timed_by_its_schedule(capsys):
     # Eight rows of micro-batches in groups: the head stands in a branch that half of the ticks take.

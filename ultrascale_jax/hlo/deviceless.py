@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+from jaxlib import xla_client
 
 from ultrascale_jax.hlo.live_buffers import MemoryPlan, dumped_plan
 from ultrascale_jax.hlo.streams import dumped_streams
@@ -71,6 +72,16 @@ def compile_deviceless(
         compiled = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - start
         return Compilation(compiled, seconds, dumped_streams(folder), dumped_plan(folder))
+
+
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """Return the scheduled program with all elements of its constants, which `as_text` leaves out beyond ten."""
+    executable = compiled.runtime_executable()
+    assert executable is not None  # XLA:GPU has one
+    [module] = executable.hlo_modules()
+    printing = xla_client.hlo.HloPrintOptions()
+    printing.print_large_constants = True
+    return module.to_string(printing)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ schedule has the instructions of a loop's body once, and the loop itself behind 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,9 @@ import numpy as np
 
 from ultrascale_jax.hlo.program import Instruction, Module, is_heavy
 
-ALLOCATION = re.compile(r"allocation \d+: size (\d+),.*?(?:\b(parameter)\b|(preallocated-temp)|$)")
+ALLOCATION = re.compile(
+    r"allocation (\d+): size (\d+),.*?(?:\b(parameter)\b|(preallocated-temp)|$)"
+)
 VALUE = re.compile(
     r" value: <\d+ ([^ {]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)"
 )
@@ -38,6 +40,25 @@ CLASSES = (PARAMETERS, COMPUTE, MOMENTS, BATCH, GRADIENTS, COMMUNICATION, WORKSP
 """Classes of the contents of a buffer."""
 ARGUMENTS = {"state.params": PARAMETERS, "state.frozen": COMPUTE, "state.opt_state": MOMENTS}
 """Beginning of an argument's name in the trainer's step to what it holds; the others are of the batch."""
+
+
+class Place(NamedTuple):
+    """Where XLA put a value, in bytes."""
+
+    allocation: int
+    """Number of the allocation."""
+    offset: int
+    size: int
+
+    def overlaps(self, other: "Place") -> bool:
+        """Return whether a byte belongs to both; places without bytes overlap nothing."""
+        first, last = max(self.offset, other.offset), min(self.end, other.end)
+        return self.allocation == other.allocation and first < last
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.size
 
 
 class Buffer(NamedTuple):
@@ -66,6 +87,8 @@ class MemoryPlan:
     """Entry parameter to bytes; they live for the whole program, and results may take the place of donated ones."""
     buffers: tuple[Buffer, ...]
     """Temporary values, by their start."""
+    places: Mapping[tuple[str, tuple[int, ...]], Place] = field(default_factory=dict)
+    """The place of each value: of an instruction, or of an element of its tuple, whose index is the second key."""
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -77,12 +100,14 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
     """Parse the texts of a buffer assignment and of its live ranges."""
     sequence, _, rest = ranges.partition("BufferLiveRange:")
     lives = {(name, index): (int(a), int(b)) for name, index, a, b in RANGE.findall(rest)}
-    arguments, buffers, kind, size = {}, [], "", 0
+    arguments, buffers, places, kind, number, size = {}, [], {}, "", 0, 0
     for line in assignment.splitlines():
         if found := ALLOCATION.match(line):
-            kind, size = found[2] or found[3] or "", int(found[1])
-        elif kind and (value := VALUE.match(line)):
+            kind, number, size = found[3] or found[4] or "", int(found[1]), int(found[2])
+        elif value := VALUE.match(line):
             name, index = value[1], value[2] or "{}"
+            at = tuple(int(part) for part in re.findall(r"\d+", index))
+            places[name, at] = Place(number, int(value[4]), int(value[3]))
             if kind == "parameter":
                 arguments.setdefault(name, size)
                 kind = ""  # what follows takes its place
@@ -94,6 +119,7 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
         schedule=tuple(name for _, name in names),
         arguments=arguments,
         buffers=tuple(sorted(buffers, key=lambda buffer: buffer.start)),
+        places=places,
     )
 
 

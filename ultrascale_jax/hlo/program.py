@@ -7,15 +7,15 @@ goes from the entry through `while` bodies, so that everything below knows how o
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^()]*)(.*)")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^()]*)(.*)")
 CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*S\((\d+)\)[^}]*\})?")
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([\d,]*)(?:[^}]*?S\((\d+)\))?[^}]*\})?")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)')
 BATCHED = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]+)')
 MATMUL_TARGET = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|fmha|flash)', re.IGNORECASE)
@@ -32,6 +32,8 @@ class Array:
     dims: tuple[int, ...]
     space: int = 0
     """Memory space: 0 is the device's, 5 the host's."""
+    layout: tuple[int, ...] = field(default=(), compare=False)
+    """Dims in memory, minor to major; empty for a scalar."""
 
     @property
     def bytes(self) -> int:
@@ -54,7 +56,11 @@ class Instruction:
     attributes: str
     """The rest of the line."""
     argument: str = ""
-    """Text in the parentheses: for a parameter its number."""
+    """Text in the parentheses: a parameter's number, a constant's elements."""
+    type: str = ""
+    """Text of its type, which shows how tuples nest."""
+    root: bool = False
+    """Whether it is the result of its computation."""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
@@ -197,9 +203,13 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             body = None
         elif body is not None and (match := INSTRUCTION.match(line)):
-            operands = tuple(re.findall(r"%([\w.\-]+)", match[4]))
-            arrays = _arrays(match[2])
-            body.append(Instruction(match[1], arrays, match[3], operands, match[5], match[4]))
+            root, name, kind, opcode, argument, attributes = match.groups()
+            operands = tuple(re.findall(r"%([\w.\-]+)", argument))
+            body.append(
+                Instruction(
+                    name, arrays_of(kind), opcode, operands, attributes, argument, kind, bool(root)
+                )
+            )
     if not entry or "is_scheduled=true" not in text:
         raise ValueError(
             f"HLO text of {len(text)} characters: needs an ENTRY computation and is_scheduled=true"
@@ -227,8 +237,13 @@ def is_heavy(instruction: Instruction, heavy: frozenset[str] | set[str]) -> bool
     return any(name in heavy for name in instruction.called)
 
 
-def _arrays(text: str) -> tuple[Array, ...]:
+def arrays_of(text: str) -> tuple[Array, ...]:
+    """Return the arrays in the text of a type, the leaves of a tuple in their order."""
     return tuple(
-        Array(dtype, tuple(int(size) for size in dims.split(",") if size), int(space or 0))
-        for dtype, dims, space in ARRAY.findall(text)
+        Array(dtype, _numbers(dims), int(space or 0), _numbers(layout))
+        for dtype, dims, layout, space in ARRAY.findall(text)
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
@@ -17,9 +18,13 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.formulas.costs import CONTENTION
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.workload import GIB
+
+MOST_BYTES = 16 * GIB
+"""Most memory of all GPUs together that `--execute` takes on this machine."""
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
 
@@ -32,6 +37,9 @@ class Options(common.Options):
     """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
     document_tokens: Annotated[int | None, command_line.option("N", "a whole row")] = None
     """Simulate packed documents of this length, which no program tells."""
+    execute: command_line.Flag = False
+    """Run the program on this machine's CPU, from a random state and batch, and compare each output with the CPU's own
+    step: for tiny recipes."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,12 +53,19 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault(
         "TF_CPP_MIN_LOG_LEVEL", "3"
     )  # XLA warns that memory is short; the table says it too
+    if options.execute:
+        from ultrascale_jax.launch.distributed import set_environment
+
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(options.gpus)
+        set_environment(os.environ)
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
         cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
-    summary = summarize(step, timeline, cluster) | {"config": dataclasses.asdict(cfg)}
+        summary = summarize(step, timeline, cluster) | {"config": dataclasses.asdict(cfg)}
+        if options.execute:
+            summary["executed"] = interruptible(lambda: executed(cfg, step), "executing")
     if folder is not None:
         from ultrascale_jax.figures.streams import chrome_trace
 
@@ -75,11 +90,34 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     return step, simulate_step(step, cluster, document_tokens=options.document_tokens)
 
 
-def interruptible[T](work: Callable[[], T]) -> T:
+def executed(cfg: Any, step: Any) -> dict[str, Any]:
+    """Run a `CompiledStep` on the CPU and return for each output how far it is from the CPU's own step.
+
+    Raises `UserError` for a program whose memory is more than this machine should hold, or that nobody can execute.
+    """
+    from ultrascale_jax.hlo.operations import Unsupported
+    from ultrascale_jax.plan.compiled.execute import execute_step, reference_step
+
+    num_devices = math.prod(step.axes.values())
+    needed = num_devices * step.peak_bytes
+    fix = f"{num_devices} GPUs take {common.size(needed)}; give a recipe of at most {common.size(MOST_BYTES)}"
+    require(needed <= MOST_BYTES, "execute", True, fix)
+    try:
+        execution = execute_step(step, reference_step(cfg, num_devices))
+    except Unsupported as error:
+        raise UserError(f"execute=True: the interpreter does not know {error}") from error
+    return {
+        "seconds": execution.seconds,
+        "largest": execution.largest.relative,
+        "relative_differences": {d.name: d.relative for d in execution.differences},
+    }
+
+
+def interruptible[T](work: Callable[[], T], what: str = "compiling") -> T:
     """Do `work` in another thread, so that Ctrl-C need not wait for XLA; stderr says that it runs."""
     with ThreadPoolExecutor() as pool:
         try:
-            with output.working("compiling"):
+            with output.working(what):
                 return pool.submit(work).result()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
@@ -147,6 +185,18 @@ def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
         f"({summary['synchronous_in_loops']} of these in loops); compiled in {summary['compile_s']:.0f} s",
         highlight=False,
     )
+    if "executed" in summary:
+        console.print(_differences(summary["executed"]))
+
+
+def _differences(executed: dict[str, Any]) -> Table:
+    table = Table(
+        f"output of the step, executed in {executed['seconds']:.0f} s", "relative difference"
+    )
+    for name, relative in executed["relative_differences"].items():
+        table.add_row(name, f"{relative:.1e}")
+    table.add_row("largest", f"{executed['largest']:.1e}")
+    return table
 
 
 def _communication(summary: dict[str, Any]) -> Table:

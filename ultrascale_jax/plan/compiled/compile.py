@@ -25,7 +25,7 @@ from ultrascale_jax.config import Config, UserError, require, require_type
 from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
-from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks
+from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks, text_of
 from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
@@ -194,8 +194,8 @@ def compile_program(
     with jax.set_mesh(mesh), target_checks(target.capability, target.cudnn):
         compilation = compile_deviceless(function.lower(*args), flags)
     compiled = compilation.compiled
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None  # XLA:GPU always has both
+    memory, text = compiled.memory_analysis(), text_of(compiled)
+    assert memory is not None  # XLA:GPU always has it
     return CompiledProgram(
         text=text,
         axes=dict(mesh.shape),

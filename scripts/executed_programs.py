@@ -1,0 +1,322 @@
+"""Execute the H100 programs of tiny runs on this machine's CPU, and bugs put into them, for a page of the benchmarks.
+
+python -m scripts.executed_programs                    # all cases and bugs, into the page
+python -m scripts.executed_programs fsdp ring --out -  # two of them, onto the screen
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.compile import Options
+from ultrascale_jax.hlo.interpreter import RaceError
+from ultrascale_jax.launch.distributed import set_environment
+from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
+from ultrascale_jax.plan.compiled.execute import Execution, compare, execute_step, reference_step
+
+PAGE = Path("docs/benchmarks/h100_executed.md")
+DEVICES = 8
+
+FLOAT32 = 1e-5
+"""Largest relative difference of an output of a float32 step."""
+ROUNDING = 1.25
+"""A step of narrow numbers may be so many times as far from the float32 step as the CPU's own is."""
+
+# Four layers are the fewest of which XLA's double-buffered loops have two turns.
+TINY = "--model.num_layers 4 --data.seq_len 128 --train.global_batch 8"
+DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
+PIPELINE = f"{DEBUG} --mesh pp=2,fsdp=2,sp=2 --train.microbatches 4 --pp.schedule"
+CONTEXT = f"{DEBUG} --mesh cp=4,fsdp=2 --cp.strategy"
+CUDNN = f"{DEBUG} --model.num_heads 2 --model.num_kv_heads 1 --model.head_dim 64 --train.precision"
+
+CASES = {
+    "fsdp": f"{DEBUG} --mesh fsdp=8",
+    "dp_fsdp": f"{DEBUG} --mesh dp=2,fsdp=4",
+    "sp": f"{DEBUG} --mesh fsdp=4,sp=2",
+    "tp": f"{DEBUG} --mesh fsdp=4,tp=2",
+    "sp_tp": f"{DEBUG} --mesh fsdp=2,sp=2,tp=2",
+    "pp_1f1b": f"{PIPELINE} 1f1b",
+    "pp_interleaved": f"{PIPELINE} interleaved --pp.virtual 2",
+    "pp_zb_uniform": f"{PIPELINE} zb_uniform",
+    "cp_ring": f"{CONTEXT} ring",
+    "cp_zigzag": f"{CONTEXT} zigzag",
+    "cp_allgather": f"{CONTEXT} allgather",
+    "cp_ulysses": f"{CONTEXT} ulysses",
+    "ep": f"{MOE} --mesh ep=4,fsdp=2",
+    "ep_two_levels": f"{MOE} --mesh ep=4,fsdp=2 --moe.a2a_groups 2",
+    "ep_pp": f"{MOE} --mesh ep=2,pp=2,fsdp=2 --train.microbatches 4",
+    "zero1": f"{DEBUG} --mesh fsdp=8 --train.microbatches 2 --train.global_batch 16 --train.zero 1",
+    "zero2": f"{DEBUG} --mesh dp=2,fsdp=4 --train.microbatches 2 --train.global_batch 16 --train.zero 2",
+    "zero3": f"{DEBUG} --mesh fsdp=4,sp=2 --train.microbatches 2",
+    "offload": f"{DEBUG} --mesh fsdp=8 --train.remat save:q,k,v+offload:gate,up",
+    "lora": f"{DEBUG} --mesh fsdp=4,sp=2 --train.lora rank=4",
+    "muon": f"{DEBUG} --mesh fsdp=4,sp=2 --optim.name muon",
+    "bf16": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --no-data.document_mask",
+    "bf16_pp": f"{CUDNN} bf16 --mesh pp=2,fsdp=4 --train.microbatches 2",
+    "bf16_packed": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --model.num_layers 2 --data.seq_len 2048",
+    "fp8": f"{CUDNN} fp8 --mesh fsdp=8",
+    "fp8_rowwise": f"{CUDNN} fp8_rowwise --mesh fsdp=4,sp=2",
+    "fp8_block": f"{CUDNN} fp8_block --mesh fsdp=8 --model.d_model 256 --model.d_ff 256 --kernels.fp8_matmul xla",
+}
+"""Name to the arguments of `ultrascale plan compile`, for eight GPUs."""
+
+
+def changed(step: CompiledStep, pattern: str, edit: Callable[[re.Match[str]], str]) -> CompiledStep:
+    """Return the program with the first text that matches changed."""
+    text, count = re.subn(pattern, edit, step.text, count=1)
+    if not count:
+        raise ValueError(f"the program has no {pattern}")
+    return dataclasses.replace(step, text=text)
+
+
+def drop_reduction(step: CompiledStep) -> CompiledStep:
+    """Let every device keep its own part of an all-reduce."""
+    alone = "{" + ",".join(f"{{{device}}}" for device in range(DEVICES)) + "}"
+    groups = r"(?:mesh\[[^\]]*\] \{[^}]*\}|\{\{[^=]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+    pattern = rf"( all-reduce(?:-start)?\([^)]*\), [^\n]*?replica_groups=){groups}"
+    return changed(step, pattern, lambda found: found[1] + alone)
+
+
+def shift_permutation(step: CompiledStep) -> CompiledStep:
+    """Send to the next sender's receiver."""
+
+    def shifted(found: re.Match[str]) -> str:
+        pairs = re.findall(r"\{(\d+),(\d+)\}", found[0])
+        receivers = [receiver for _, receiver in pairs]
+        receivers = receivers[1:] + receivers[:1]
+        text = ",".join(f"{{{s},{r}}}" for (s, _), r in zip(pairs, receivers, strict=True))
+        return f"source_target_pairs={{{text}}}"
+
+    return changed(step, r"source_target_pairs=\{[^=]*\}\}", shifted)
+
+
+def leave_unwritten(step: CompiledStep) -> CompiledStep:
+    """Leave out a write into a stack of activations."""
+    pattern = r" dynamic-update-slice\((%[^,]+),[^)]*\)"
+    return changed(step, pattern, lambda found: f" copy({found[1]})")
+
+
+def read_before_done(step: CompiledStep) -> CompiledStep:
+    """Take what an all-gather gives before it is done."""
+    pattern = r"\n  %(\S+) = (\w+\[\S+) all-gather-done\((%\S+)\)([^\n]*)"
+
+    def early(found: re.Match[str]) -> str:
+        name, kind, start, rest = found.groups()
+        return (
+            f"\n  %early = {kind} get-tuple-element({start}), index=1"
+            f"\n  %{name} = {kind} copy(%early)"
+            f"\n  %late = {kind} all-gather-done({start}){rest}"
+        )
+
+    return changed(step, pattern, early)
+
+
+def overwrite_operand(step: CompiledStep) -> CompiledStep:
+    """Put a result on top of the operand of an all-gather that is still under way."""
+    for body in step.module.computations.values():
+        named = {i.name: i for i in body}
+        for at, start in enumerate(body):
+            done = [n for n, i in enumerate(body) if start.name in i.operands]
+            if start.opcode != "all-gather-start" or not done:
+                continue
+            operand = named[start.operands[0]]
+            while operand.opcode == "bitcast":
+                operand = named[operand.operands[0]]
+            for between in body[at + 1 : done[0]]:
+                if between.opcode == "fusion" and not between.type.startswith("("):
+                    if moved := _moved(step, (between.name, ()), (operand.name, ())):
+                        return moved
+    raise ValueError("no all-gather with work in its shadow")
+
+
+def overwrite_argument(step: CompiledStep) -> CompiledStep:
+    """Put the first result of the step into the place of an argument that is read later."""
+    body = step.module.computations[step.module.entry]
+    parameters = [i for i in body if i.opcode == "parameter"]
+    for result in body:
+        if result.opcode != "fusion" or result.type.startswith("("):
+            continue
+        for parameter in parameters:
+            read = [n for n, i in enumerate(body) if parameter.name in i.operands]
+            if read and body.index(result) < read[-1]:
+                if moved := _moved(step, (result.name, ()), (parameter.name, ())):
+                    return moved
+    raise ValueError("no result that fits into an argument")
+
+
+def _moved(step: CompiledStep, value: tuple, onto: tuple) -> CompiledStep | None:
+    """Return the program with a value in the place of another, if it fits."""
+    assert step.memory_plan is not None
+    places = dict(step.memory_plan.places)
+    if value not in places or onto not in places or places[value].size > places[onto].size:
+        return None
+    places[value] = places[onto]._replace(size=places[value].size)
+    return dataclasses.replace(
+        step, memory_plan=dataclasses.replace(step.memory_plan, places=places)
+    )
+
+
+BUGS: dict[Callable[[CompiledStep], CompiledStep], str] = {
+    drop_reduction: "dp_fsdp",
+    shift_permutation: "cp_ring",
+    leave_unwritten: "sp",
+    read_before_done: "sp",
+    overwrite_operand: "sp",
+    overwrite_argument: "sp",
+}
+"""What puts a bug into a program, and the case whose program it changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one case gave."""
+
+    case: str
+    error: str = ""
+    """Why it did not run; empty if it did."""
+    largest: float = 0.0
+    """Largest relative difference of an output."""
+    output: str = ""
+    """The output that has it."""
+    of_update: float = 0.0
+    """The same relative to a parameter's change."""
+    from_float32: tuple[float, float] | None = None
+    """Of narrow numbers: largest difference of a first moment from the float32 step, the CPU's and the GPU's."""
+    bugs: tuple[tuple[str, str], ...] = ()
+    """For each bug put into the program its name, and how it was noticed; empty where it was not."""
+    compile_s: float = 0.0
+    cpu_s: float = 0.0
+    execute_s: float = 0.0
+    instructions: int = 0
+
+    @property
+    def right(self) -> bool:
+        """Whether the program computed what it should, and every bug was noticed."""
+        if self.error or not all(noticed for _, noticed in self.bugs):
+            return False
+        if self.from_float32 is None:
+            return self.largest <= FLOAT32
+        cpu, gpu = self.from_float32
+        return gpu <= ROUNDING * cpu
+
+
+def run_case(case: str) -> Row:
+    """Compile, execute and compare one case, and then its program with each bug of `BUGS`."""
+    try:
+        return _run_case(case)
+    except Exception as error:
+        return Row(case=case, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def _run_case(case: str) -> Row:
+    jax.config.update("jax_enable_compilation_cache", False)
+    cfg, _, _ = common.parse(CASES[case].split(), "compile", Options, "")
+    step = compile_step(cfg, DEVICES, "h100", estimates=False)
+    reference = reference_step(cfg, DEVICES)
+    execution = execute_step(step, reference)
+    from_float32 = None
+    if cfg.train.precision != "fp32":
+        train = dataclasses.replace(cfg.train, precision="fp32")
+        exact = reference_step(
+            dataclasses.replace(cfg, train=train), DEVICES, arguments=reference.arguments
+        )
+        cpu, gpu = (
+            max(d.relative for d in compare(exact, results) if ".mu." in d.name)
+            for results in (reference.results, execution.results)
+        )
+        from_float32 = cpu, gpu
+    return Row(
+        case=case,
+        largest=execution.largest.relative,
+        output=execution.largest.name,
+        of_update=max(d.of_update or 0 for d in execution.differences),
+        from_float32=from_float32,
+        bugs=tuple(
+            (bug.__name__, _noticed(bug(step), reference)) for bug, at in BUGS.items() if at == case
+        ),
+        compile_s=step.compile_s,
+        cpu_s=reference.seconds,
+        execute_s=execution.seconds,
+        instructions=sum(map(len, step.module.computations.values())),
+    )
+
+
+def _noticed(step: CompiledStep, reference: Any) -> str:
+    """Say how the bug in a program shows; empty if it does not."""
+    try:
+        execution: Execution = execute_step(step, reference)
+    except RaceError as error:
+        return f"RaceError: {error}"
+    worst = execution.largest
+    return f"{worst.name}: {worst.relative:.1e}" if not worst.relative <= FLOAT32 else ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables in Markdown."""
+    lines = [
+        "| case | `ultrascale plan compile ... --gpus 8 --execute` | right | largest difference | of an update "
+        "| from float32: CPU, H100 | instructions | compile, CPU step, execute, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        far = ", ".join(f"{x:.3g}" for x in row.from_float32 or ())
+        numbers = f"{row.largest:.1e} | {row.of_update:.1e} | {far} | {row.instructions:,}"
+        seconds = f"{row.compile_s:.0f}, {row.cpu_s:.0f}, {row.execute_s:.0f}"
+        if row.error:
+            numbers, seconds = f"{row.error.replace('|', '')} | | | ", ""
+        right = "yes" if row.right else "no"
+        lines.append(f"| {row.case} | `{CASES[row.case]}` | {right} | {numbers} | {seconds} |")
+    lines += ["", "| bug put into the program | case | noticed by |", "|---|---|---|"]
+    for row in rows:
+        lines += [
+            f"| {name.replace('_', ' ')} | {row.case} | {by or 'not noticed'} |"
+            for name, by in row.bugs
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "--out", default=str(PAGE), help="page whose tables are replaced; -: the screen"
+    )
+    options = parser.parse_args(argv)
+    unknown = sorted(set(options.cases) - set(CASES))
+    if unknown:
+        parser.error(f"no case {', '.join(unknown)}; choose of {', '.join(CASES)}")
+    # For the processes of the pool. Programs run once: seconds of LLVM would save milliseconds.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES), "XLA_FLAGS": flags}
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    set_environment(os.environ)
+    rows, start = [], time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for row in pool.map(run_case, options.cases or CASES):
+            rows.append(row)
+            print(f"{time.perf_counter() - start:6.0f} s  {row}", file=sys.stderr, flush=True)
+    if options.out == "-":
+        print(table(rows))
+    else:
+        page = Path(options.out)
+        begin = "<!-- made by scripts.executed_programs -->\n"
+        head = page.read_text().partition(begin)[0]
+        page.write_text(head + begin + table(rows))
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
