@@ -7,7 +7,6 @@ roofline  show what limits each operation of a layer           [RECIPE] --gpus 8
 compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4M
 schedule  show pipeline schedules: tables, figures, animations     [NAME] --ranks 4 --microbatches 8
-sweep     measure a grid of runs here, or predict it, as CSV       [RECIPE] --gpus 8
 serve     plan on a page of the browser, interactively             [RECIPE] --gpus 64
 report    draw figures of any of these, as PNG and one HTML file   FILE... or RECIPE --gpus 64
 """
@@ -19,8 +18,8 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
 
 VERBS = (
-    *("memory", "guide", "mesh", "roofline", "compile", "search", "schedule", "sweep"),
-    *("serve", "report"),
+    *("memory", "guide", "mesh", "roofline", "compile", "search", "schedule", "serve"),
+    "report",
 )
 
 

@@ -1,6 +1,6 @@
 """Draw figures as PNG files and one HTML page: `ultrascale plan report`.
 
-`report FILE...` draws the output of other verbs: JSON of memory, compile, search and validate, CSV of sweep or of
+`report FILE...` draws the output of other verbs: JSON of memory, compile, search and validate, CSV of
 measured runs. `report RECIPE ...` computes everything by formulas. A page needs no network and holds no date.
 """
 

@@ -20,6 +20,9 @@ from ultrascale_jax.plan.workload import GIB
 NEAR = 1.5
 """Candidates of a search are drawn up to so many times the memory that there is."""
 
+RUNS = "runs"
+"""The verb of a CSV of runs, which no verb writes."""
+
 WORK = {"gemm": "matrix products", "attention": "attention", "other": "all other work"}
 """The kinds of work of the verb `compile`, in words."""
 
@@ -233,13 +236,12 @@ READERS: dict[str, Reader] = {
     "memory": _memory,
     "compile": _compiled_steps,
     "search": _each(_search),
-    "sweep": _runs,
 }
 """Verb to reader; `scripts.plan` adds that of `validate`."""
 
 
 def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
-    """Read the JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
+    """Read the JSON of a verb, or a CSV of runs.
 
     Raises:
       UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
@@ -255,7 +257,7 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
         raise UserError(f"file={path!r}: {error}") from None
     require(text.strip() != "", "file", path, "is empty")
     if suffix == ".csv":
-        return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
+        return Source(path=path, verb=RUNS, content=runs.read(path, text), digest=digest)
     content = parse_json(text, f"file={path!r}:")
     fix = (
         f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(readers)}"
@@ -264,8 +266,6 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
     verb = content["verb"]
     fix = f"verb={verb!r} has no figures; those of {', '.join(readers)} have"
     require(verb in readers, "file", path, fix)
-    if verb == "sweep":
-        content = runs.of_json(path, content)
     return Source(path=path, verb=verb, content=content, digest=digest)
 
 
@@ -276,7 +276,7 @@ def figures(sources: Sequence[Source], readers: Mapping[str, Reader] = READERS) 
       UserError: a file lacks a field; names both.
     """
     found: list[Figure] = []
-    for verb, make in readers.items():
+    for verb, make in {**readers, RUNS: _runs}.items():
         if mine := [source for source in sources if source.verb == verb]:
             try:
                 made = make(mine)
