@@ -1,4 +1,4 @@
-"""`python -m scripts.plan memory`: what one GPU holds, from formulas."""
+"""`ultrascale plan memory`: what one GPU holds, from formulas."""
 
 import json
 import shlex
