@@ -31,7 +31,6 @@ COMMANDS = {
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",
-    "bench": "time the trainer and its kernels beside peers        [peer|gpu|kernels]",
 }
 """Commands by name, with what they do and an example of their arguments."""
 
