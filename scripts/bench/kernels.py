@@ -158,7 +158,7 @@ def measure(spec: dict[str, Any]) -> Rows:
     expected: dict[str, Any] = {}
     for (case, name), program in zip(order, executables, strict=True):
         results = program(*arguments[case.name])
-        row = {"workload": f"{spec['workload']}: {case.name}", "contestant": name}
+        row: dict[str, Any] = {"workload": f"{spec['workload']}: {case.name}", "contestant": name}
         row["temporary_gb"] = program.memory_analysis().temp_size_in_bytes / 1e9
         row["error"] = float(
             checks.relative_error(results, expected.setdefault(case.name, results))

@@ -12,7 +12,7 @@ report    draw figures of any of these, as PNG and one HTML file   FILE... or RE
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
@@ -23,21 +23,13 @@ VERBS = (
 )
 
 
-def main(
-    argv: Sequence[str], more: Mapping[str, Callable[[list[str]], None]] | None = None
-) -> None:
-    """Run the verb that the first word names; `more` has main functions of other verbs, or ones that replace ours."""
-    arguments, more = list(argv), more or {}
-    others = [verb for verb in more if verb not in VERBS]
+def main(argv: Sequence[str]) -> None:
+    """Run the verb that the first word names."""
+    arguments = list(argv)
     if arguments[:1] in (["-h"], ["--help"]):
-        print(__doc__, *(f"In this checkout also: {verb}" for verb in others))
+        print(__doc__)
         return
     verb = arguments.pop(0) if arguments else ""
-    if verb in more:
-        more[verb](arguments)
-        return
     with command_line.user_errors():
-        fix = "is no part of the product; in a checkout: python -m scripts.plan validate RUNS.csv"
-        require(verb != "validate", "verb", verb, fix)
-        require(verb in VERBS, "verb", verb, f"choose one of {', '.join([*VERBS, *others])}")
+        require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
     importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}").main(arguments)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,10 @@ READERS: dict[str, Reader] = {
     "compile": _compiled_steps,
     "search": _each(_search),
 }
-"""Verb to reader; `scripts.plan` adds that of `validate`."""
+"""Verb to reader."""
 
 
-def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
+def read(path: str) -> Source:
     """Read the JSON of a verb, or a CSV of runs.
 
     Raises:
@@ -260,23 +260,23 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
         return Source(path=path, verb=RUNS, content=runs.read(path, text), digest=digest)
     content = parse_json(text, f"file={path!r}:")
     fix = (
-        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(readers)}"
+        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(READERS)}"
     )
     require(isinstance(content, dict) and "verb" in content, "file", path, fix)
     verb = content["verb"]
-    fix = f"verb={verb!r} has no figures; those of {', '.join(readers)} have"
-    require(verb in readers, "file", path, fix)
+    fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"
+    require(verb in READERS, "file", path, fix)
     return Source(path=path, verb=verb, content=content, digest=digest)
 
 
-def figures(sources: Sequence[Source], readers: Mapping[str, Reader] = READERS) -> list[Figure]:
+def figures(sources: Sequence[Source]) -> list[Figure]:
     """Draw all figures of `sources`, files of one verb together.
 
     Raises:
       UserError: a file lacks a field; names both.
     """
     found: list[Figure] = []
-    for verb, make in {**readers, RUNS: _runs}.items():
+    for verb, make in {**READERS, RUNS: _runs}.items():
         if mine := [source for source in sources if source.verb == verb]:
             try:
                 made = make(mine)
