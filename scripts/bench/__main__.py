@@ -92,6 +92,8 @@ class Part:
 
     module: Literal["trainers", "kernels"]
     workload: str
+    name: str
+    """What the report calls it where it has no rows."""
     spec: dict[str, Any]
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -101,8 +103,13 @@ def peer_parts(tiny: bool) -> Iterator[Part]:
     small = [*TINY_MODEL, "--data.seq-len", "64"] if tiny else []
     spec = {"arguments": ["gpt_peer", "--mesh", "fsdp=1", *small], "peers": True}
     environ = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    name = "tiny" if tiny else "gpt_peer, one CPU core"
-    yield Part(module="trainers", workload=name, spec=spec | {"needs_gpu": False}, environ=environ)
+    yield Part(
+        module="trainers",
+        workload="tiny" if tiny else "gpt_peer, one CPU core",
+        name="all trainers",
+        spec=spec | {"needs_gpu": False},
+        environ=environ,
+    )
 
 
 def gpu_parts(tiny: bool) -> Iterator[Part]:
@@ -119,6 +126,7 @@ def gpu_parts(tiny: bool) -> Iterator[Part]:
             yield Part(
                 module="trainers",
                 workload=f"{'tiny' if tiny else 'llama32_1b'}, sequence {seq_len}",
+                name=f"ultrascale_jax, remat {remat}",
                 spec={"arguments": arguments, "peers": False, "needs_gpu": not tiny},
                 environ=_one_gpu(),
             )
@@ -140,7 +148,8 @@ def kernel_part(kernel: str, workload: str, shape: tuple[int, ...], tiny: bool) 
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     float8 = {"XLA_FLAGS": flags.strip()} if kernel in (ROOFLINE, "fp8_product") else {}
     spec = {"kernel": kernel, "shape": shape, "calls": 1 if tiny else CALLS, "needs_gpu": not tiny}
-    return Part(module="kernels", workload=workload, spec=spec, environ=_one_gpu() | float8)
+    environ = _one_gpu() | float8
+    return Part(module="kernels", workload=workload, name=kernel, spec=spec, environ=environ)
 
 
 def _one_gpu() -> dict[str, str]:
@@ -156,11 +165,10 @@ def measure(parts: Iterator[Part], options: Options, report: Report) -> None:
     console, deadline = Console(stderr=True), time.monotonic() + 60 * options.minutes
     roofline: dict[str, float] = {}
     for part in parts:
-        name = part.spec.get("kernel") or " ".join(part.spec["arguments"][:1])
-        console.print(f"{part.workload}: {name}", markup=False)
+        console.print(f"{part.workload}: {part.name}", markup=False)
         common = {"workload": part.workload, "steps": options.steps, "roofline": roofline}
         pinned = child.one_core() if options.suite == "peer" else contextlib.nullcontext()
-        running = report.add(part.workload, name, status="running")
+        running = report.add(part.workload, part.name, status="running")
         try:
             with pinned:
                 rows = child.run(
@@ -176,7 +184,7 @@ def measure(parts: Iterator[Part], options: Options, report: Report) -> None:
             running |= {"status": status, "reason": str(error)}
         else:
             report.rows[-1:] = [{"status": "measured"} | row for row in rows]
-            if name == ROOFLINE:
+            if part.name == ROOFLINE:
                 roofline = {row["limit"]: row["rate"] for row in rows}
         report.save()
 

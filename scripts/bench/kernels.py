@@ -44,28 +44,22 @@ class Case:
     """On a GPU; the others' times are compared with the first's."""
 
 
-def norm(M: int, D: int) -> list[Case]:
-    """Return RMSNorm: forward reads and writes an array, backward reads two and writes one."""
-    check = checks.norm(M, D)
-    return [Case(name="norm", check=check, limit=COPY, amount=5 * M * D * 2)]
+AMOUNTS: dict[str, tuple[Literal["copy", "bf16 GEMM", "fp8 GEMM"], Callable[..., int]]] = {
+    # Forward reads and writes an array, backward reads two and writes one.
+    "norm": (COPY, lambda M, D: 5 * M * D * 2),
+    "fp8_product": (FP8, lambda M, N, K: 3 * 2 * M * N * K),
+    "loss": (BF16, lambda M, D, V: 3 * 2 * M * D * V),
+    "experts": (BF16, lambda R, E, D, F: 3 * 2 * R * D * F),
+}
+"""Limit and amount of the checks with these names, by their sizes."""
 
 
-def loss(M: int, D: int, V: int) -> list[Case]:
-    """Return the head's product with the loss and its gradients."""
-    check = checks.loss(M, D, V)
-    return [Case(name="loss", check=check, limit=BF16, amount=3 * 2 * M * D * V)]
-
-
-def fp8_product(M: int, N: int, K: int) -> list[Case]:
-    """Return the products with scales of blocks, and their casts."""
-    check = checks.fp8_product(M, N, K)
-    return [Case(name="fp8_product", check=check, limit=FP8, amount=3 * 2 * M * N * K)]
-
-
-def experts(R: int, E: int, D: int, F: int) -> list[Case]:
-    """Return the products of experts, of rows in groups of uneven sizes as a router makes them."""
-    check = checks.experts(R, E, D, F)
-    return [Case(name="experts", check=check, limit=BF16, amount=3 * 2 * R * D * F)]
+def cases(kernel: str, shape: list[int]) -> list[Case]:
+    """Return the cases of a part of a run with these sizes."""
+    if kernel in AMOUNTS:
+        (limit, amount), check = AMOUNTS[kernel], checks.CHECKS[kernel](*shape)
+        return [Case(name=kernel, check=check, limit=limit, amount=amount(*shape))]
+    return {"attention": attention, "roofline": roofline}[kernel](*shape)
 
 
 def attention(_: int, T: int, N: int, K: int, H: int) -> list[Case]:
@@ -120,17 +114,11 @@ def roofline(size: int) -> list[Case]:
     ]
 
 
-CASES: dict[str, Callable[..., list[Case]]] = {
-    case.__name__: case for case in (roofline, norm, fp8_product, loss, attention, experts)
-}
-
-
 def programs(spec: dict[str, Any]) -> list[tuple[Case, str]]:
     """Return cases and implementations in the order of their turns; without a GPU XLA's alone."""
-    cases = CASES[spec["kernel"]](*spec["shape"])
     return [
         (case, name)
-        for case in cases
+        for case in cases(spec["kernel"], spec["shape"])
         for name in (case.implementations if spec["needs_gpu"] else (XLA,))
     ]
 

@@ -103,6 +103,9 @@ def test_parts_that_have_no_time_are_skipped_with_the_reason(tmp_path, suite):
     report = json.loads(path.read_text())
     assert report["complete"] and len(report["results"]) == {"gpu": 6, "kernels": 17}[suite]
     assert {row["status"] for row in report["results"]} == {"skipped"}
+    assert len({(row["workload"], row["contestant"]) for row in report["results"]}) == len(
+        report["results"]
+    )
     assert {row["reason"] for row in report["results"]} == {"the benchmark's time was over"}
 
 
@@ -246,7 +249,6 @@ def test_pipelined_steps_are_dispatched_one_ahead_and_all_waited_for(monkeypatch
     times = trainers.pipelined(step, 3)
     assert len(times) == 3
     assert log == [("step", 0), ("step", 1), ("wait", 0), ("step", 2), ("wait", 1), ("wait", 2)]
-    assert list(trainers.turns(5)) == [2, 2, 1]
 
 
 def test_the_report_is_on_disk_after_every_row(tmp_path):

@@ -113,7 +113,7 @@ def _compile(content: dict[str, Any], tail: str) -> list[Figure]:
         x="",
     )
     found += [step_parts, _compiled(content, f"compiled_memory{tail}", where)]
-    if content.get("memory_over_step", {}).get("start_s"):  # older files have none
+    if content["memory_over_step"]["start_s"]:
         found.append(_memory_over_step(content, f"memory_over_step{tail}", where))
     if rows := content["collectives"]:
         found.append(_collectives(rows, f"collectives{tail}", where))
