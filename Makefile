@@ -20,7 +20,7 @@ setup: .venv/.installed
 setup-dev: .venv/.installed-dev
 
 train: .venv/.installed
-	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.train $(ARGS)
+	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m ultrascale_jax train $(ARGS)
 
 test: .venv/.installed-dev
 	$(PYTEST) $(ARGS) tests

@@ -26,8 +26,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from scripts.bench.report import Report
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline

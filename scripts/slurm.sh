@@ -4,14 +4,14 @@
 #     sbatch --nodes 4 scripts/slurm.sh llama3_8b --mesh fsdp=32 --run-dir /shared/out/llama3_8b
 #
 # What ends, and what goes on by itself:
-# - A process that dies or hangs: the supervisors (scripts/launch.py) start all processes again on the same nodes, from
+# - A process that dies or hangs: the supervisors (`ultrascale launch`) start all processes again on the same nodes, from
 #   the newest checkpoint, without a wait in the queue.
 # - A node that is lost: the number of processes is fixed, so no supervisor can help. SLURM ends the step and, for
 #   --requeue, starts the job again on whole nodes; it continues by itself.
 # - The time limit: 300 seconds before it SLURM sends SIGTERM; the run saves one checkpoint and exits 0. Submit the same
 #   command again to continue.
 #
-# To see first whether the nodes are well: MODULE=scripts.doctor sbatch --nodes 4 scripts/slurm.sh llama3_8b --mesh ...
+# To see first whether the nodes are well: ULTRASCALE_COMMAND=doctor sbatch --nodes 4 scripts/slurm.sh llama3_8b --mesh ...
 #SBATCH --job-name=ultrascale
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -31,8 +31,8 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY all_proxy ALL_PROXY
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
-command=("${PYTHON:-.venv/bin/python}" -u -m "${MODULE:-scripts.launch}")
-if [ "${MODULE:-scripts.launch}" = scripts.launch ]; then
+command=("${PYTHON:-.venv/bin/python}" -u -m ultrascale_jax "${ULTRASCALE_COMMAND:-launch}")
+if [ "${ULTRASCALE_COMMAND:-launch}" = launch ]; then
     command+=(--processes "${SLURM_GPUS_ON_NODE:-8}" --devices-per-process 1 --)
 fi
 

@@ -274,7 +274,7 @@ def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subp
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "scripts.launch", *own, "--", *given, *words],
+        [sys.executable, "-m", "ultrascale_jax", "launch", *own, "--", *given, *words],
         env={**os.environ, **cache, **environ},
         start_new_session=True,
     )

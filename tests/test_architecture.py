@@ -147,6 +147,15 @@ def test_kernels_import_no_other_part_of_the_project():
     assert files and imports_of(files, is_other) == []
 
 
+def test_only_the_report_of_the_planner_draws():
+    def draws(path: Path, parts: tuple[str, ...]) -> bool:
+        return parts[:2] == ("ultrascale_jax", "figures")
+
+    plan = ROOT / "ultrascale_jax/plan"
+    files = [path for path in plan.rglob("*.py") if path.parent != plan / "report"]
+    assert files and imports_of(files, draws) == []
+
+
 def test_shard_map_is_called_in_one_place():
     used = {
         name(path)

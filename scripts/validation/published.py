@@ -1,4 +1,4 @@
-"""Runs of other trainers as their makers published them, beside the estimate for this project's trainer.
+"""Runs that others published, beside the estimate for this trainer: `python -m scripts.validation.published RUNS.csv`.
 
 A row names its model by sizes, or by its name in `configs/shapes.py` where it has experts, and its machine by
 `find_cluster`, so any run can be added to the file. None of the planner's constants was fitted to these runs.
@@ -7,16 +7,18 @@ A row names its model by sizes, or by its name in `configs/shapes.py` where it h
 import dataclasses
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from scripts.validation.benchmark import Prediction, Row, beside, count, lines, measured
-from ultrascale_jax.cli import output
+from scripts.validation.runs import Prediction, Row, count, lines, measured
+from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
@@ -59,11 +61,6 @@ class Summary:
     """Median of |log(predicted / measured)|."""
     worst_ratio: float
     """The furthest from 1."""
-
-
-def is_published(path: Path) -> bool:
-    """Return whether the file has the column `software`, unlike the benchmark; `UserError` without rows."""
-    return "software" in lines(path, ())[0][1]
 
 
 def read(path: Path) -> list[Row]:
@@ -170,49 +167,6 @@ def median_error(ratios: Iterable[float]) -> float:
     return statistics.median(abs(math.log(ratio)) for ratio in ratios)
 
 
-def show(published: Iterable[Row], as_json: bool) -> None:
-    """Print the comparison: tables, or one JSON object."""
-    predictions = [predict(row) for row in published]
-    found = summaries(predictions)
-    if as_json:
-        rows = [_figures(one) for one in predictions]
-        summary = [dataclasses.asdict(one) for one in found]
-        result = {"kind": "published", "rows": rows, "summary": summary}
-        print(output.verb_json("validate", result))
-        return
-    console = output.console(150)
-    sources = list(dict.fromkeys(one.row.source for one in predictions))
-    console.print(_runs(predictions, sources))
-    for n, source in enumerate(sources, start=1):
-        console.print(f"source {n}: {source}", markup=False, soft_wrap=True)
-    console.print(_summary(found))
-    ratios = [one.ratio for one in predictions]
-    console.print(
-        f"{len(ratios)} runs: median predicted / measured {statistics.median(ratios):.2f}, "
-        f"median |log| {median_error(ratios):.2f}",
-        soft_wrap=True,
-    )
-    text = (
-        "Compared is the estimate for this project's trainer (software ULTRASCALE), not for theirs."
-    )
-    console.print(text, soft_wrap=True)
-
-
-def _figures(one: Prediction) -> dict[str, Any]:
-    """Return the figures of one run, for `report`."""
-    row = one.row
-    return beside(one) | {
-        "source": row.source,
-        "software": row.software,
-        "model": row.model,
-        "precision": row.run.precision,
-        "gpus": row.run.num_gpus,
-        "mesh": {axis: size for axis, size in row.run.mesh.sizes.items() if size > 1},
-        "ratio": one.ratio,
-        "assumed": row.assumed,
-    }
-
-
 def _runs(predictions: Iterable[Prediction], sources: Sequence[str]) -> Table:
     """Return a table with a line for each source, software, model and precision; sources by their place from 1."""
     groups: dict[tuple[str, str, str, str], list[Prediction]] = {}
@@ -256,3 +210,32 @@ def _summary(found: Iterable[Summary]) -> Table:
             f"{one.worst_ratio:.2f}",
         )
     return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of this comparison."""
+
+    runs: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUNS.csv")]
+    """Runs in the columns of docs/planning/published_runs.csv."""
+
+
+def main(argv: Sequence[str]) -> None:
+    with command_line.user_errors():
+        prog = "python -m scripts.validation.published"
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
+        predictions = [predict(row) for row in read(options.runs)]
+    console = output.console(150)
+    sources = list(dict.fromkeys(one.row.source for one in predictions))
+    console.print(_runs(predictions, sources))
+    for n, source in enumerate(sources, start=1):
+        console.print(f"source {n}: {source}", markup=False, soft_wrap=True)
+    console.print(_summary(summaries(predictions)))
+    ratios = [one.ratio for one in predictions]
+    median = f"median predicted / measured {statistics.median(ratios):.2f}"
+    console.print(f"{len(ratios)} runs: {median}, median |log| {median_error(ratios):.2f}")
+    console.print("Compared is the estimate for this project's trainer, not for theirs.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,7 +9,6 @@ import resource
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
@@ -194,25 +193,6 @@ def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
             assert bits(metrics) == bits(again)
     assert bits(state) == bits(resumed)
     assert np.any(state.params.blocks.moe.bias[...])
-
-
-def test_a_checkpoint_with_the_monitor_of_older_versions_still_loads(tmp_path):
-    """It was a parameter of zeros among the experts', and AdamW had moments of it."""
-    cfg = in_folder(MIXED, tmp_path)
-    mesh = mesh_of(cfg)
-    state = random_state(cfg, mesh)
-    expected = bits(state)
-    layers = MIXED.model.num_layers - MIXED.model.dense_layers
-    old = jax.tree.map(lambda x: x, state)
-    for model in (old.params, old.opt_state[0].mu, old.opt_state[0].nu):
-        spec = model.blocks.moe.bias[...].sharding
-        zeros = jax.device_put(np.zeros((layers, 10), np.float32), spec)
-        model.blocks.moe.monitor = nnx.Param(zeros, dims="Z", act_dims="BRZ")
-    save(cfg, old, 3)
-    with Checkpoints(cfg) as checkpoints:
-        assert bits(checkpoints.restore(3, abstract_state(cfg, mesh))) == expected
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-    assert bits(load_params(tmp_path, mesh)[1]) == bits(state.params)
 
 
 def test_a_save_does_not_ask_jax_whether_the_job_was_told_to_stop(state, tmp_path, monkeypatch):
@@ -499,8 +479,15 @@ def test_a_config_survives_json_with_its_nested_parts():
 
 
 def test_a_field_of_another_version_is_refused_by_name():
-    with pytest.raises(UserError, match=r"config\.model\.num_experts=8"):
+    with pytest.raises(
+        UserError, match=r"^config\.model\.num_experts=8: is unknown to this version"
+    ):
         config_from_dict({"model": {"num_experts": 8}})
+
+
+def test_a_misspelt_field_is_refused_with_the_right_spelling():
+    with pytest.raises(UserError, match=r"^config\.optim\.min_lr=0\.1: .*mean min_lr_ratio\?"):
+        config_from_dict({"optim": {"min_lr": 0.1}})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,12 @@ from ultrascale_jax.config import UserError
 UNREADABLE_PATHS = ("a[1]", "proj [v2]/run", "a*", "a?/run", "a\\b", "a\udcff")
 """Run directories that Orbax writes to and cannot read."""
 
-META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}}
+META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}, "arrays": {}}
+
+
+def signed(**changes) -> str:
+    """Return a file of metadata with its digest."""
+    return json.dumps({"custom_metadata": with_digest(META | changes)})
 
 
 def test_steps_are_folders_with_plain_numbers(tmp_path):
@@ -66,9 +71,8 @@ def test_one_that_is_put_aside_replaces_none(tmp_path):
 
 def test_metadata_is_what_was_saved(tmp_path):
     (tmp_path / "5").mkdir()
-    for meta in (META, with_digest(META)):
-        (tmp_path / "5" / METADATA).write_text(json.dumps({"custom_metadata": meta}))
-        assert metadata(tmp_path / "5") == META
+    (tmp_path / "5" / METADATA).write_text(json.dumps({"custom_metadata": with_digest(META)}))
+    assert metadata(tmp_path / "5") == META
 
 
 @pytest.mark.parametrize(
@@ -79,13 +83,12 @@ def test_metadata_is_what_was_saved(tmp_path):
         ("null", "cannot be read"),
         ("\udcff", "cannot be read"),
         (json.dumps({"custom_metadata": {}}), "cannot be read"),
-        (json.dumps({"custom_metadata": META | {"config": 3}}), "not of this program"),
-        (json.dumps({"custom_metadata": META | {"arrays": []}}), "not of this program"),
-        (json.dumps({"custom_metadata": META | {"data": {"step": 5}}}), "not of this program"),
-        (
-            json.dumps({"custom_metadata": META | {"data": {"step": 6, "fingerprint": ""}}}),
-            "step 6",
-        ),
+        (json.dumps({"custom_metadata": META}), "cannot be read .*sha256"),
+        (json.dumps({"custom_metadata": META | {"sha256": "0"}}), "not as it was saved"),
+        (signed(config=3), "not of this program"),
+        (signed(arrays=[]), "not of this program"),
+        (signed(data={"step": 5}), "not of this program"),
+        (signed(data={"step": 6, "fingerprint": ""}), "step 6"),
     ],
 )
 def test_metadata_that_is_none_is_told(tmp_path, text, words):
@@ -101,22 +104,15 @@ def test_metadata_that_is_missing_is_damage(tmp_path):
         metadata(tmp_path / "5")
 
 
-def test_a_flipped_bit_of_metadata_is_damage_or_changes_nothing(tmp_path):
+def test_a_flipped_bit_of_metadata_is_damage(tmp_path):
     (tmp_path / "5").mkdir()
     content = json.dumps({"custom_metadata": with_digest(META)}).encode()
-    refused = 0
     for n in range(len(content)):
         flipped = bytearray(content)
         flipped[n] ^= 1 << n % 8
         (tmp_path / "5" / METADATA).write_bytes(flipped)
-        try:
-            found = metadata(tmp_path / "5")
-        except Damaged:
-            refused += 1
-        else:
-            # The name of the digest itself: it is then as old ones, without.
-            assert {name: found[name] for name in META} == META and len(found) <= len(META) + 1
-    assert refused > 0.9 * len(content)
+        with pytest.raises(Damaged):
+            metadata(tmp_path / "5")
 
 
 def test_metadata_through_a_link_is_not_read(tmp_path):

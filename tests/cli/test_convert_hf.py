@@ -288,19 +288,23 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
 
     def command(*words):
         return subprocess.run(
-            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=True
+            [sys.executable, "-m", "ultrascale_jax", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
     printed = command(
-        *("scripts.convert_hf", "import", str(FIXTURES / "qwen3"), str(run_dir), "demo"),
+        *("convert-hf", "import", str(FIXTURES / "qwen3"), str(run_dir), "demo"),
         *("--devices", "2", "--train.global-batch", "2", "--data.seq-len", "64"),
         *("--optim.warmup-steps", "0"),
     )
     words = shlex.split(printed.splitlines()[-1])[2:]
-    command("scripts.train", *words, "--train.steps", "2", "--train.eval-batches", "1")
+    command("train", *words, "--train.steps", "2", "--train.eval-batches", "1")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2]
-    command("scripts.convert_hf", "export", str(run_dir), str(out), "--devices", "2")
+    command("convert-hf", "export", str(run_dir), str(out), "--devices", "2")
     before = load_file(FIXTURES / "qwen3" / "model.safetensors")
     after = load_file(out / "model.safetensors")
     assert before.keys() == after.keys()

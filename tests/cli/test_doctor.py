@@ -128,7 +128,7 @@ def test_a_tiny_model_fits_every_mesh(mesh, tmp_path):
 
 def doctor(*words: str, **environ: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "scripts.doctor", "tests.faults.tiny", *words],
+        [sys.executable, "-m", "ultrascale_jax", "doctor", "tests.faults.tiny", *words],
         env=environment(2, **environ),
         cwd=ROOT,
         stdout=subprocess.PIPE,

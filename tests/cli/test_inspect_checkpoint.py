@@ -14,6 +14,7 @@ from tests.states import some_state
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.checkpoint.step_dirs import with_digest
 from ultrascale_jax.cli.inspect_checkpoint import main
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -92,6 +93,7 @@ def test_without_a_manifest_the_arrays_are_read(run_dir, capsys):
     text = json.loads(meta.read_text())
     del text["custom_metadata"]["sha256"]
     text["custom_metadata"]["arrays"]["params/embed"][2] = "0" * 16
+    text["custom_metadata"] = with_digest(text["custom_metadata"])
     meta.write_text(json.dumps(text))
     [line] = shown(capsys, run_dir, "--step", 2, code=1)
     assert "DAMAGED: array params/embed" in line

@@ -180,8 +180,3 @@ def test_help_ends_with_its_reader_and_a_run_does_not(call, code):
     with process.stderr as errors:
         assert errors.read() == b""
     assert process.wait(timeout=60) == code
-
-
-def test_a_command_of_a_checkout_is_named_by_its_error(monkeypatch, capsys):
-    assert ended(monkeypatch, "plan", "validate", "RUNS.csv") == 2
-    assert "python -m scripts.plan validate RUNS.csv" in capsys.readouterr().err

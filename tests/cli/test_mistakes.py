@@ -37,7 +37,7 @@ WORDS = [
     ("--batch_size=8", "did you mean --train.global-batch?", "--train.global-batch=8"),
     ("--output-dir x", "did you mean --run-dir?", "--run-dir x"),
     ("--tp 2", "did you mean --mesh.tp?", "--mesh.tp 2"),
-    ("--optim.min-lr 0.1", "is --optim.min-lr-ratio now", "--optim.min-lr-ratio 0.1"),
+    ("--optim.min-lr 0.1", "did you mean --optim.min-lr-ratio", "--optim.min-lr-ratio 0.1"),
     # A value.
     ("--train.precision bfloat16", "did you mean bf16?", "--train.precision bf16"),
     ("--optim.name adam", "did you mean adamw?", "--optim.name adamw"),

@@ -67,7 +67,6 @@ VERBS = {
     "roofline": f"{GUESSES} --mesh auto",
     "search": f"{GUESSES} --compile 0",
     "schedule": "--ranks 8 --microbatches 64 --json",
-    "sweep": f"{GUESSES} --predict --grid fsdp=2,zero=3",
 }
 
 

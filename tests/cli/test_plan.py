@@ -1,4 +1,4 @@
-"""`python -m scripts.plan compile`: what a step needs on GPUs that are not there."""
+"""`ultrascale plan compile`: what a step needs on GPUs that are not there."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m scripts.plan guide`: the playbook's three steps, told with a model's own numbers."""
+"""`ultrascale plan guide`: the playbook's three steps, told with a model's own numbers."""
 
 import json
 

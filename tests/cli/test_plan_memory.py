@@ -1,4 +1,4 @@
-"""`python -m scripts.plan memory`: what one GPU holds, from formulas."""
+"""`ultrascale plan memory`: what one GPU holds, from formulas."""
 
 import json
 import shlex
@@ -151,14 +151,9 @@ def test_fp8_and_what_the_trainer_does_not_have_can_be_counted(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--software", "megatron"],
-            "software='megatron': choose one of ultrascale; in a checkout",
-        ),
         (["--gpus", "0"], "gpus=0: must be at least 1"),
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
         (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
-        (["llama3_8b", "--software", "nanotron"], "software='nanotron': choose one of"),
         (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
         (["llama3_8b", "--seq-len", "many"], "Error parsing --seq-len"),
     ],

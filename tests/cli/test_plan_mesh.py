@@ -1,4 +1,4 @@
-"""`python -m scripts.plan mesh`: what each axis splits, between which GPUs, over which link."""
+"""`ultrascale plan mesh`: what each axis splits, between which GPUs, over which link."""
 
 import json
 

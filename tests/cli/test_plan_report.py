@@ -1,4 +1,4 @@
-"""`python -m scripts.plan report`: files and recipes become PNG files and one page."""
+"""`ultrascale plan report`: files and recipes become PNG files and one page."""
 
 import json
 from pathlib import Path

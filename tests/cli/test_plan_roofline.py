@@ -1,4 +1,4 @@
-"""`python -m scripts.plan roofline`: the arithmetic and the bytes of a layer's operations, and what limits each."""
+"""`ultrascale plan roofline`: the arithmetic and the bytes of a layer's operations, and what limits each."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`python -m scripts.plan schedule`: tables of schedules, their numbers, figures and files."""
+"""`ultrascale plan schedule`: tables of schedules, their numbers, figures and files."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""`python -m scripts.plan search`: the ranking, its JSON, and a command that trains the winner."""
+"""`ultrascale plan search`: the ranking, its JSON, and a command that trains the winner."""
 
 import dataclasses
 import json

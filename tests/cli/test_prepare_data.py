@@ -241,7 +241,7 @@ def test_a_restart_keeps_whole_shards_and_ends_with_the_same_files(finished, int
 
 def test_a_run_that_is_killed_is_continued_by_the_same_command(finished, tmp_path):
     args, expected = finished
-    command = [sys.executable, "-m", "scripts.prepare_data", "--input", args.input]
+    command = [sys.executable, "-m", "ultrascale_jax", "prepare-data", "--input", args.input]
     command += ["--out", str(tmp_path / "out"), "--workers", "1", "--shard-tokens", "200"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and not (tmp_path / "out" / "shard_00001.tokens").exists():

@@ -133,7 +133,7 @@ def test_a_text_with_tokens_outside_the_vocabulary_is_refused_by_its_file(tmp_pa
 
 
 def test_sources_and_shards_start_without_jax():
-    code = "import sys, ultrascale_jax.data.sources, scripts.prepare_data; assert 'jax' not in sys.modules"
+    code = "import sys, ultrascale_jax.data.sources, ultrascale_jax.cli.main; assert 'jax' not in sys.modules"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 

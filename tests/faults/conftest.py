@@ -137,7 +137,16 @@ def undisturbed(tmp_path_factory) -> dict[str, list]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     # Not one process of four devices: its collectives may add in another order.
     several = ("--processes", "2", "--devices-per-process", "2", "--")
-    words = [sys.executable, "-m", "scripts.launch", *several, RECIPE, "--run-dir", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "ultrascale_jax",
+        "launch",
+        *several,
+        RECIPE,
+        "--run-dir",
+        str(folder),
+    ]
     subprocess.run(
         words, env=environment(2), cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S
     )

@@ -20,8 +20,8 @@ def launch(job, tmp_path):
     """`launch(*words, fault=...)` starts RECIPE on 2 x 2 devices under the supervisor."""
 
     def start(*words, fault=""):
-        before = ("--processes", "2", "--devices-per-process", "2", "--")
-        options = {"module": "scripts.launch", "before": before, "processes": 1, "fault": fault}
+        before = ("launch", "--processes", "2", "--devices-per-process", "2", "--")
+        options = {"module": "ultrascale_jax", "before": before, "processes": 1, "fault": fault}
         return job(tmp_path / "run", *words, **options)
 
     return start

@@ -147,7 +147,7 @@ def test_a_recipe_that_breaks_is_told_with_its_name(tmp_path, monkeypatch, sourc
 @BOUNDED
 @given(data=st.data())
 def test_a_saved_config_that_was_bent_is_refused_or_a_config(tmp_path, data):
-    """Rows 21 and 22: what `scripts.generate`, `scripts.convert_hf` and a resumed run read."""
+    """Rows 21 and 22: what `ultrascale generate`, `ultrascale convert-hf` and a resumed run read."""
     (tmp_path / "config.json").write_bytes(data.draw(bent_text(dataclasses.asdict(demo))))
     with harmless(tmp_path):
         cfg = config_from_dict(read_json(tmp_path / "config.json"))

@@ -154,7 +154,7 @@ def documents(folder, kind):
 @BOUNDED
 @given(data=st.data(), kind=st.sampled_from(["parquet", "jsonl", "txt"]))
 def test_documents_that_were_bent_are_refused_by_their_file_or_read(tmp_path, data, kind):
-    """Row 21: what `scripts.prepare_data` is given."""
+    """Row 21: what `ultrascale prepare-data` is given."""
     path = documents(tmp_path, kind)
     path.write_bytes(data.draw(bent_bytes(path.read_bytes())))
     with harmless(tmp_path), Progress(disable=True) as progress:

@@ -16,7 +16,7 @@ from tests.runs import change, mesh_of
 from tests.states import random_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
-from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, steps
+from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata, steps, with_digest
 from ultrascale_jax.cli import command_line, convert_hf, generate
 from ultrascale_jax.config import UserError
 from ultrascale_jax.configs.demo import config as demo
@@ -63,7 +63,7 @@ def test_events_that_were_bent_are_read_without_the_bad_ones(tmp_path, data):
 @BOUNDED
 @given(data=st.data(), name=st.sampled_from(["events.jsonl", "metrics.jsonl"]))
 def test_a_ledger_is_kept_of_a_run_whose_records_were_bent(run_dir, tmp_path, data, name):
-    """`scripts.goodput` and a restarting supervisor read these records."""
+    """`ultrascale goodput` and a restarting supervisor read these records."""
     for other in ("events.jsonl", "metrics.jsonl"):
         shutil.copyfile(run_dir / other, tmp_path / other)
     lines = (run_dir / name).read_bytes().splitlines()
@@ -121,7 +121,8 @@ def test_a_checkpoints_metadata_that_was_bent_is_refused_or_the_same_run(tmp_pat
     """Row 22."""
     place = tmp_path / "3"
     place.mkdir(exist_ok=True)
-    meta = {"custom_metadata": describe(demo, 3, "fingerprint"), "item_handlers": {}}
+    signed = with_digest(describe(demo, 3, "fingerprint") | {"arrays": {}})
+    meta = {"custom_metadata": signed, "item_handlers": {}}
     (place / METADATA).write_bytes(data.draw(bent_text(meta)))
     with harmless(tmp_path):
         check_same_run(metadata(place), demo, "fingerprint", place)

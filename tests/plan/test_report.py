@@ -199,8 +199,6 @@ def test_a_sweep_names_its_axes_and_counts_all_of_them():
         ("a.json", '{"verb": "search", "rows": 3}', "not what `search` writes"),
         ("a.json", '{"verb": "validate", "cells": []}', "verb='validate' has no figures"),
         ("a.json", NEGATIVE, "not what `memory` writes: -1.0 is no size"),
-        ("a.json", '{"verb": "sweep", "rows": 3}', "has no rows"),
-        ("a.json", '{"verb": "sweep", "rows": [{"model": "x"}]}', r"lacks the column\(s\) nodes"),
         ("a.csv", "a,b\n1,2\n", r"lacks the column\(s\) model, nodes"),
         ("a.csv", HEAD.replace("pp,", ""), r"lacks the column\(s\) pp$"),
         ("a.csv", HEAD, "has no rows"),
@@ -223,21 +221,6 @@ def test_a_file_that_is_not_understood_is_named_with_the_field(tmp_path, name, t
     with pytest.raises(UserError, match=message) as caught:
         files.figures([files.read(str(path))])
     assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_json_of_a_sweep_is_its_csv(tmp_path):
-    content = {"verb": "sweep", "rows": []}
-    path = tmp_path / "runs.csv"
-    lines = ["1B,1,2,16,256,8,1,1,0,40.5,21000.5,168004.0,30.25", "1B,1,4,8,256,8,1,1,0,,,,"]
-    path.write_text(HEAD + "\n".join(lines) + "\n")
-    for line in lines:
-        cells = zip(HEAD.strip().split(","), line.split(","), strict=True)
-        values = {k: v if k == "model" else json.loads(v or "null") for k, v in cells}
-        content["rows"].append(values)
-    (tmp_path / "runs.json").write_text(json.dumps(content))
-    table, rows = files.read(str(path)), files.read(str(tmp_path / "runs.json"))
-    assert repr(rows.content) == repr(table.content) and rows.verb == table.verb
-    assert [f.table() for f in files.figures([rows])] == [f.table() for f in files.figures([table])]
 
 
 def test_memory_files_stand_side_by_side(tmp_path):

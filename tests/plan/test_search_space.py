@@ -240,7 +240,7 @@ def test_divisors_of_large_numbers_are_found_at_once():
 def test_choices_are_read_with_commas_and_spaces():
     assert parse_choices("fixed", "tp=8,pp=1") == {"tp": (8,), "pp": (1,)}
     expected = {"fsdp": (1, 2, 4), "remat": ("none", "full"), "microbatches": (2,)}
-    assert parse_choices("grid", "fsdp=1,2,4 remat=none,full microbatches=2") == expected
+    assert parse_choices("fixed", "fsdp=1,2,4 remat=none,full microbatches=2") == expected
     named = parse_choices("fixed", "remat=full,save:q,k,v+offload:gate,up,dots,tp=2")
     assert named == {"remat": ("full", "save:q,k,v+offload:gate,up", "dots"), "tp": (2,)}
 

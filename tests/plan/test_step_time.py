@@ -29,8 +29,8 @@ def run(shape: ModelShape = LLAMA3_8B, **fields) -> Run:
     return Run(shape=shape, mesh=MeshConfig.of(**mesh), **(defaults | fields))
 
 
-def speed(run: Run, cluster: str | None = None, profile=ULTRASCALE) -> StepPrediction:
-    return estimate(run, find_cluster(cluster, "h100", run.num_gpus), profile)
+def speed(run: Run, cluster: str | None = None) -> StepPrediction:
+    return estimate(run, find_cluster(cluster, "h100", run.num_gpus))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_copies_to_the_host_are_waited_for_beyond_a_layer():
     planned = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out+offload:gate,up")
     kept = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out,gate,up")
     copied = host_bytes(planned) / planned.shape.layers
-    passes = LayerTime(planned, find_cluster(None, "h100", 8), ULTRASCALE).passes
+    passes = LayerTime(planned, find_cluster(None, "h100", 8)).passes
     for gbs in (63.0, 10.0, 1.0):
         cluster = find_cluster(f"1x8,450,50,2048,{gbs}", None, 8)
         step, plain = (estimate(one, cluster) for one in (planned, kept))
         copy_s = copied / (costs.HOST_SHARE * 1e9 * gbs)
-        repeated = Step(planned, cluster, ULTRASCALE).recomputed()
+        repeated = Step(planned, cluster).recomputed()
         hidden = passes.forward, passes.backward + repeated
         waited = sum(max(0.0, copy_s - ULTRASCALE.hide * seconds) for seconds in hidden)
         assert step.parts.get("exposed offload", 0) == pytest.approx(32 * waited)
@@ -239,7 +239,7 @@ def test_fp8_is_faster_but_not_twice():
 
 def test_fp8_gathers_a_byte_of_a_parameter_and_scatters_two():
     def moved(planned: Run) -> tuple[float, float]:
-        step = Step(planned, find_cluster(None, "h100", 512), ULTRASCALE)
+        step = Step(planned, find_cluster(None, "h100", 512))
         return step.moved(step.layer_params())
 
     dense, low = (moved(run(fsdp=512, precision=precision)) for precision in ("bf16", "fp8"))
@@ -256,7 +256,7 @@ def test_fp8_gathers_a_byte_of_a_parameter_and_scatters_two():
 
 def test_a_layers_parameters_wait_once_for_the_hops_unless_others_share_their_stream():
     def gather_s(**fields) -> float:
-        step = Step(run(fsdp=64, **fields), find_cluster(None, "h100", 512), ULTRASCALE)
+        step = Step(run(fsdp=64, **fields), find_cluster(None, "h100", 512))
         return step.moved(step.layer_params())[0]
 
     assert gather_s(tp=8) > 3 * gather_s(sp=8)
@@ -270,7 +270,7 @@ def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():
     def repeated_s(remat: str) -> float:
         return speed(run(shape, fsdp=8, remat=remat)).parts["recomputation"]
 
-    products = LayerTime(run(shape, fsdp=8), find_cluster(None, "h100", 8), ULTRASCALE).passes
+    products = LayerTime(run(shape, fsdp=8), find_cluster(None, "h100", 8)).passes
     down = LLAMA3_8B.layers * products.products["down"]
     alone, kept = (repeated_s(f"save:{names}") for names in ("gate", "gate,mlp_out"))
     assert alone - kept == pytest.approx(down)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from scripts.bench.report import Report
 from scripts.bench_pipelines import Options, bench, measure, rows
-from ultrascale_jax.cli.bench_peers.report import Report
 from ultrascale_jax.config import UserError
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table import KINDS

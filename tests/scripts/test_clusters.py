@@ -22,7 +22,7 @@ JOBSET = ROOT / "scripts/jobset.yaml"
 def started(
     words: list[str], environ: dict[str, str]
 ) -> tuple[launch.Places, list[dict[str, str]]]:
-    """Where the processes of a host stand for which `python -m scripts.launch WORDS` is run in `environ`."""
+    """Where the processes of a host stand for which `ultrascale launch WORDS` is run in `environ`."""
     place = words.index("--")
     options = command_line.read(launch.Options, words[:place], prog="launch")
     cfg, chosen = command_line.parse(words[place + 1 :], prog="train", options=train.Options)
@@ -61,7 +61,8 @@ def test_slurm_starts_a_supervisor_a_node_and_a_process_a_gpu(srun):
     assert (proxy, folder) == ("proxy=none", str(ROOT))
     place = words.index("-m")
     assert words[:2] == ["--kill-on-bad-exit=1", "--cpu-bind=none"]
-    assert words[place - 2 : place + 2] == [".venv/bin/python", "-u", "-m", "scripts.launch"]
+    head = [".venv/bin/python", "-u", "-m", "ultrascale_jax", "launch"]
+    assert words[place - 2 : place + 3] == head
     node = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": "gpu[03-06]",
@@ -70,7 +71,7 @@ def test_slurm_starts_a_supervisor_a_node_and_a_process_a_gpu(srun):
         "SLURM_LOCALID": "0",
         "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     }
-    where, processes = started(words[place + 2 :], node)
+    where, processes = started(words[place + 3 :], node)
     assert (where.ranks, where.processes) == (tuple(range(16, 24)), 32)
     assert where.address == f"gpu03:{61440 + 7}"
     joined = [detect(environ) for environ in processes]
@@ -83,8 +84,9 @@ def test_slurm_starts_a_supervisor_a_node_and_a_process_a_gpu(srun):
 
 
 def test_slurm_runs_the_doctor_on_the_same_nodes(srun):
-    words = srun("llama3_8b", "--mesh", "fsdp=32", MODULE="scripts.doctor", PYTHON="python3")
-    assert words[2:9] == ["python3", "-u", "-m", "scripts.doctor", "llama3_8b", "--mesh", "fsdp=32"]
+    run = ("llama3_8b", "--mesh", "fsdp=32")
+    words = srun(*run, ULTRASCALE_COMMAND="doctor", PYTHON="python3")
+    assert words[2:10] == ["python3", "-u", "-m", "ultrascale_jax", "doctor", *run]
 
 
 def test_slurms_own_options_fit_what_the_script_starts():

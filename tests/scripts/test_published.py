@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.validation.benchmark import Prediction, Row
-from scripts.validation.published import (
-    COLUMNS,
-    is_published,
-    predict,
-    read,
-    summaries,
-)
+from scripts.validation import published
+from scripts.validation.published import COLUMNS, predict, read, summaries
+from scripts.validation.runs import Prediction, Row
 from ultrascale_jax.config import UserError
 
 FILE = Path(__file__).parents[2] / "docs/planning/published_runs.csv"
-BENCHMARK = Path(__file__).parents[1] / "data/plan/playbook_runs.csv"
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +55,6 @@ def test_every_line_is_read_as_it_stands(rows):
     assert (first.run.mesh.fsdp, first.run.sequences, first.run.zero) == (8, 2, 3)
     assert first.run.shape.num_params == pytest.approx(8.03e9, rel=1e-3)
     assert first.cluster.name == "grand-teton"
-
-
-def test_the_two_kinds_of_file_are_told_apart():
-    assert is_published(FILE) and not is_published(BENCHMARK)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -162,3 +152,24 @@ def test_a_mesh_without_quotes_is_refused(tmp_path):
     path.write_text(FILE.read_text().replace('"fsdp=8,cp=1"', "fsdp=8,cp=1"))
     with pytest.raises(UserError, match=r"line 6, .*quote those with a comma"):
         read(path)
+
+
+def test_published_runs_are_one_line_for_each_model_and_precision(capsys):
+    published.main([str(FILE)])
+    text = capsys.readouterr().out
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    (line,) = (line for line in lines if "llama3-70b bf16 128-2048" in line)
+    assert line.startswith("7 MaxText llama3-70b bf16 128-2048 fsdp=128 1,031-1,061 ")
+    assert "source 7: dgxc-benchmarking maxtext (25.01)" in lines
+    assert any(line.startswith("MaxText h100 no pipeline bf16 17 ") for line in lines)
+    assert lines[-2].startswith("149 runs: median predicted / measured ")
+
+
+def test_a_published_run_that_makes_no_sense_is_one_line(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text(FILE.read_text().replace("grand-teton,8,", "grand-teton,9,", 1))
+    with pytest.raises(SystemExit) as stop:
+        published.main([str(path)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "line 2, mesh='fsdp=8': the sizes multiply to 8" in error

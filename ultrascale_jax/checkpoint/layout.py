@@ -1,20 +1,14 @@
 """The arrays of a checkpoint: two groups of nested dictionaries, whose names are attribute paths."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.train_step.state import TrainState
 
 PARAMS, TRAIN = "params", "train"
 """Names of the two groups."""
-
-RETIRED = "blocks/moe/monitor"
-"""How the names of arrays end that older checkpoints hold and nothing reads: zeros, once a fake parameter."""
 
 type Groups = dict[str, dict]
 """Arrays, or their shapes, by group and attribute path."""
@@ -29,22 +23,6 @@ def named(groups: Mapping[str, Any]) -> dict[str, Any]:
 def name(keys: tuple) -> str:
     """Return the whole name of the array that these keys of nested dictionaries lead to."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
-def with_retired(shapes: Groups, known: Mapping[str, tuple]) -> Groups:
-    """`shapes` and the retired arrays among `known` (type, shape, ... by name), for a reader that wants all."""
-    leaf = jax.tree.leaves(shapes)[0]
-    rest = leaf.sharding
-    whole = NamedSharding(rest.mesh, P()) if isinstance(rest, NamedSharding) else rest
-    shapes = jax.tree.map(lambda s: s, shapes)
-    for name, (dtype, shape, *_) in known.items():
-        group, *path = name.split("/")
-        if group in shapes and name.endswith(RETIRED):
-            node = functools.reduce(
-                lambda node, word: node.setdefault(word, {}), path[:-1], shapes[group]
-            )
-            node[path[-1]] = jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-    return shapes
 
 
 def split(state: TrainState) -> dict[str, dict]:

@@ -116,7 +116,7 @@ def _merged(
 def check_arrays(place: Path, meta: dict) -> None:
     """Compare the arrays of a checkpoint with their fingerprints, on one device, group by group. Raises `Damaged`."""
     sharding = SingleDeviceSharding(jax.devices()[0])
-    known = restoring.entries(meta) or {}
+    known = restoring.entries(meta)
     for group in (PARAMS, TRAIN):
         shapes: dict = {}
         for name, (dtype, shape, _) in known.items():

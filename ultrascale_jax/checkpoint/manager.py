@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
 from ultrascale_jax.checkpoint.copies import FETCHING, Copies
-from ultrascale_jax.checkpoint.layout import Groups, join, split, with_retired
+from ultrascale_jax.checkpoint.layout import Groups, join, split
 from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
@@ -546,11 +546,8 @@ class _Rotation:
 
 
 def fits(abstract: TrainState, meta: dict) -> bool:
-    """Whether the arrays that the metadata of a checkpoint lists, if it does, are those of `abstract`."""
-    known = restoring.entries(meta)
-    return known is None or not restoring.misfits(
-        known, with_retired(_shapes(abstract, meta)[1], known)
-    )
+    """Return whether the arrays that the metadata of a checkpoint lists are those of `abstract`."""
+    return not restoring.misfits(restoring.entries(meta), _shapes(abstract, meta)[1])
 
 
 def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:

@@ -27,7 +27,7 @@ from orbax.checkpoint._src.metadata.step_metadata_serialization import deseriali
 
 from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
-from ultrascale_jax.checkpoint.layout import Groups, name, named, with_retired
+from ultrascale_jax.checkpoint.layout import Groups, name, named
 from ultrascale_jax.checkpoint.manifest import Damaged, Doubtful, Unreadable
 from ultrascale_jax.checkpoint.step_dirs import METADATA, check_path, check_stores, metadata
 from ultrascale_jax.config import UserError
@@ -44,7 +44,6 @@ LONGEST = 500
 """Bytes of an error that are reported."""
 
 UNPROVEN = "has no manifest (its writer was ended in between); its arrays have their fingerprints"
-UNVERIFIED = "is older than fingerprints: nothing tells whether its arrays are what was saved"
 
 
 def found_by_process0[Value](find: Callable[[], Value]) -> Value:
@@ -128,15 +127,11 @@ def opened(place: Path) -> tuple[dict, str | None]:
             manifest.check_contents(place, jax.process_index(), jax.process_count())
 
     on_all(read)
-    if "arrays" not in meta:
-        return meta, f"{place} {UNVERIFIED}"
     return meta, None if sealed else f"{place} {UNPROVEN}"
 
 
 def load(place: Path, meta: dict, shapes: Groups) -> Groups:
     """Load the arrays of the checkpoint at `place`, which `opened` checked, in the shardings of `shapes`.
-
-    With them come the retired ones (`layout.RETIRED`), which Orbax would not leave out.
 
     Raises:
         UserError: the arrays of `shapes` are not those that it holds.
@@ -145,19 +140,15 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
         Doubtful: one or the other; see `newest`.
     """
     known = entries(meta)
-    if known is not None:
-        shapes = with_retired(shapes, known)
-        _check_form(known, shapes)
-        shapes = jax.tree.map_with_path(
-            lambda keys, s: jax.ShapeDtypeStruct(
-                s.shape, known[name(keys)][0], sharding=s.sharding
-            ),
-            shapes,
-        )
+    _check_form(known, shapes)
+    shapes = jax.tree.map_with_path(
+        lambda keys, s: jax.ShapeDtypeStruct(s.shape, known[name(keys)][0], sharding=s.sharding),
+        shapes,
+    )
     sealed = found_by_process0(lambda: os.path.exists(place / manifest.NAME))
     loaded = _loaded(place, shapes, sealed)
-    wrong = None if known is None else _different(known, loaded)
-    if known is not None and wrong is not None:
+    wrong = _different(known, loaded)
+    if wrong is not None:
         loaded = _loaded(place, shapes, sealed)
         wrong = _different(known, loaded)
     if wrong is not None and sealed:
@@ -316,10 +307,8 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "").partition(" [tensorstore_spec")[0][:LONGEST]
 
 
-def entries(meta: dict) -> dict[str, tuple] | None:
-    """Return type, shape and fingerprint by array; None for an old checkpoint. Raises `Damaged` if malformed."""
-    if "arrays" not in meta:
-        return None
+def entries(meta: dict) -> dict[str, tuple]:
+    """Return type, shape and fingerprint by array. Raises `Damaged` if malformed."""
     try:
         return {
             name: (jnp.dtype(dtype), tuple(map(int, shape)), str(mark))

@@ -1,6 +1,7 @@
 """Describe a run by its config, data and library versions, and check what a resumed run may change."""
 
 import dataclasses
+import difflib
 import importlib.metadata
 import json
 import platform
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from ultrascale_jax.config import DATA, Config, UserError, require
 from ultrascale_jax.config.foreign import read_json
-from ultrascale_jax.config.renamed import upgraded
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
@@ -35,7 +35,7 @@ DATA_ORDER = ("data.", "train.seed", *BATCHES)
 """Fields that decide what is read and in which order."""
 
 BUILT_IN = "Transformer"
-"""Class of a model whose checkpoint names none."""
+"""Class of the model that a run has unless it is given another one."""
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -51,7 +51,7 @@ def describe(cfg: Config, step: int, fingerprint: str) -> dict:
 
 def check_model(meta: dict, model: type, place: object) -> None:
     """Refuse a checkpoint at `place` of another class of model than `model`: other layers, other numbers."""
-    saved, now = meta.get("model", BUILT_IN), model.__qualname__
+    saved, now = meta["model"], model.__qualname__
     how = "leave it out" if saved == BUILT_IN else f"pass the class {saved} in Python"
     fix = f"the checkpoint {place} is of a {saved}; {how} (`train`, `load_run`: model=)"
     require(saved == now, "model", now, fix)
@@ -125,12 +125,12 @@ def _of_another_run(refused: list[str], cfg: Config, place: object, fits: bool) 
 
 
 def config_from_dict(values: dict) -> Config:
-    """The `Config` whose fields are `values`, of this version or an older one; fields that are missing have defaults.
+    """Return the `Config` whose fields are `values`; fields that are missing have defaults.
 
-    Raises `UserError` for a field that no version knows, or a value that is none.
+    Raises `UserError` for a field that this version does not know, or a value that is none.
     """
     require(isinstance(values, dict), "config", values, "must be a group of fields")
-    return _dataclass_from_dict(Config, upgraded(values), "config")
+    return _dataclass_from_dict(Config, values, "config")
 
 
 def saved_config(run_dir: Path) -> Config:
@@ -157,8 +157,7 @@ def _dataclass_from_dict(kind, values: dict, name: str):
     hints = typing.get_type_hints(kind)
     arguments = {}
     for field, value in values.items():
-        fix = "is unknown to this version; use the version that saved it"
-        require(field in hints, f"{name}.{field}", value, fix)
+        require(field in hints, f"{name}.{field}", value, _unknown(field, [*hints]))
         kinds = (hints[field], *typing.get_args(hints[field]))
         inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
         if inner is not None and (isinstance(value, dict) or hints[field] is inner):
@@ -174,6 +173,13 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{name}={values!r}: cannot be understood ({error})") from None
+
+
+def _unknown(field: str, known: list[str]) -> str:
+    """Return the fix for a field that is none of the `known` ones: the most similar one, if there is one."""
+    similar = difflib.get_close_matches(field, known, n=1)
+    meant = f"did you mean {similar[0]}? Else " if similar else ""
+    return f"is unknown to this version; {meant}use the version that saved it"
 
 
 def _words(hint: typing.Any) -> str:

@@ -105,17 +105,18 @@ def with_digest(meta: dict) -> dict:
 
 
 def metadata(place: Path) -> dict:
-    """Return the metadata of the checkpoint at `place`: `config`, `data`, `versions`, and `arrays` unless it is old.
+    """Return the metadata of the checkpoint at `place`: `config`, `data`, `versions` and `arrays`.
 
     Raises `Damaged` where that is missing, is not as it was saved or is of another step, and `OSError` where the disk
-    fails. Older ones have no digest.
+    fails.
     """
     try:
         meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
-        whole = all(isinstance(meta[name], dict) for name in ("config", "data", "versions"))
-        whole = whole and isinstance(meta.get("arrays", {}), dict)
+        whole = all(
+            isinstance(meta[name], dict) for name in ("config", "data", "versions", "arrays")
+        )
         step = meta["data"]["step"]
-        digest = meta.pop("sha256", None)
+        digest = meta.pop("sha256")
     except NotRegular as error:
         raise Damaged(f"{METADATA} {error.strerror}") from None
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -123,7 +124,7 @@ def metadata(place: Path) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).partition("; use sys.")[0]
         raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {why})") from None
-    if digest is not None and digest != digest_of(meta):
+    if digest != digest_of(meta):
         raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
     if not whole or not isinstance(meta["data"].get("fingerprint"), str):
         raise Damaged(f"{METADATA} is not of this program")

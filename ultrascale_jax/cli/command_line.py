@@ -47,7 +47,6 @@ from ultrascale_jax.config import (
     put_home,
     require,
 )
-from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.failures import denied
@@ -154,8 +153,6 @@ def parse[O: Options](
     with user_errors(patience_s=PATIENCE_S):
         recipe, arguments = _split_recipe(argv)
         arguments = _with_numbers(arguments)
-        for argument in arguments:
-            refuse_old_option(argument)
         default = load_recipe(recipe)
         if (mesh := _mesh_argument(arguments)) is not None and mesh != "auto":
             default = dataclasses.replace(default, mesh=MeshConfig.parse(mesh))

@@ -55,8 +55,8 @@ def state(place: Path, *, verify: bool) -> str:
     check_stores(place)
     if manifest.check(place, contents=verify):
         return "verified" if verify else "complete"
-    if not verify or "arrays" not in meta:
-        return "no manifest" if "arrays" in meta else "older than manifests"
+    if not verify:
+        return "no manifest"
     from ultrascale_jax.checkpoint.load_params import check_arrays
     from ultrascale_jax.launch.distributed import find_devices
 
@@ -156,7 +156,7 @@ def _verify(
 
 def print_arrays(place: Path) -> None:
     """Print the arrays of the checkpoint at `place`, with type, shape and fingerprint."""
-    for name, (dtype, shape, mark) in metadata(place).get("arrays", {}).items():
+    for name, (dtype, shape, mark) in metadata(place)["arrays"].items():
         print(printable(f"{'':8} {name:48} {dtype:10} {tuple(shape)!s:24} {mark}"))
 
 

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ultrascale_jax
 from ultrascale_jax.cli.command_line import user_errors
@@ -31,7 +30,6 @@ COMMANDS = {
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",
-    "bench": "time the trainer and its kernels beside peers        [peer|gpu|kernels]",
 }
 """Commands by name, with what they do and an example of their arguments."""
 
@@ -63,13 +61,13 @@ def main() -> None:
     run(arguments[0], arguments[1:])
 
 
-def run(command: str, arguments: Sequence[str] | None = None, **options: Any) -> None:
-    """Run the command as a whole process: what ends it becomes an exit code; `options` go to its main function."""
+def run(command: str, arguments: Sequence[str] | None = None) -> None:
+    """Run the command as a whole process: what ends it becomes an exit code."""
     with _exit_code(logs=command in LOGGING):
         _check_working_directory()
         choose_platform(os.environ)
         module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
-        module.main(sys.argv[1:] if arguments is None else arguments, **options)
+        module.main(sys.argv[1:] if arguments is None else arguments)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 SYNONYMS = {
     "optim.lr": ("learning_rate", "max_lr", "peak_lr"),
     "optim.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps", "num_warmup_steps"),
+    "optim.min_lr_ratio": ("min_lr", "min_learning_rate"),
     "optim.clip_norm": ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clip_val"),
     "data.seq_len": (
         *("seq_length", "sequence_length", "max_seq_len", "max_seq_length", "max_length"),
@@ -105,7 +106,8 @@ def suggestion(
     if not unknown:
         return hint + _of_flag(words[0], arguments, options)
     names = _same_sense(unknown, _meant(unknown, list(options)) or near, options)
-    return hint + (f"; did you mean {' or '.join(names[:3])}?" if names else "")
+    meant = f"did you mean {' or '.join(names[:3])}?" if names else f"see {first.strip()} --help"
+    return hint or f"; {meant}" if not names else f"{hint}; {meant}"
 
 
 def _same_sense(unknown: str, names: Sequence[str], options: Collection[str]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 WHOLE = "all parts"
 """Name of the part of a bar that is not divided."""
 LOOP = "loop"
-"""Kind of an event that stands for many iterations."""
+"""Kind of an event that stands for many iterations, as `LOOP` of plan/compiled/timeline.py."""
 VARIABLE = ("activation", "exposed", "bubble", "transfer", "stall", "waiting")
 """Words in the names of parts that a better configuration makes smaller: on top of a stack, in warm colours."""
 

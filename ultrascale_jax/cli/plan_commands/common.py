@@ -49,7 +49,7 @@ class Options(command_line.Options):
     json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
-    # A plan runs on no devices; `sweep` has them again.
+    # A plan runs on no devices.
     devices: tyro.conf.Suppress[int | None] = None
 
     def __post_init__(self):

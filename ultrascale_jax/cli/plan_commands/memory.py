@@ -5,75 +5,32 @@ It needs neither JAX nor a GPU, and answers at once.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import AUTO, Config, UserError, require, with_changes
+from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas import memory, pipeline
-from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(common.Assumptions):
-    """Options of `ultrascale plan memory`."""
-
-    software: Annotated[str, tyro.conf.arg(metavar="NAME")] = "ultrascale"
-    """The trainer: ultrascale; in a checkout, by `python -m scripts.plan memory`, also nanotron."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryModel:
-    """One framework's use of a GPU's memory."""
-
-    breakdown: Callable[[Run], memory.Breakdown]
-    timeline: Callable[[Run], list[tuple[str, int]]]
-    usable_bytes: Callable[[Gpu], int]
-    in_flight: Callable[[Run], float]
-    """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
-
-
-def _in_flight(run: Run) -> float:
-    if run.mesh.pp == 1:
-        return 1
-    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
-
-
-ULTRASCALE = MemoryModel(
-    breakdown=memory.breakdown,
-    timeline=memory.timeline,
-    usable_bytes=lambda gpu: gpu.usable_bytes,
-    in_flight=_in_flight,
-)
-"""This project's trainer."""
-
-MODELS = {"ultrascale": ULTRASCALE}
-
-
-def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
-    cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
+def main(argv: list[str]) -> None:
+    cfg, options, cluster = common.parse(argv, "memory", common.Assumptions, __doc__)
     with command_line.user_errors():
-        fix = f"choose one of {', '.join(models)}"
-        if "nanotron" not in models:
-            fix += "; in a checkout, nanotron: python -m scripts.plan memory --software nanotron"
-        require(options.software in models, "software", options.software, fix)
         cfg, why = common.choose_open(cfg, options, cluster)
         with output.working("looking for options that fit"):
-            summary = summarize(cfg, options, cluster, models[options.software])
+            summary = summarize(cfg, options, cluster)
         common.tell(why)
     if options.json:
         print(output.verb_json("memory", summary))
         return
     console = Console()
-    about = f"{summary['gpus']} x {summary['gpu']}, {summary['software']}: {summary['label']}"
+    about = f"{summary['gpus']} x {summary['gpu']}: {summary['label']}"
     console.print(about, _parts(summary), _timeline(summary), sep="\n", soft_wrap=True)
     if summary["in_flight"] > 1:
         count = f"{summary['in_flight']:g} micro-batches"
@@ -82,25 +39,24 @@ def main(argv: list[str], models: Mapping[str, MemoryModel] = MODELS) -> None:
 
 
 def summarize(
-    cfg: Config, options: Options, cluster: Cluster, model: MemoryModel, *, meshes: bool = True
+    cfg: Config, options: common.Assumptions, cluster: Cluster, *, meshes: bool = True
 ) -> dict[str, Any]:
     """Return one GPU's bytes by part and by moment, whether they fit, and a hint, of other `meshes` too if it must.
 
     Raises `UserError` for an illegal run.
     """
     run = common.planned(cfg, options)
-    usable, held = model.usable_bytes(cluster.gpu), model.breakdown(run)
+    usable, held = cluster.gpu.usable_bytes, memory.breakdown(run)
     moved, host = memory.host_bytes(run), cluster.gpu.usable_host_bytes
     fits = held.peak_bytes <= usable and moved <= host
-    hint, hint_bytes = _hint(cfg, options, cluster, model, fits=fits, meshes=meshes)
+    hint, hint_bytes = _hint(cfg, options, cluster, fits=fits, meshes=meshes)
     return {
         "label": run.label,
-        "software": options.software,
         "gpus": options.gpus,
         "gpu": cluster.gpu.name,
         "parts": held.parts,
-        "timeline": model.timeline(run),
-        "in_flight": model.in_flight(run),
+        "timeline": memory.timeline(run),
+        "in_flight": _in_flight(run),
         "peak_bytes": held.peak_bytes,
         "usable_bytes": usable,
         "host_bytes": moved,
@@ -111,11 +67,17 @@ def summarize(
     }
 
 
+def _in_flight(run: Run) -> float:
+    """Return the micro-batches whose activations the fullest rank of a pipeline holds at once."""
+    if run.mesh.pp == 1:
+        return 1
+    return pipeline.counts(run).peaks["in_flight"] / run.virtual_stages
+
+
 def _hint(
     cfg: Config,
-    options: Options,
+    options: common.Assumptions,
     cluster: Cluster,
-    model: MemoryModel,
     *,
     fits: bool,
     meshes: bool,
@@ -134,8 +96,8 @@ def _hint(
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
             found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh, shape=shape)
-            peak = model.breakdown(common.planned(found, options)).peak_bytes
-            if peak <= model.usable_bytes(cluster.gpu):
+            peak = memory.breakdown(common.planned(found, options)).peak_bytes
+            if peak <= cluster.gpu.usable_bytes:
                 mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
                 return " ".join(mesh + command_line.changes("train", cfg.train, found.train)), peak
     return "", 0

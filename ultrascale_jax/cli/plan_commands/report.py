@@ -1,13 +1,13 @@
 """Draw figures as PNG files and one HTML page: `ultrascale plan report`.
 
-`report FILE...` draws the output of other verbs: JSON of memory, compile, search and validate, CSV of sweep or of
-measured runs. `report RECIPE ...` computes everything by formulas. A page needs no network and holds no date.
+`report FILE...` draws the output of other verbs: JSON of memory, compile and search, or CSV of measured runs.
+`report RECIPE ...` computes everything by formulas. A page needs no network and holds no date.
 """
 
 import dataclasses
 import platform
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -74,9 +74,9 @@ def _check_out(options: FileOptions | RecipeOptions) -> None:
     require(not one_file, "out", options.out, "name a directory, or one --figure for the file")
 
 
-def main(argv: list[str], readers: Mapping[str, files.Reader] = files.READERS) -> None:
+def main(argv: list[str]) -> None:
     if any(_is_file(word) for word in _positional(argv)):
-        _of_files(argv, readers)
+        _of_files(argv)
     else:
         _of_recipe(argv)
 
@@ -98,11 +98,11 @@ def _is_file(word: str) -> bool:
     return path.is_file() or "/" in word or path.suffix in (".json", ".csv", ".txt", ".html")
 
 
-def _of_files(argv: list[str], readers: Mapping[str, files.Reader]) -> None:
+def _of_files(argv: list[str]) -> None:
     with command_line.user_errors():
         options = command_line.read(FileOptions, argv, prog=PROG, description=__doc__ or "")
-        sources = [files.read(path, readers) for path in options.files]
-        found = files.figures(sources, readers)
+        sources = [files.read(path) for path in options.files]
+        found = files.figures(sources)
         if options.figure is not None:
             by_name = {figure.name: figure for figure in found}
             fix = f"choose one of {', '.join(by_name)}"

@@ -25,6 +25,7 @@ from ultrascale_jax.cli.planner_page.programs import Program
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import GPUS, Cluster
@@ -98,7 +99,7 @@ class Answers:
             warnings.simplefilter("always")
             cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
             run = planned(cfg, options)
-            held = memory.summarize(cfg, options, cluster, memory.ULTRASCALE, meshes=False)
+            held = memory.summarize(cfg, options, cluster, meshes=False)
         step = estimate(run, cluster, peak_bytes=held["peak_bytes"])
         return {
             "state": asked.state,
@@ -161,7 +162,7 @@ class Answers:
             warnings.simplefilter("ignore")
             cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
             run = planned(cfg, asked.options)
-        parts = memory.ULTRASCALE.breakdown(run).parts
+        parts = breakdown(run).parts
         step = estimate(run, asked.cluster)
         compiled = self._compiled(run, asked.cluster)
         return {"parts": parts, "compiled": compiled} | step.summary()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.plan_commands import common, memory
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import (
     AUTO,
     REMAT_POLICIES,
@@ -172,7 +172,7 @@ class Asked:
     recipe: str
     cfg: Config
     """With the mesh as it was given, perhaps with an axis that takes the rest, and `auto` fields open."""
-    options: memory.Options
+    options: common.Assumptions
     cluster: Cluster
 
     @property
@@ -222,14 +222,14 @@ class Bases:
         cfg, cluster = common.described(cfg, options)
         return Asked(recipe=recipe, cfg=cfg, options=options, cluster=cluster)
 
-    def _machine(self, state: State) -> memory.Options:
+    def _machine(self, state: State) -> common.Assumptions:
         """Return the options that name the machine; another cluster brings its GPU, unless the state names one."""
         own = self.options
         gpu = state.get("gpu", None if "cluster" in state else own.gpu)
         require(gpu in (None, *GPUS, own.gpu), "gpu", gpu, f"choose one of {', '.join(GPUS)}")
         cluster = state.get("cluster", own.cluster) or None
         number = _number("gpus", state["gpus"]) if "gpus" in state else own.gpus
-        return memory.Options(gpus=number, gpu=gpu, cluster=cluster, plain_mlp=own.plain_mlp)
+        return common.Assumptions(gpus=number, gpu=gpu, cluster=cluster, plain_mlp=own.plain_mlp)
 
 
 def rest_of(sizes: Mapping[str, int]) -> str:

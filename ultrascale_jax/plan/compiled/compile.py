@@ -22,14 +22,13 @@ from jax.sharding import Mesh
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require, require_type
-from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks, text_of
 from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.plan.compiled.timeline import COMPUTE, Event, Timeline, simulate
+from ultrascale_jax.plan.compiled.timeline import COMPUTE, LOOP, Event, Timeline, simulate
 from ultrascale_jax.plan.formulas import costs, pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction

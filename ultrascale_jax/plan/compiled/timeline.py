@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ultrascale_jax.figures.palette import LOOP
 from ultrascale_jax.hlo import Instruction, Module, collectives
 from ultrascale_jax.plan.compiled.op_costs import Operation, Operations
 from ultrascale_jax.plan.formulas import costs
@@ -40,6 +39,9 @@ COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
     "host",
 )
 """The rows of a timeline: what computes, the links, copies beside it, and copies to and from the host."""
+
+LOOP = "loop"
+"""Kind of an event that stands for many iterations."""
 
 
 class Work(NamedTuple):

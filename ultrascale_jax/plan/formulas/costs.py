@@ -17,7 +17,7 @@ an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms (XLA
 
 BUSY_SHARE = 0.80
 """Speed of a matrix product within a training step over that of the product alone: clocks fall under the power limit.
-Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too (`validate.calibrate`)."""
+Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too."""
 
 MEMORY_SHARE = 0.85
 """Of the data sheet's bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""

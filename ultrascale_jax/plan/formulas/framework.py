@@ -1,4 +1,4 @@
-"""Constants of a training framework, beside those of the machine; `ULTRASCALE` is this project."""
+"""Constants of this project's trainer, beside those of the machine (`costs.py`)."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,9 @@ KEPT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameworkProfile:
+class Overheads:
     """Constants of `step_time.estimate` that depend on the program and not on the machine."""
 
-    matmul: float = 1.0
-    """Speed of matrix products within a step over that of `costs.gemm_seconds`."""
-    attention: float = 1.0
-    """Speed of attention over that of `costs.attention_seconds`."""
     passes: float
     """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
     matrix products and attention."""
@@ -42,8 +38,6 @@ class FrameworkProfile:
     """Writes and reads of what `remat="none"` keeps and other recomputation would make again."""
     logit_bytes: float
     """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
-    chunked_loss: bool = False
-    """Whether logits are made in chunks, as `models/loss.py` does; each adds to the head's float32 gradient."""
     host_s: float
     """Least time of a layer, forward and backward: kernel launches of the host."""
     tensor_passes: int = 8
@@ -62,11 +56,10 @@ class FrameworkProfile:
     """Once a step: optimizer launches, data, logging."""
 
 
-ULTRASCALE = FrameworkProfile(
+ULTRASCALE = Overheads(
     passes=19,
     kept_passes=2,
     logit_bytes=4,
-    chunked_loss=True,
     host_s=0.35e-3,
     gathers=6,
     travel=0.85,
@@ -75,8 +68,8 @@ ULTRASCALE = FrameworkProfile(
     nccl_cores=costs.NCCL_CORES,
     step_s=5e-3,
 )
-"""This project: what XLA makes of it. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA
-0.12 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
+"""What XLA makes of the trainer. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA 0.12
+compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
 some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices do not travel together they are
 gathered one by one, those of keys and values together. Of the way of tokens to their experts XLA's schedules hide a

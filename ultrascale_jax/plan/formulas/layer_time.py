@@ -7,7 +7,7 @@ from ultrascale_jax.kernels.document_classes import class_segments
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas import experts as experts_of
 from ultrascale_jax.plan.formulas.activations import layer_of
-from ultrascale_jax.plan.formulas.framework import FrameworkProfile
+from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Run, group
 
@@ -40,10 +40,12 @@ class Passes:
 
 
 class LayerTime:
-    """The arithmetic of `run` on one GPU of `cluster` by `profile`."""
+    """The arithmetic of `run` on one GPU of `cluster`."""
 
-    def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):
-        self.run, self.cluster, self.profile = run, cluster, profile
+    overheads = ULTRASCALE
+
+    def __init__(self, run: Run, cluster: Cluster):
+        self.run, self.cluster = run, cluster
         self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
         self.tensor = group(run.mesh, ("sp", "tp"), cluster.gpus_per_node)
 
@@ -117,13 +119,13 @@ class LayerTime:
         for m, n, k, count in shapes:
             orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
             seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
-        return seconds / self.profile.matmul
+        return seconds
 
     def attention(self) -> tuple[float, float]:
         """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
         query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks
-        flops = 12 * query * self.keys() / self.profile.attention
+        flops = 12 * query * self.keys()
         flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
         joining = context.merge_seconds(run, self.gpu)
@@ -163,12 +165,12 @@ class LayerTime:
         """
         shape, moe = self.shape, self.shape.expert_share
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
-        width = self.profile.passes * (shape.d_model + d_ff / 2)
+        width = self.overheads.passes * (shape.d_model + d_ff / 2)
         if shape.norm_placement == "both":
-            width += 2 * self.profile.norm_passes * shape.d_model
+            width += 2 * self.overheads.norm_passes * shape.d_model
         if shape.qk_norm != "none":
             heads = shape.num_heads + shape.num_kv_heads
-            width += self.profile.norm_passes * heads * shape.head_dim
+            width += self.overheads.norm_passes * heads * shape.head_dim
         passes = width / self.tensor.ranks * (1 if self.run.precision == "bf16" else 2)
         size = 2 * passes * self.run.tokens + moe * experts_of.traffic_bytes(self.run)
         return costs.memory_seconds(self.gpu, size)

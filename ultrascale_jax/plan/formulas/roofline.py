@@ -10,7 +10,6 @@ from typing import Literal
 
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.activations import Layer, layer_of
-from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Run
@@ -68,7 +67,7 @@ class Operation:
 
 def roofline(run: Run, cluster: Cluster) -> list[Operation]:
     """Return the operations of a mean layer's forward pass and of the optimizer, in the order of a step."""
-    time, layer = LayerTime(run, cluster, ULTRASCALE), layer_of(run)
+    time, layer = LayerTime(run, cluster), layer_of(run)
     products = time.products()
     made = {part: _product(time, PRODUCTS[part], shapes) for part, shapes in products.items()}
     simple = {op.name: op for op in _elementwise(run, cluster.gpu, layer, products)}

@@ -16,13 +16,7 @@ from ultrascale_jax.plan.formulas.activations import (
     offloaded_bytes,
     saved_bytes,
 )
-from ultrascale_jax.plan.formulas.framework import (
-    KEPT,
-    NORMED_RESULTS,
-    RESULTS,
-    ULTRASCALE,
-    FrameworkProfile,
-)
+from ultrascale_jax.plan.formulas.framework import KEPT, NORMED_RESULTS, RESULTS, ULTRASCALE
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.hardware import Cluster
@@ -43,14 +37,8 @@ class Params(NamedTuple):
     """Bytes of one as ZeRO-3 gathers it: 1 of a dense layer's in fp8, which are cast before."""
 
 
-def estimate(
-    run: Run,
-    cluster: Cluster,
-    profile: FrameworkProfile = ULTRASCALE,
-    *,
-    peak_bytes: int | None = None,
-) -> StepPrediction:
-    """Predict one step of `run` on `cluster` by `profile`; by default its memory is that of this project's trainer.
+def estimate(run: Run, cluster: Cluster, *, peak_bytes: int | None = None) -> StepPrediction:
+    """Predict one step of `run` on `cluster`; its memory is by formula unless `peak_bytes` tells it.
 
     Raises `UserError` where the cluster has another number of GPUs than the run.
     """
@@ -58,16 +46,18 @@ def estimate(
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     cluster.check_size(run.num_gpus, f"the run's mesh {run.mesh.text}")
     peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
-    return Step(run, cluster, profile).predict(peak)
+    return Step(run, cluster).predict(peak)
 
 
 class Step:
     """The terms of one step on one GPU, in seconds."""
 
-    def __init__(self, run: Run, cluster: Cluster, profile: FrameworkProfile):
-        self.run, self.cluster, self.profile = run, cluster, profile
+    overheads = ULTRASCALE
+
+    def __init__(self, run: Run, cluster: Cluster):
+        self.run, self.cluster = run, cluster
         self.shape, self.mesh, self.gpu = run.shape, run.mesh, cluster.gpu
-        self.layer_time = LayerTime(run, cluster, profile)
+        self.layer_time = LayerTime(run, cluster)
         self.passes, self.tensor = self.layer_time.passes, self.layer_time.tensor
         self.tensor_axes = "exposed " + (
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
@@ -102,7 +92,7 @@ class Step:
             parts["exposed ep"] += self.exchanges_alone()
         for name, seconds in self.once_a_step(layers).items():
             parts[name] = parts.get(name, 0.0) + seconds
-        return parts | {"step overhead": self.profile.step_s}
+        return parts | {"step overhead": self.overheads.step_s}
 
     def reference(self) -> float:
         """Time the forward pass of one micro-batch through the reference of `train.dpo`, and making logits again.
@@ -113,7 +103,7 @@ class Step:
             return 0.0
         forward_s = self.passes.forward
         gather_s, _ = self.moved(self.layer_params())
-        waited = max(0.0, gather_s - self.profile.hide * forward_s)
+        waited = max(0.0, gather_s - self.overheads.hide * forward_s)
         waited += self.tensor_group() / 2 + self.exchanged()[0]
         return self.run.rank_layers * (forward_s + waited) + 2 * self.head_products() + self.loss()
 
@@ -151,7 +141,7 @@ class Step:
             return 1.0
         beside = sum(passes.products.values()) + passes.backward_products
         beside += passes.attention + passes.attention_backward
-        return max(0.0, 1 - self.profile.hide * beside / self.tensor_group())
+        return max(0.0, 1 - self.overheads.hide * beside / self.tensor_group())
 
     def pipeline(self, layer_s: float, head_s: float) -> dict[str, float]:
         """Time what the executor's table adds to a rank's own work; its share of head and loss takes `head_s`.
@@ -203,8 +193,8 @@ class Step:
         hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
         hidden += (1 - self.waited_share) * self.tensor_group()
         hidden += self.exchanges() - parts["exposed ep"] if self.hides_exchanges else 0.0
-        parts["cores lent to NCCL"] = self.profile.nccl_cores / self.gpu.cores * max(0.0, hidden)
-        parts["host"] = max(0.0, self.profile.host_s - sum(parts.values()))
+        parts["cores lent to NCCL"] = self.overheads.nccl_cores / self.gpu.cores * max(0.0, hidden)
+        parts["host"] = max(0.0, self.overheads.host_s - sum(parts.values()))
         return parts
 
     def head(self) -> dict[str, float]:
@@ -242,12 +232,11 @@ class Step:
 
         Where logits come in several chunks, each reads and writes the head's gradient in float32.
         """
-        losses, chunks = 1 + self.shape.mtp_layers, 1
-        if self.profile.chunked_loss:
-            chunks, _ = loss_chunks(self.run)
+        losses = 1 + self.shape.mtp_layers
+        chunks, _ = loss_chunks(self.run)
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         table = self.shape.d_model * self.shape.vocab_size / self.tensor.ranks
-        size = logits * self.profile.logit_bytes + 8 * table * (chunks if chunks > 1 else 0)
+        size = logits * self.overheads.logit_bytes + 8 * table * (chunks if chunks > 1 else 0)
         return costs.memory_seconds(self.gpu, losses * size)
 
     def accumulation(self, params: list[Params]) -> float:
@@ -280,14 +269,14 @@ class Step:
             again = sum(name not in own for name in names) / len(names)
             seconds += passes.products[product] * again
         moves = 2 + ("attn_out" not in kept) + (is_normed and "mlp_out" not in kept)
-        again = moves / self.profile.tensor_passes
+        again = moves / self.overheads.tensor_passes
         return seconds + again * self.waited_share * self.tensor_group()
 
     def kept_beyond_names(self) -> float:
         """Time writing and reading what a layer keeps with `none` and not with `selective`."""
         named = replace(self.run, remat="selective")
         every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
-        return costs.memory_seconds(self.gpu, self.profile.kept_passes * (every - some))
+        return costs.memory_seconds(self.gpu, self.overheads.kept_passes * (every - some))
 
     @property
     def kept(self) -> set[str]:
@@ -305,7 +294,7 @@ class Step:
         copied = offloaded_bytes(self.run)
         if not copied:
             return 0.0
-        (gathered, scattered), hide = self.sent_between_nodes(), self.profile.hide
+        (gathered, scattered), hide = self.sent_between_nodes(), self.overheads.hide
         passes = (forward, copied + gathered), (backward, copied + gathered + scattered)
         return sum(max(0.0, costs.host_seconds(self.gpu, size) - hide * s) for s, size in passes)
 
@@ -323,7 +312,7 @@ class Step:
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
-        passes = self.profile.tensor_passes
+        passes = self.overheads.tensor_passes
         if self.mesh.sp > 1:
             return passes * self.collective("all-gather", size, self.tensor)
         return passes / 2 * self.collective("all-reduce", size, self.tensor)
@@ -347,14 +336,14 @@ class Step:
         passes = self.passes
         beside = sum(passes.products.values()) + passes.backward_products + self.recomputed()
         beside += passes.attention + passes.attention_backward + passes.traffic
-        return max(0.0, self.exchanges() - self.profile.hide * beside)
+        return max(0.0, self.exchanges() - self.overheads.hide * beside)
 
     def exchanges(self) -> float:
         """Time tokens to their experts and back, and there again if what came is not kept, with nothing beside them."""
         if self.shape.experts is None:
             return 0.0
         halves = experts.num_chunks(self.run) == 2
-        waited = self.profile.overlapped if halves else self.profile.travel
+        waited = self.overheads.overlapped if halves else self.overheads.travel
         return waited * sum(self.ways) * self.shape.expert_share * self.one_way
 
     def exchanges_alone(self) -> float:
@@ -364,7 +353,7 @@ class Step:
         counts, layers = pipeline.counts(self.run).ticks, self.run.chunk_layers
         (forward, backward), share = self.ways, self.shape.expert_share
         alone = forward * (counts["all"] - counts["B"]) + backward * (counts["all"] - counts["F"])
-        return self.profile.travel * share * alone * layers * self.one_way
+        return self.overheads.travel * share * alone * layers * self.one_way
 
     @property
     def splits_backward(self) -> bool:
@@ -413,7 +402,7 @@ class Step:
 
     def parameters(self, params: list[Params], forward: float, backward: float) -> float:
         """Time gathering parameters twice (ZeRO-3) and scattering gradients (ZeRO-2 and 3), beyond that much work."""
-        hide = self.profile.hide
+        hide = self.overheads.hide
         gather, scatter = self.moved(params)
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
@@ -443,7 +432,7 @@ class Step:
     def moved(self, params: list[Params]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
         zero, width, gather, scatter = self.run.zero, layer_of(self.run).width, 0.0, 0.0
-        pieces = 1 if self.run.gathers_whole_layers else self.profile.gathers
+        pieces = 1 if self.run.gathers_whole_layers else self.overheads.gathers
         for count, ranks, own in params if zero >= 2 else ():
             scatter += self.collective("reduce-scatter", width * count, ranks)
             if zero == 3:
@@ -455,7 +444,7 @@ class Step:
 
         Backward these come after the experts, unless they are repeated before.
         """
-        passes, hide = self.passes, self.profile.hide
+        passes, hide = self.passes, self.overheads.hide
         own = sum(passes.products[name] for name in ("routed up", "routed down"))
         beside = hide * (passes.forward - passes.traffic / 3 - own)
         again = beside if self.run.remat not in ("none", "selective") else 0.0

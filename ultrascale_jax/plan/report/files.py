@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from ultrascale_jax.plan.workload import GIB
 
 NEAR = 1.5
 """Candidates of a search are drawn up to so many times the memory that there is."""
+
+RUNS = "runs"
+"""The verb of a CSV of runs, which no verb writes."""
 
 WORK = {"gemm": "matrix products", "attention": "attention", "other": "all other work"}
 """The kinds of work of the verb `compile`, in words."""
@@ -110,7 +113,7 @@ def _compile(content: dict[str, Any], tail: str) -> list[Figure]:
         x="",
     )
     found += [step_parts, _compiled(content, f"compiled_memory{tail}", where)]
-    if content.get("memory_over_step", {}).get("start_s"):  # older files have none
+    if content["memory_over_step"]["start_s"]:
         found.append(_memory_over_step(content, f"memory_over_step{tail}", where))
     if rows := content["collectives"]:
         found.append(_collectives(rows, f"collectives{tail}", where))
@@ -233,13 +236,12 @@ READERS: dict[str, Reader] = {
     "memory": _memory,
     "compile": _compiled_steps,
     "search": _each(_search),
-    "sweep": _runs,
 }
-"""Verb to reader; `scripts.plan` adds that of `validate`."""
+"""Verb to reader."""
 
 
-def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
-    """Read the JSON of a verb, or a CSV of runs; both are the same rows for the verb `sweep`.
+def read(path: str) -> Source:
+    """Read the JSON of a verb, or a CSV of runs.
 
     Raises:
       UserError: the file is missing or empty, of another type, or lacks a field; names file and field.
@@ -255,28 +257,26 @@ def read(path: str, readers: Mapping[str, Reader] = READERS) -> Source:
         raise UserError(f"file={path!r}: {error}") from None
     require(text.strip() != "", "file", path, "is empty")
     if suffix == ".csv":
-        return Source(path=path, verb="sweep", content=runs.read(path, text), digest=digest)
+        return Source(path=path, verb=RUNS, content=runs.read(path, text), digest=digest)
     content = parse_json(text, f"file={path!r}:")
     fix = (
-        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(readers)}"
+        f"has no field 'verb'; write it by `ultrascale plan VERB --json`, VERB {', '.join(READERS)}"
     )
     require(isinstance(content, dict) and "verb" in content, "file", path, fix)
     verb = content["verb"]
-    fix = f"verb={verb!r} has no figures; those of {', '.join(readers)} have"
-    require(verb in readers, "file", path, fix)
-    if verb == "sweep":
-        content = runs.of_json(path, content)
+    fix = f"verb={verb!r} has no figures; those of {', '.join(READERS)} have"
+    require(verb in READERS, "file", path, fix)
     return Source(path=path, verb=verb, content=content, digest=digest)
 
 
-def figures(sources: Sequence[Source], readers: Mapping[str, Reader] = READERS) -> list[Figure]:
+def figures(sources: Sequence[Source]) -> list[Figure]:
     """Draw all figures of `sources`, files of one verb together.
 
     Raises:
       UserError: a file lacks a field; names both.
     """
     found: list[Figure] = []
-    for verb, make in readers.items():
+    for verb, make in {**READERS, RUNS: _runs}.items():
         if mine := [source for source in sources if source.verb == verb]:
             try:
                 made = make(mine)

@@ -36,21 +36,6 @@ def read(path: str, text: str) -> list[dict[str, Any]]:
     return [_row(f"file={path!r}: line {n}", line) for n, line in enumerate(lines, 2)]
 
 
-def of_json(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of what `sweep --json` printed into the file `path`.
-
-    Raises:
-      UserError: a column is missing, or a value is no number.
-    """
-    found = content.get("rows")
-    ok = isinstance(found, list) and found != [] and all(isinstance(row, dict) for row in found)
-    require(ok, "file", path, "has no rows")
-    lines = [{k: "" if v is None else str(v) for k, v in row.items()} for row in found or ()]
-    for line in lines:
-        _require_columns(path, line)
-    return [_row(f"file={path!r}: row {n}", line) for n, line in enumerate(lines, 1)]
-
-
 def _require_columns(path: str, head: Iterable[str]) -> None:
     missing = ", ".join(sorted(set(COLUMNS) - set(head), key=COLUMNS.index))
     require(not missing, "file", path, f"lacks the column(s) {missing}")

@@ -4,19 +4,12 @@ Written for one device, by hand, in float32 with full causal attention; layers s
 names and shapes of `ultrascale_jax`, but nothing is imported from it.
 """
 
-import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-
-from ultrascale_jax.cli.bench_peers.contestant import (
-    Contestant,
-    pipelined,
-    resident_bytes,
-    serve,
-)
 
 
 def init(model: dict, key: jax.Array) -> dict:
@@ -80,8 +73,8 @@ def loss_fn(params, tokens, targets, model, unrolled):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - gold)
 
 
-def make(spec: dict) -> Contestant:
-    model, optim, unrolled = spec["model"], spec["optim"], spec["unrolled"]
+def make(model: dict, optim: dict, *, unrolled: bool) -> tuple[dict, Any, Callable]:
+    """Return parameters, the optimizer's state, and the jitted step `(params, state, tokens, targets)`."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(optim["clip_norm"]),
         optax.adamw(
@@ -96,30 +89,4 @@ def make(spec: dict) -> Contestant:
         return optax.apply_updates(params, updates), state, loss
 
     params = jax.jit(lambda: init(model, jax.random.key(0)))()
-    state = jax.jit(optimizer.init)(params)
-    rows = np.random.default_rng(0).integers(
-        0, model["vocab_size"], (spec["batch"], spec["seq_len"] + 1), np.int32
-    )
-    batch = jnp.array(rows[:, :-1]), jnp.array(rows[:, 1:])
-    begun = time.perf_counter()
-    step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()
-    compile_s = time.perf_counter() - begun
-
-    def advance():
-        nonlocal params, state
-        params, state, loss = step(params, state, *batch)
-        return loss
-
-    loss = float(advance())
-    return Contestant(
-        run=lambda n: pipelined(advance, jax.block_until_ready, n),
-        peak_bytes=resident_bytes,
-        compile_s=compile_s,
-        loss=loss,
-        device=jax.devices()[0].device_kind,
-        libraries=("jax", "jaxlib", "optax"),
-    )
-
-
-if __name__ == "__main__":
-    serve(make)
+    return params, jax.jit(optimizer.init)(params), jax.jit(step, donate_argnums=(0, 1))

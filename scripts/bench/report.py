@@ -16,10 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ultrascale_jax import __version__
 from ultrascale_jax.cli import output
 from ultrascale_jax.config import Config
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.training.flops import flops_per_token, mfu
+
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 COLUMNS = {
     "step_ms": ("step ms (p10-p90)", ""),
@@ -34,8 +37,6 @@ COLUMNS = {
     "mfu": ("MFU", ".1%"),
     "peak_gb": ("peak GB", ".2f"),
     "compile_s": ("compile s", ".1f"),
-    "first_step_s": ("first step s", ".1f"),
-    "first_step_cpu_s": ("CPU-s to it", ".1f"),
     "seconds": ("step s", ".2f"),
     "bubble": ("bubble", ".1%"),
     "table_bubble": ("by its table", ".1%"),
@@ -52,9 +53,9 @@ def figures(
 
     Args:
       cfg: the run, for its tokens a step and FLOPs.
-      facts: what the contestant said when it was ready; they join the row.
+      facts: other figures of the row, the kind of `device` among them.
       step_s: seconds of each step.
-      cpu_s: CPU-seconds of a step, one figure per turn; empty where another device does the work.
+      cpu_s: CPU-seconds of a step, one figure for each turn; empty where another device does the work.
       peak_bytes: most memory in use; `peak_gb` counts in 1e9.
     """
     tokens = cfg.train.global_batch * cfg.data.seq_len
@@ -98,15 +99,9 @@ class Report:
             "suite": suite,
             "command": " ".join(command),
             "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": {
-                "processor": _processor(),
-                "cores": os.cpu_count(),
-                "system": platform.platform(),
-            },
-            "versions": {
-                "python": platform.python_version(),
-                "ultrascale_jax": _version("ultrascale_jax"),
-            },
+            "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+            "versions": {"python": platform.python_version(), "ultrascale_jax": __version__}
+            | {name: importlib.metadata.version(name) for name in LIBRARIES},
         }
         self.save()
 
@@ -176,18 +171,3 @@ def _flat(row: dict) -> dict:
     median, p10, p90 = (1e3 * row["step_s"][name] for name in ("median", "p10", "p90"))
     form = ",.1f" if median >= 10 else ".3f"
     return row | {"step_ms": f"{median:{form}} ({p10:{form}}-{p90:{form}})"}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    """Return the model of this machine's processor, as exactly as the system tells."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
