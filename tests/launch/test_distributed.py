@@ -10,7 +10,13 @@ import pytest
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
-from ultrascale_jax.launch.distributed import CPU_FLAGS, GPU_FLAGS, check_devices, set_environment
+from ultrascale_jax.launch.distributed import (
+    CPU_FLAGS,
+    GPU_FLAGS,
+    check_devices,
+    describe_job,
+    set_environment,
+)
 
 
 def test_flags_are_added_but_never_override_the_users():
@@ -35,6 +41,11 @@ def test_a_job_with_other_devices_than_expected_is_refused_by_process():
         UserError, match=r"^dist.expect_devices=9: the job has 8 devices \(cpu; proc"
     ):
         check_devices(None, DistConfig(expect_devices=9))
+
+
+def test_the_first_line_of_a_run_says_how_many_processes_and_devices_it_has():
+    assert describe_job(None) == "1 process, 8 devices (cpu)"
+    assert describe_job(Launch(method="slurm")) == "1 process (slurm), 8 devices (cpu)"
 
 
 def test_gpus_that_slurm_gave_and_jax_does_not_see_are_missed(monkeypatch):

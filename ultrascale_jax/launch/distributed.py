@@ -170,6 +170,20 @@ def find_devices() -> list[jax.Device]:
         log.removeFilter(hold)
 
 
+def describe_job(launch: Launch | None) -> str:
+    """Return how many processes and devices the job has, as a line: a process that is alone by mistake tells it."""
+    devices = find_devices()
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    processes = counted(jax.process_count(), "process", "processes")
+    source = "" if launch is None else f" ({launch.method})"
+    return f"{processes}{source}, {counted(len(devices), 'device', 'devices')} ({kinds})"
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """Return `number` with its noun."""
+    return f"{number} {one if number == 1 else several}"
+
+
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
     """Raise `UserError` unless the job has `dist.expect_devices` devices, or else those that the cluster gave it."""
     devices = find_devices()
