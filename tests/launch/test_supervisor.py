@@ -175,6 +175,20 @@ def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(tmp_path, capf
     assert "rank 1 is stopped by a signal in section step after step 3" in output
 
 
+def test_one_that_ends_itself_at_its_limit_is_recorded_and_told_as_the_cause(tmp_path, capfd):
+    body = """
+    train(0, 3)
+    if rank == 1 and attempt == 0:
+        time.sleep(600)
+    train(3, 60)
+    """
+    assert supervise(tmp_path, body, hang_s=1.0).run() == 0
+    (hang,) = told(tmp_path, "hang")
+    assert (hang["of"], hang["section"], hang["step"], hang["bound_s"]) == (1, "step", 3, 1.0)
+    assert hang["waited_s"] >= 1.0 and "Timeout" in Path(hang["stacks"]).read_text()
+    assert "rank 1 makes no progress in section step after step 3 (" in capfd.readouterr().out
+
+
 def test_the_first_failure_is_told_last(tmp_path, capfd):
     body = """
     events = Events(run_dir, rank)

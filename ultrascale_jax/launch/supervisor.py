@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.launch.events import ATTEMPT, Events, is_count, now, read_events, say
-from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
+from ultrascale_jax.launch.exit_codes import HUNG, REFUSED, STOPPED
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.launch.processes import ANSWER_S, DUMP_S, Child, Disk, dump, kill
 from ultrascale_jax.launch.sigterm import listener
@@ -85,6 +85,8 @@ class Supervisor:
         self._first_attempt = 1 + max(filter(is_count, attempts), default=-1)
         self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
         self._children: list[Child] = []
+        self._noted: list[Child] = []
+        """Processes without progress whose end is recorded."""
         self._signals: list[int] = []
         self._forwarded = False
 
@@ -191,7 +193,7 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
         }
         command, is_only = self._command(restarts), len(self._ranks) == 1
-        self._children = []
+        self._children, self._noted = [], []
         for rank, environ in zip(self._ranks, self._environments(), strict=True):
             plain = rank == 0 or is_only
             self._children.append(Child(rank, command, {**environ, **own}, plain=plain))
@@ -202,6 +204,7 @@ class Supervisor:
         deadline, looked = float("inf"), time.monotonic()
         while living := self._living():
             self._forward()
+            self._note_hangs()
             if first is None and (first := self._failed()) is not None:
                 deadline = time.monotonic() + (SHORT_GRACE_S if _was_killed(first) else GRACE_S)
             if time.monotonic() > deadline:
@@ -213,7 +216,27 @@ class Supervisor:
                 if late:
                     self._end(late)
             time.sleep(0.1)
+        self._note_hangs()
         return first or self._failed()
+
+    def _note_hangs(self) -> None:
+        """Record the processes that have ended themselves at their limit, in C, without a word to `events.jsonl`."""
+        for child in self._children:
+            if child.code != HUNG or child in self._noted:
+                continue
+            beat = (self._beats([child]) or {}).get(child)
+            if beat is None or not self._is_stuck(child, beat, 0.0):
+                continue
+            self._noted.append(child)
+            self._record(
+                "hang",
+                of=child.rank,
+                section=beat.section,
+                step=beat.step,
+                waited_s=time.monotonic() - beat.monotonic,
+                bound_s=beat.bound_s,
+                stacks=str(stacks_path(self._run_dir, child.rank, self._events.attempt)),
+            )
 
     def _failed(self) -> Child | None:
         """Return the process that failed, if any: the first that a signal killed, because the others died of that."""
@@ -264,6 +287,7 @@ class Supervisor:
         asked = {child: files[child] for child in children if beats[child] is not None}
         dumps = self._disk.ask(lambda: dump(asked), DUMP_S + ANSWER_S) or {}
         kill(children)
+        self._noted += children
         for child, beat in beats.items():
             details: dict[str, object] = {"of": child.rank, "state": states[child]}
             if beat is not None:
