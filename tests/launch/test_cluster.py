@@ -233,6 +233,8 @@ LAUNCHERS = [
     {"NODE_RANK": "1", "NNODES": "4"},
     {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "4"},
     {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "4"},
+    {"VC_TASK_INDEX": "1", "VC_WORKER_NUM": "4"},
+    {"NODE_RANK": "1", "AZUREML_NODE_COUNT": "4"},
     {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "4"},
 ]
 
@@ -258,6 +260,10 @@ def test_a_launcher_that_tells_no_address_is_refused_or_joined_at_the_one_that_i
         {"RANK": "1", "MASTER_ADDR": "h"},
         {"RANK": "0", "MASTER_ADDR": "h"},
         {"PMI_RANK": "0"},
+        # prterun, aprun and HPE's mpiexec tell a process its rank alone.
+        {"PMIX_RANK": "0"},
+        {"ALPS_APP_PE": "0"},
+        {"PALS_RANKID": "3"},
         {"PMI_SIZE": "2"},
         {"OMPI_COMM_WORLD_RANK": "1"},
         {"OMPI_COMM_WORLD_SIZE": "2"},
@@ -293,6 +299,7 @@ def test_half_a_launch_or_two_that_contradict_each_other_is_refused_with_what_se
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"NNODES": "4"},
         {"WORLD_SIZE": "1"},
     ],

@@ -126,12 +126,12 @@ def test_a_heartbeat_with_numbers_that_cannot_be_is_none(tmp_path, name):
         assert read_beat(tmp_path, 0) is None and last_sign(tmp_path) == {}
 
 
-def start(tmp_path, body, *, rank=3, stderr=subprocess.PIPE):
+def start(tmp_path, body, *, rank=3, hang_s=0.5, stderr=subprocess.PIPE):
     program = (
         "import time; from pathlib import Path\n"
         "from ultrascale_jax.launch.events import Events\n"
         "from ultrascale_jax.launch.watchdog import Watch\n"
-        f"with Watch(Events(Path({str(tmp_path)!r}), {rank}), hang_s=0.5) as watch:\n{body}"
+        f"with Watch(Events(Path({str(tmp_path)!r}), {rank}), hang_s={hang_s}) as watch:\n{body}"
     )
     return subprocess.Popen(
         [sys.executable, "-c", program],
@@ -222,7 +222,7 @@ def test_a_process_that_is_asked_writes_its_stacks_and_goes_on(tmp_path):
         watch.beat(step)
         time.sleep(0.02)
 """
-    run = start(tmp_path, program)
+    run = start(tmp_path, program, hang_s=60.0)
     try:
         wait_for(lambda: read_beat(tmp_path, 3))
         run.send_signal(DUMP_SIGNAL)

@@ -21,6 +21,9 @@ SETTLE = (
 )
 """How the user settles a launch that is incomplete or contradicts itself."""
 
+MOST = 2**32 - 1
+"""Greatest number that a variable may hold: SLURM's numbers of jobs have 32 bits."""
+
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
@@ -93,11 +96,16 @@ LAUNCHERS = (
     # Operators and clouds start one process a node, or leave the start of more to `ultrascale launch`.
     Launcher("jaxjob", "NUM_PROCESSES", "PROCESS_ID", optional=True),
     Launcher("nodes", "NNODES", "NODE_RANK", optional=True),
+    Launcher("azureml", "AZUREML_NODE_COUNT", "NODE_RANK", optional=True),
+    Launcher("volcano", "VC_WORKER_NUM", "VC_TASK_INDEX", optional=True),
     Launcher("skypilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
     Launcher("leaderworkerset", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
     Launcher("aws batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
 )
 """Known launchers; an inner one, which another one's process may have started, stands before the outer ones."""
+
+RANKS = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID")
+"""Ranks that `prterun`, `aprun` and HPE's `mpiexec` tell without a number of processes."""
 
 SLURM_SIZES = (
     # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
@@ -225,6 +233,9 @@ def _is_same(environ: Mapping[str, str], one: Launcher, other: Launcher) -> bool
 
 def _refuse_incomplete(environ: Mapping[str, str], complete: list[Launcher]) -> None:
     """Refuse a process that has part of a launch of several, or that runs beside `srun`: it may not be alone."""
+    rank = next((name for name in RANKS if name in environ and not complete), None)
+    fix = f"nothing tells how many processes there are; {SETTLE}"
+    require(rank is None, rank or "", environ.get(rank or ""), fix)
     for launcher in LAUNCHERS:
         if launcher in complete or launcher.optional:
             continue
@@ -424,10 +435,10 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= 10
 
 
-def _number(environ: Mapping[str, str], name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+def _number(environ: Mapping[str, str], name: str, least: int = 0, most: int = MOST) -> int:
     text = environ.get(name, "")
     fix = f"must be a whole number, at least {least}"
-    if most < 2**31 - 1:
+    if most < MOST:
         fix = f"must be a whole number from {least} to {most}"
     if not _is_number(text) or not least <= int(text) <= most:
         raise UserError(f"{name}={text[:80]!r}: {fix}")
