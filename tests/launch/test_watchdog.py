@@ -229,7 +229,7 @@ def test_a_process_that_is_asked_writes_its_stacks_and_goes_on(tmp_path):
         (path,) = wait_for(lambda: [p for p in (tmp_path / "stacks").iterdir() if p.stat().st_size])
         step = read_beat(tmp_path, 3).step
         wait_for(lambda: read_beat(tmp_path, 3).step > step)
-        wait_for(lambda: "Current thread" in path.read_text())
+        wait_for(lambda: 'File "<string>"' in path.read_text())
     finally:
         run.send_signal(signal.SIGKILL)
         run.communicate(timeout=60)

@@ -141,8 +141,9 @@ class Watch:
         self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
         folder_of(self._run_dir, STACKS)
         self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
-        self._write()
         self._open_stacks()
+        # From now on it may be asked for its stacks.
+        self._write()
         self._arm()
         self._writing.start()
         if self._rank == 0:
