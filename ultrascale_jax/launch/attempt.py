@@ -61,11 +61,12 @@ class Attempt:
 
     @property
     def living(self) -> list[Child]:
+        """Return the processes that have not ended."""
         return [child for child in self.children if child.code is None]
 
     @property
     def codes(self) -> dict[str, int | None]:
-        """The exit code of each rank."""
+        """Return the exit code of each rank."""
         return {str(child.rank): child.code for child in self.children}
 
     def furthest(self) -> int:

@@ -84,7 +84,7 @@ def _bind(ip: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # What the job before has left of its connections is no hindrance, and one that listens is.
+        # Connections that the job before has left do not count, and a socket that listens does.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
